@@ -341,7 +341,8 @@ def _worth_of(flow: Flow, options: ManagerOptions) -> Worth | None:
         return None
     prefill = PrefillSpeed(options.prefill_tokens_per_s)
     tiers, size = len(flow.below.tiers), flow.top.block_size
-    return Worth(tiers, size, options.tokens_per_block, prefill, options.served_end)
+    latency_s = flow.below.latency_s
+    return Worth(tiers, size, options.tokens_per_block, prefill, options.served_end, latency_s)
 
 
 __all__ = [

@@ -24,7 +24,8 @@ class Reason(StrEnum):
     """Computing was expected to be faster than reading."""
 
 
-def _latencies() -> deque[float]:
+def latencies() -> deque[float]:
+    """Return an empty queue of durations; the oldest ones leave it."""
     return deque(maxlen=MAX_LATENCIES)
 
 
@@ -68,9 +69,9 @@ class LinkCounters:
     """Number of times the breaker of reads opened, because the tier failed or stalled."""
     promote_refused_blocks: int = 0
     """Number of lookups that missed because the breaker of reads was open."""
-    demote_latencies_s: deque[float] = field(default_factory=_latencies)
+    demote_latencies_s: deque[float] = field(default_factory=latencies)
     """Seconds from start to end of each write, including queues; the metrics remove them."""
-    promote_latencies_s: deque[float] = field(default_factory=_latencies)
+    promote_latencies_s: deque[float] = field(default_factory=latencies)
     """Seconds from start to end of each read, including queues; the metrics remove them."""
 
 
@@ -97,7 +98,7 @@ class Counters:
     """Number of blocks that requests computed although a tier held them."""
     turn_waits: int = 0
     """Number of requests whose promotion waited for its turn."""
-    turn_waits_s: deque[float] = field(default_factory=_latencies)
+    turn_waits_s: deque[float] = field(default_factory=latencies)
     """Seconds that each of these requests waited; the metrics remove them."""
     promotions_worth: int = 0
     """Number of requests for which reading was expected to be faster than computing."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ..handlers.node.remote_wire import RemoteNote
 from ..tiers.endurance import DayTotals
@@ -37,5 +39,7 @@ class TierState:
     """Totals of the last day; None if the tier does not record them."""
     remote: RemoteNote | None = None
     """Totals of the requests to a server; None for a tier of this machine."""
+    remote_calls_s: Mapping[str, deque[float]] = field(default_factory=dict)
+    """Seconds of each call of a server, by verb; the metrics remove them."""
     is_reporter: bool = True
     """True if this engine reports the metrics of the whole tier: one of those that share it."""

@@ -1,6 +1,6 @@
 """Load or recompute: decide which of two queues is expected to serve a request first.
 
-    load       = (bytes ahead of it + its own) / read rate of the tier
+    load       = latency of the tier + (bytes ahead of it + its own) / its read rate
     recompute  = (tokens ahead of it + its own) / prefill speed
 
 In the first queue, blocks in flight and blocks of requests with earlier turns are ahead of the
@@ -18,7 +18,8 @@ only.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..tiers.base import BlockHash
@@ -32,7 +33,7 @@ CONSERVATIVE = 2.0
 SAMPLE_BYTES_MIN = 8 << 20
 SAMPLE_S_MIN = 0.05
 """A sample below both limits shows latency rather than rate. It counts only if it is faster than
-the known rate."""
+the known rate. The same holds for one of few bytes of which the tier's latency is the most."""
 SLOWER_SHARE = 0.25
 FASTER_SHARE = 0.5
 """Weights of a slower and a faster sample in the rate. One stall has little effect, and a recovery
@@ -52,11 +53,18 @@ ahead. Some engines end a step before their offers, others after them."""
 
 
 class LinkSpeed:
-    """Read rate of one tier: bytes that arrived per second while any read was in flight."""
+    """Read rate of one tier: bytes that arrived per second while any read was in flight.
 
-    def __init__(self) -> None:
+    The first read of an idle tier takes the latency longer than its bytes do.
+    """
+
+    def __init__(self, latency_s: Callable[[], float] = lambda: 0.0) -> None:
+        """`latency_s` returns the measured latency of the tier; 0 if it is unknown or none."""
         self.in_flight_bytes = 0
         """Size of the reads in flight."""
+        self._latency_of = latency_s
+        self._latency_s = 0.0
+        """Part of the time since `_since_s` in which no bytes could arrive."""
         self._bytes_per_s: float | None = None
         self._since_s = 0.0
         self._arrived_bytes = 0
@@ -65,6 +73,7 @@ class LinkSpeed:
         """Count a read that started."""
         if not self.in_flight_bytes:
             self._since_s, self._arrived_bytes = now_s, 0
+            self._latency_s = self._latency_of()
         self.in_flight_bytes += size_bytes
 
     def ended(self, size_bytes: int, arrived_bytes: int, now_s: float) -> None:
@@ -74,17 +83,19 @@ class LinkSpeed:
         elapsed_s = now_s - self._since_s
         if not self._arrived_bytes or elapsed_s <= 0:
             return
-        sample = self._arrived_bytes / elapsed_s
+        moving_s = max(elapsed_s - self._latency_s, elapsed_s / 2)
+        sample = self._arrived_bytes / moving_s
         known = self._bytes_per_s
         is_faster = known is not None and sample > known
-        if elapsed_s < SAMPLE_S_MIN and self._arrived_bytes < SAMPLE_BYTES_MIN and not is_faster:
+        is_short = moving_s < max(SAMPLE_S_MIN, self._latency_s)
+        if is_short and self._arrived_bytes < SAMPLE_BYTES_MIN and not is_faster:
             return
         if known is None:
             self._bytes_per_s = sample
         else:  # mean of the logarithms: a tenth of the rate has the same effect as ten times it
             share = FASTER_SHARE if is_faster else SLOWER_SHARE
             self._bytes_per_s = known * (sample / known) ** share
-        self._since_s, self._arrived_bytes = now_s, 0
+        self._since_s, self._arrived_bytes, self._latency_s = now_s, 0, 0.0
 
     def bytes_per_s(self, now_s: float) -> float:
         """Return the rate; `inf` while it is unknown.
@@ -92,14 +103,15 @@ class LinkSpeed:
         While no bytes arrive, the rate is at most the bytes in flight over the time waited.
         """
         known = math.inf if self._bytes_per_s is None else self._bytes_per_s
-        waited_s = now_s - self._since_s
+        waited_s = now_s - self._since_s - self._latency_s
         if self.in_flight_bytes and waited_s >= SAMPLE_S_MIN:
             return min(known, (self.in_flight_bytes + self._arrived_bytes) / waited_s)
         return known
 
     def expected_s(self, size_bytes: int, now_s: float) -> float:
         """Return the seconds until `size_bytes` have arrived behind the bytes in flight."""
-        return (self.in_flight_bytes + size_bytes) / self.bytes_per_s(now_s)
+        moving_s = (self.in_flight_bytes + size_bytes) / self.bytes_per_s(now_s)
+        return self._latency_of() + moving_s
 
 
 class PrefillSpeed:
@@ -216,10 +228,11 @@ class Worth:
         tokens_per_block: float,
         prefill: PrefillSpeed,
         served_end: bytes = b"",
+        latency_s: Callable[[int], float] = lambda tier: 0.0,
     ) -> None:
         """`tokens_per_block`: tokens of a block whose hash ends with `served_end`. All other blocks
-        count 0 tokens."""
-        self.links = [LinkSpeed() for _ in range(links)]
+        count 0 tokens. `latency_s`: see `Below.latency_s`."""
+        self.links = [LinkSpeed(partial(latency_s, tier)) for tier in range(1, links + 1)]
         self.prefill = prefill
         self.backlog = Backlog()
         self.tokens_per_block = tokens_per_block
@@ -273,7 +286,8 @@ class Worth:
     def is_hopeless(self, level: int, now_s: float) -> bool:
         """Return True if reading one block of this level takes longer than recomputing it.
 
-        Then loading any number of blocks is not worth it.
+        Then loading any number of blocks is not worth it. Latency does not count: it is the same
+        for any number.
         """
         link = self.links[level - 1]
         return self._block_bytes / link.bytes_per_s(now_s) > self._patience_s(1)

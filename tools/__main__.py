@@ -23,6 +23,7 @@ from .commands import (
     doctor,
     gc,
     inspect,
+    remote,
     shm,
     store,
     top,
@@ -69,6 +70,7 @@ app.command("import")(carry.import_)
 app.command("check")(check.check)
 app.command("store")(store.store)
 app.add_typer(shm.app, name="shm")
+app.add_typer(remote.app, name="remote")
 app.command("replay")(replay_options.replay)
 for _name, _command in ({"bench": bench.bench} | _of_checkout()).items():
     app.command(_name)(_command)

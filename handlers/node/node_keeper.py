@@ -336,7 +336,8 @@ class NodeKeeper:
         except KVCascadeError as error:
             _log.error("%s", error)
         except Exception:
-            _log.exception("the process that moves blocks could not be started")
+            if not self._is_closed:  # else the arena may be closed by now
+                _log.exception("the process that moves blocks could not be started")
         with self._changed:
             self._is_starting = False
             if connection is not None and self._is_closed:

@@ -5,23 +5,77 @@ from __future__ import annotations
 import selectors
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 
 import msgspec
 
 from ...config.remote import WriteWhen
+from ...logs import get_logger
 from ...tiers.remote.base import RemoteEngine
 from ...tiers.remote.objects import ObjectFormat
 from ...tiers.remote.remote_store import RemoteStore, StoreOptions
 from .path_link import FrameSocket, Waker
 from .path_wire import NodeReady
-from .remote_node import RemoteNode
+from .remote_node import RemoteNode, SlotParts
 from .remote_wire import to_remote_node
 
 TICK_S = 0.05
 STOP_LIMIT_S = 1.0
 """Longest time that a node at its end waits for calls of the server."""
+FIRST_QUESTION_S = 5.0
+"""Time from the start to the first question whether the server is of use. The engine begins to
+serve meanwhile, and its first lookups come before it."""
+COMPLAINT_INTERVAL_S = 60.0
+"""Shortest time between two questions why the server is of no use."""
+
+_log = get_logger(__name__)
+
+
+class Complaints:
+    """Says in the log why a server is of no use: after the start, and when a breaker has opened.
+
+    Methods are for one thread.
+    """
+
+    def __init__(
+        self,
+        problem: Callable[[], str | None],
+        threads: Executor,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`problem` asks the server, on one of the threads; it returns a sentence or None.
+
+        `clock` returns monotonic seconds.
+        """
+        self._problem = problem
+        self._threads = threads
+        self._clock = clock
+        self._openings = 0
+        self._next_s = clock()
+        self._first_s: float | None = clock() + FIRST_QUESTION_S
+        """Time of the first question; None after it."""
+        self._is_closed = False
+
+    def note(self, openings: int) -> None:
+        """Ask for the reason if a breaker has opened since the last time; `openings` only grows."""
+        now_s = self._clock()
+        is_first = self._first_s is not None and now_s >= self._first_s
+        if not is_first and (openings == self._openings or now_s < self._next_s):
+            return
+        self._openings, self._first_s = openings, None
+        self._next_s = now_s + COMPLAINT_INTERVAL_S
+        self._threads.submit(self._say)
+
+    def close(self) -> None:
+        """Say nothing any more: a question under way fails when the engine is closed."""
+        self._is_closed = True
+
+    def _say(self) -> None:
+        said = self._problem()
+        if said is not None and not self._is_closed:
+            _log.warning("%s", said)
 
 
 class RemoteLoop:
@@ -34,21 +88,26 @@ class RemoteLoop:
         objects: ObjectFormat,
         options: StoreOptions,
         arena: memoryview,
+        parts: SlotParts,
+        problem: Callable[[], str | None],
     ) -> None:
-        """`arena` holds the slots, one block each. The scheduler decides what is written."""
+        """`arena` holds the slots, one block each. The scheduler decides what is written.
+
+        `problem` asks the server, and returns a sentence about why it is of no use, or None.
+        """
         options = replace(options, when=WriteWhen.THROUGH)
         self._selector = selectors.DefaultSelector()
         self._waker = Waker(self._selector, lambda: None)
         self._scheduler = FrameSocket(
             scheduler, to_remote_node.decode, self._selector, self._ordered
         )
-        self._threads = ThreadPoolExecutor(options.threads, "kvcascade-remote")
+        # One thread more than the store needs, so that questions of the log hold up nobody.
+        self._threads = ThreadPoolExecutor(options.threads + 1, "kvcascade-remote")
+        self._complaints = Complaints(problem, self._threads)
         self._store = RemoteStore(
             engine, objects, self._threads, options, on_ended=self._waker.wake
         )
-        self._node = RemoteNode(
-            self._store, arena, objects.payload_bytes, self._tell, time.monotonic
-        )
+        self._node = RemoteNode(self._store, arena, parts, self._tell, time.monotonic)
 
     def run(self) -> None:
         """Serve until the scheduler closes its socket."""
@@ -57,10 +116,12 @@ class RemoteLoop:
         try:
             while not self._scheduler.is_broken:
                 self._node.work()
+                self._complaints.note(sum(self._store.state().openings.values()))
                 self._scheduler.flush()
                 for key, _ in self._selector.select(TICK_S):
                     key.data()
         finally:
+            self._complaints.close()
             self._store.close(STOP_LIMIT_S)
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._scheduler.close()

@@ -14,14 +14,17 @@ import json
 import os
 import socket
 import sys
+from functools import partial
 
 from ...config.options import At
 from ...config.remote import parse_remote
 from ...tiers.cpu.huge_pages import map_file
 from ...tiers.remote.objects import ObjectFormat
 from ...tiers.remote.remote_options import open_remote_engine, store_options
+from ...tiers.remote.remote_probe import problem_of
 from .child_start import receive_setup, run_child
 from .remote_loop import RemoteLoop
+from .remote_node import SlotParts
 from .remote_wire import RemoteSetup, to_remote_node
 
 
@@ -33,9 +36,11 @@ def serve(connection: socket.socket, arena_fd: int) -> None:
     memory = map_file(arena_fd, setup.arena_offset + setup.arena_slots * setup.slot_bytes)
     options = parse_remote(At(setup.key), json.loads(setup.options))
     engine, seal = open_remote_engine(options, os.environ)
-    objects = ObjectFormat(setup.fingerprint, setup.slot_bytes, seal)
+    objects = ObjectFormat(setup.fingerprint, setup.payload_bytes, seal)
     arena = memory[setup.arena_offset :]
-    RemoteLoop(connection, engine, objects, store_options(options), arena).run()
+    parts = SlotParts(setup.slot_bytes, setup.payload_bytes, setup.copies)
+    problem = partial(problem_of, engine, options)
+    RemoteLoop(connection, engine, objects, store_options(options), arena, parts, problem).run()
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from ...tiers.base import BlockHash, BlockOutcome
 from ...tiers.remote.base import RemoteOutcome
 from ...tiers.remote.remote_store import EndedKind, RemoteEnded, RemoteState, RemoteStore
 from ...tiers.remote.uploads import Offer
-from .path_wire import GetJob, JobDone, PutJob, ResetJob, pack_outcomes, unpack_slots
-from .remote_wire import AskJob, PassOnJob, RemoteNote, ResetDone, VerbTotals
+from .path_wire import JobDone, PutJob, ResetJob, pack_outcomes, unpack_slots
+from .remote_wire import AskJob, FetchJob, PassOnJob, RemoteNote, ResetDone, VerbTotals
 
 NOTE_INTERVAL_S = 1.0
 """Shortest time between two notes whose totals alone differ."""
@@ -65,6 +65,18 @@ class _Call:
     positions: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True)
+class SlotParts:
+    """What an object holds of a slot."""
+
+    slot_bytes: int
+    payload_bytes: int
+    """Bytes from the slot's begin on that are written to the server."""
+    copies: int = 1
+    """Number of times that a read writes them, side by side: once for each rank whose part they
+    are."""
+
+
 class RemoteNode:
     """Jobs of one engine."""
 
@@ -72,7 +84,7 @@ class RemoteNode:
         self,
         store: RemoteStore,
         arena: memoryview,
-        slot_bytes: int,
+        parts: SlotParts,
         tell: Callable[[msgspec.Struct], None],
         clock: Callable[[], float],
     ) -> None:
@@ -82,7 +94,7 @@ class RemoteNode:
         """
         self._store = store
         self._arena = arena
-        self._slot_bytes = slot_bytes
+        self._parts = parts
         self._tell = tell
         self._clock = clock
         self._numbers = count(1)
@@ -97,7 +109,7 @@ class RemoteNode:
         match message:
             case AskJob():
                 self._ask(message)
-            case GetJob():
+            case FetchJob():
                 self._get(message)
             case PutJob():
                 self._put(message)
@@ -108,14 +120,14 @@ class RemoteNode:
     def work(self) -> None:
         """Answer what ended, and report changes. Call it after orders, ends, and now and then."""
         self._store.send()
-        for ended in self._store.poll():
-            self._ended(ended)
-        state = self._store.state()
+        all_ended, state = [*self._store.poll()], self._store.state()
         if self._resets and state.own_mark is not None:
             for ticket in self._resets:
                 self._tell(ResetDone(ticket, state.own_mark))
             self._resets.clear()
-        self._note(state)
+        self._note(state)  # before the answers, so that no one asks a server that rests
+        for ended in all_ended:
+            self._ended(ended)
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -128,15 +140,17 @@ class RemoteNode:
             self._store.ask(number, [BlockHash(key) for key in chain])
             start += len(chain)
 
-    def _get(self, order: GetJob) -> None:
+    def _get(self, order: FetchJob) -> None:
         keys = [BlockHash(key) for key in order.keys]
         number = self._call(self._job(order.ticket, len(keys), 1), range(len(keys)))
-        self._store.get(number, keys, self._views(order.arena_slots))
+        self._store.get(
+            number, keys, self._views(order.arena_slots, self._parts.copies), order.limit_s
+        )
 
     def _put(self, order: PutJob) -> None:
         keys = [BlockHash(key) for key in order.keys]
         job, number = self._job(order.ticket, len(keys), 0), next(self._numbers)
-        views = self._views(order.arena_slots)
+        views = self._views(order.arena_slots, 1)
         answers = self._store.offer(number, keys, views, order.epoch)
         queued = [at for at, answer in enumerate(answers) if answer is Offer.QUEUED]
         for at, answer in enumerate(answers):
@@ -167,10 +181,10 @@ class RemoteNode:
         codes = pack_outcomes(tuple(job.outcomes))
         self._tell(JobDone(job.ticket, codes, self._clock() - job.began_s))
 
-    def _views(self, packed: bytes) -> list[memoryview]:
-        size = self._slot_bytes
+    def _views(self, packed: bytes, copies: int) -> list[memoryview]:
+        size, wanted = self._parts.slot_bytes, self._parts.payload_bytes * copies
         slots = unpack_slots(packed).tolist()
-        return [self._arena[slot * size : (slot + 1) * size] for slot in slots]
+        return [self._arena[slot * size : slot * size + wanted] for slot in slots]
 
     def _note(self, state: RemoteState) -> None:
         """Report resets and breakers at once, and totals now and then."""
@@ -185,7 +199,8 @@ class RemoteNode:
         note = self._current(state)
         if note != self._noted:
             self._noted = note
-            self._tell(note)
+            samples_s = self._store.counters.take_samples()
+            self._tell(msgspec.structs.replace(note, samples_s=samples_s))
 
     def _current(self, state: RemoteState) -> RemoteNote:
         counters = self._store.counters
@@ -201,7 +216,7 @@ class RemoteNode:
             )
             for verb, totals in counters.verbs.items()
         }
-        return RemoteNote(_mark(state), verbs, dict(counters.unsent))
+        return RemoteNote(_mark(state), verbs, dict(counters.unsent), self._store.latency_s)
 
 
 def _mark(state: RemoteState) -> int | None:

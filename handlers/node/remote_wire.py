@@ -1,6 +1,6 @@
 """Messages between the scheduler's process and the node of a remote tier, over a stream socket.
 
-`GetJob`, `PutJob`, `ResetJob`, `JobDone` and `NodeReady` are those of `path_wire`. An `AskJob` is
+`PutJob`, `ResetJob`, `JobDone` and `NodeReady` are those of `path_wire`. An `AskJob` is
 answered by a `JobDone`: OK for a block that is there, GONE for one that is absent. Any other
 outcome says that it could not be found out. The epoch of a `PutJob` is the mark of the last reset
 before its blocks were stored. So no block crosses a reset by another host.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .path_wire import GetJob, JobDone, NodeReady, PutJob, ResetJob
+from .path_wire import JobDone, NodeReady, PutJob, ResetJob
 
 
 class RemoteSetup(msgspec.Struct, frozen=True, array_like=True, tag=96):
@@ -23,6 +23,10 @@ class RemoteSetup(msgspec.Struct, frozen=True, array_like=True, tag=96):
     fingerprint: str
     """Everything that the bytes of a block depend on, as one word."""
     slot_bytes: int
+    payload_bytes: int
+    """Bytes of a slot, from its begin on, that an object holds."""
+    copies: int
+    """Number of times that a read writes them, side by side."""
     arena_offset: int
     """Offset of slot 0 in the arena's file."""
     arena_slots: int
@@ -33,6 +37,16 @@ class AskJob(msgspec.Struct, frozen=True, array_like=True, tag=97):
 
     ticket: int
     chains: list[list[bytes]]
+
+
+class FetchJob(msgspec.Struct, frozen=True, array_like=True, tag=101):
+    """Read blocks into the arena and verify them."""
+
+    ticket: int
+    keys: list[bytes]
+    arena_slots: bytes
+    limit_s: float
+    """What is left of the deadline, of which the lookup took a part. What is late is not read."""
 
 
 class PassOnJob(msgspec.Struct, frozen=True, array_like=True, tag=100):
@@ -76,9 +90,13 @@ class RemoteNote(msgspec.Struct, frozen=True, array_like=True, tag=98):
     """Totals by verb (`Verb`)."""
     unsent: dict[str, int] = {}
     """Blocks that were offered and not written, by reason."""
+    latency_s: float | None = None
+    """Moving average of requests that move no payload; None before the first one was answered."""
+    samples_s: dict[str, list[float]] = {}
+    """Seconds of each call since the last note, by verb."""
 
 
-RemoteOrder = AskJob | GetJob | PutJob | ResetJob | PassOnJob
+RemoteOrder = AskJob | FetchJob | PutJob | ResetJob | PassOnJob
 FromRemoteNode = NodeReady | JobDone | ResetDone | RemoteNote
 
 to_remote_node: msgspec.msgpack.Decoder[RemoteSetup | RemoteOrder] = msgspec.msgpack.Decoder(

@@ -47,6 +47,7 @@ from .named import admission_rule
 from .node_parts import (
     EngineFacts,
     OpenTier,
+    Replicas,
     SlotMemory,
     epoch_below,
     open_node_tiers,
@@ -88,6 +89,9 @@ class Geometry:
     """End of the hashes of the blocks that `tokens_per_block` applies to; empty: all."""
     mean_tokens: float = 0.0
     """Prompt tokens per block over the blocks of all KV groups of a prompt."""
+    replicated: Mapping[str, str] | None = None
+    """Facts of the fingerprint without the number of workers, in place of those that depend on it.
+    None unless the engine says that all workers hold the same bytes."""
     offered_once: tuple[bytes, ...] = ()
     """Ends of the hashes of blocks that the engine offers only once, whatever the answer."""
 
@@ -272,7 +276,8 @@ def open_cascade(
         epoch_of = partial(epoch_below, nodes)
         directory = None if table is None else KeptDirectory(backend.capacity, table, epoch_of)
         top = Tier("cpu", backend, create(settings.cpu.policy, backend.capacity, directory))
-        engine = _engine_facts(settings, arena, key, with_events)
+        replicas = _replicas(geometry, digests)
+        engine = _engine_facts(settings, arena, key, replicas, with_events)
         open_node_tiers(settings.nvme, engine, _own_file_system(file_system), nodes, undo)
         remote: OpenRemote | None = None
         if settings.remote is not None:
@@ -300,10 +305,23 @@ def open_cascade(
 
 
 def _engine_facts(
-    settings: CascadeConfig, arena: Arena, key: NamespaceKey, with_events: bool
+    settings: CascadeConfig,
+    arena: Arena,
+    key: NamespaceKey,
+    replicas: Replicas | None,
+    with_events: bool,
 ) -> EngineFacts:
     memory, prefault = SlotMemory.of(arena), settings.cpu.prefault
-    return EngineFacts(key, memory, prefault, with_events, settings.promotion_deadline_s)
+    stall_s = settings.promotion_deadline_s
+    return EngineFacts(key, memory, prefault, with_events, stall_s, replicas)
+
+
+def _replicas(geometry: Geometry, digests: Sequence[str]) -> Replicas | None:
+    """Return what all workers hold alike; None if the engine or their layouts say otherwise."""
+    if geometry.replicated is None or len(set(digests)) > 1:
+        return None
+    facts = {**geometry.replicated, "tensors": digests[0]}
+    return Replicas(geometry.world_size, geometry.rank_bytes, facts)
 
 
 def _manager(

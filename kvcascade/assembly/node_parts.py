@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -70,6 +70,16 @@ class SlotMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class Replicas:
+    """Parts of a slot that hold the same bytes, because the engine replicates its KV."""
+
+    ranks: int
+    rank_bytes: int
+    facts: Mapping[str, str]
+    """Facts of the fingerprint in place of those that depend on the number of ranks."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineFacts:
     """Properties of the engine that its nodes need."""
 
@@ -80,6 +90,8 @@ class EngineFacts:
     with_events: bool
     stall_s: float
     """Time limit for stalled reads in seconds."""
+    replicas: Replicas | None = None
+    """None: the engine does not say that its ranks hold the same bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,20 +7,25 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Any
 
 from ..config.remote import RemoteTierOptions
+from ..errors import ConfigError
 from ..handlers.node.node_keeper import NodeKeeper
 from ..handlers.node.path_client import Loop
 from ..handlers.node.remote_client import remote_process, remote_thread
 from ..handlers.node.remote_loop import RemoteLoop
+from ..handlers.node.remote_node import SlotParts
 from ..handlers.node.remote_wire import RemoteSetup
 from ..manager.below.port import TierFacts
 from ..manager.below.remote_tier import MEDIUM, UNBOUNDED_BLOCKS, RemoteTier, RemoteTierParts
 from ..tiers.cpu.header import HEADER_BYTES
+from ..tiers.nvme.namespace import NamespaceKey
 from ..tiers.remote.objects import ObjectFormat
 from ..tiers.remote.remote_options import check_openable, open_remote_engine, store_options
+from ..tiers.remote.remote_probe import problem_of
 from .node_parts import EngineFacts, SlotMemory
 
 NAME = "remote"
@@ -38,19 +43,46 @@ class OpenRemote:
         self.node.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """What objects hold, and who shares them."""
+
+    fingerprint: str
+    parts: SlotParts
+
+
+def blocks_of(options: RemoteTierOptions, engine: EngineFacts) -> Blocks:
+    """Return what the objects of an engine hold. Raises `ConfigError`.
+
+    With `share_tp` that is one rank's part of a slot. Their fingerprint leaves out how many ranks
+    there are.
+    """
+    slot_bytes, replicas = engine.memory.slot_bytes, engine.replicas
+    if not options.share_tp:
+        return Blocks(engine.key.fingerprint, SlotParts(slot_bytes, slot_bytes))
+    if replicas is None:
+        raise ConfigError(
+            f"{options.key}.share_tp: this vLLM does not say that all ranks hold the same KV, as "
+            "with MLA and tensor parallelism alone; leave it out."
+        )
+    key = NamespaceKey(engine.key.label, {**engine.key.fields, **replicas.facts})
+    return Blocks(key.fingerprint, SlotParts(slot_bytes, replicas.rank_bytes, replicas.ranks))
+
+
 def open_remote_tier(options: RemoteTierOptions, engine: EngineFacts) -> OpenRemote:
     """Start the node of a tier. Nothing is asked of the server, which may be down.
 
     Raises one of our errors if the options cannot be used on this machine.
     """
     check_openable(options, os.environ)
+    blocks = blocks_of(options, engine)
     memory = engine.memory
     facts = TierFacts(NAME, MEDIUM, memory.slot_bytes, UNBOUNDED_BLOCKS)
     parts = RemoteTierParts(facts, store_options(options), engine.stall_s, engine.with_events)
     nodes: list[NodeKeeper] = []
 
     def client_of(on_note: Callable[[Any], None]) -> NodeKeeper:
-        nodes.append(_node(options, engine.key.fingerprint, memory, on_note))
+        nodes.append(_node(options, blocks, memory, on_note))
         return nodes[0]
 
     opened = OpenRemote(RemoteTier(client_of, parts, monotonic), nodes[0])
@@ -64,22 +96,32 @@ def open_remote_tier(options: RemoteTierOptions, engine: EngineFacts) -> OpenRem
 
 def _node(
     options: RemoteTierOptions,
-    fingerprint: str,
+    blocks: Blocks,
     memory: SlotMemory,
     on_note: Callable[[Any], None],
 ) -> NodeKeeper:
     if memory.duplicate is None:
-        return remote_thread(lambda end: _loop(end, options, fingerprint, memory), on_note)
+        return remote_thread(lambda end: _loop(end, options, blocks, memory), on_note)
     given = json.dumps(options.as_given()).encode()
+    parts = blocks.parts
     setup = RemoteSetup(
-        options.key, given, fingerprint, memory.slot_bytes, HEADER_BYTES, memory.slots
+        options.key,
+        given,
+        blocks.fingerprint,
+        parts.slot_bytes,
+        parts.payload_bytes,
+        parts.copies,
+        HEADER_BYTES,
+        memory.slots,
     )
     return remote_process(setup, memory.duplicate, on_note)
 
 
 def _loop(
-    end: socket.socket, options: RemoteTierOptions, fingerprint: str, memory: SlotMemory
+    end: socket.socket, options: RemoteTierOptions, blocks: Blocks, memory: SlotMemory
 ) -> Loop:
     engine, seal = open_remote_engine(options, os.environ)
-    objects = ObjectFormat(fingerprint, memory.slot_bytes, seal)
-    return RemoteLoop(end, engine, objects, store_options(options), memory.view)
+    objects = ObjectFormat(blocks.fingerprint, blocks.parts.payload_bytes, seal)
+    problem = partial(problem_of, engine, options)
+    limits, parts = store_options(options), blocks.parts
+    return RemoteLoop(end, engine, objects, limits, memory.view, parts, problem)

@@ -38,7 +38,7 @@ SCHEMES = (*PLAIN_SCHEMES, *TLS_SCHEMES, *OBJECT_SCHEMES)
 MAX_THREADS = 64
 _URL_REMEDY = 'give a URL such as "s3://bucket/prefix" or "valkeys://host:6379"'
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-_SECRET_WORDS = ("password", "secret", "token", "key", "credential", "auth")
+_SECRET_WORDS = ("pass", "pwd", "secret", "token", "key", "credential", "auth")
 _NO_SECRETS = "credentials are no options; name an environment variable or a file that holds them"
 
 
@@ -124,6 +124,8 @@ class RemoteTierOptions:
     """Concurrent reads; None: 8 for object stores, 2 for Valkey."""
     writes_at_a_time: Annotated[int | None, optional(whole(1, MAX_THREADS))] = None
     """Concurrent writes; None: 4 for object stores, 2 for Valkey."""
+    share_tp: Annotated[bool, flag] = False
+    """Share blocks with engines of other tensor-parallel sizes; all ranks must hold the same KV."""
     insecure: Annotated[bool, flag] = False
     """Allow connections without TLS to other hosts."""
     endpoint: Annotated[str | None, optional(_endpoint)] = None

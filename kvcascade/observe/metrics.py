@@ -165,6 +165,13 @@ def _by_verb(value: Callable[[VerbTotals], float]) -> Callable[[MetricsSnapshot]
     return read
 
 
+def _remote_calls_s(snapshot: MetricsSnapshot) -> Values:
+    for state in snapshot.tiers:
+        for verb, samples_s in state.remote_calls_s.items():
+            while samples_s:
+                yield (state.name, verb), samples_s.popleft()
+
+
 def _remote_outcomes(snapshot: MetricsSnapshot) -> Values:
     for state in snapshot.tiers:
         for verb, totals in {} if state.remote is None else state.remote.verbs.items():
@@ -310,6 +317,9 @@ METRICS: tuple[Metric, ...] = (
     Metric(Kind.GAUGE, "remote_resting",
            "1 while nothing of a kind is asked of a remote tier's server: it failed.",
            ("tier", "verb"), _by_verb(lambda t: t.is_resting)),
+    Metric(Kind.HISTOGRAM, "remote_latency_seconds",
+           "Seconds of one call of a remote tier's server, without queues.",
+           ("tier", "verb"), _remote_calls_s),
     Metric(Kind.COUNTER, "remote_blocks",
            "Blocks and other objects that a remote tier's server was asked for, by outcome.",
            ("tier", "verb", "outcome"), _remote_outcomes),

@@ -353,7 +353,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
         self._settings: CascadeConfig = configured(config.extra_config)
         refuse_wrong_stores(config)
         self._engine_config = engine_facts.engine_config()
-        self._geometry = _geometry(config)
+        self._geometry = _geometry(config, self._engine_config)
         self._manager: CascadeManager | None = None
         self._worker: CascadeWorker | None = None
 
@@ -395,7 +395,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
         return self._worker
 
 
-def _geometry(config: OffloadingConfig) -> Geometry:
+def _geometry(config: OffloadingConfig, engine_config: Any | None = None) -> Geometry:
     served_end, served_tokens = _served(config)
     return Geometry(
         rank_bytes=config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk,
@@ -405,6 +405,7 @@ def _geometry(config: OffloadingConfig) -> Geometry:
         served_end=served_end,
         mean_tokens=_mean_tokens(config),
         offered_once=tuple(make_offload_key(b"", n) for n in groups_offered_once(config)),
+        replicated=replicated_facts(config, engine_config),
     )
 
 
@@ -446,6 +447,22 @@ def shape_facts(config: OffloadingConfig) -> dict[str, str]:
         layers = ",".join(group.layer_names)
         facts[f"group{group_id}"] = f"{group.tokens_per_block} tokens: {layers}"
     return facts | group_facts(kv_cache_config(), groups)
+
+
+def replicated_facts(config: OffloadingConfig, engine_config: Any | None) -> dict[str, str] | None:
+    """Return facts in place of those about parallelism, if all ranks hold the same bytes.
+
+    vLLM says so of MLA with tensor parallelism alone. Of one rank it says nothing.
+    """
+    model = getattr(engine_config, "model_config", None)
+    is_single = config.parallel.world_size == 1 and getattr(model, "use_mla", False)
+    if not (is_single or getattr(config, "replicated_layout", False)):
+        return None
+    rows = [name for name in _ROW_LAYOUTS if getattr(config, name, False)]
+    return {
+        "parallel": "replicated",
+        "row_layout": " ".join(name for name in rows if name != "replicated_layout"),
+    }
 
 
 def to_vllm_event(event: BlockEvent) -> OffloadingEvent:

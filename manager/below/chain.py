@@ -225,6 +225,10 @@ class BelowChain(Below):
         self._finders = [
             (offset, port, port.may_hold) for offset, port in zip(self._offsets, ports, strict=True)
         ]
+        self._askers = [
+            port.is_asking for port in ports if type(port).is_asking is not Below.is_asking
+        ]
+        """Of the ports that do not know all their blocks."""
         self._places = [port for port in ports for _ in port.tiers]
         self._puts: dict[int, _Put] = {}
         self._left_early: list[BlockHash] = []
@@ -255,7 +259,10 @@ class BelowChain(Below):
     def is_asking(self, key: BlockHash, owner: object, media: frozenset[str] | None = None) -> bool:
         if self._resets.are_open:
             return False
-        return any(port.is_asking(key, owner, media) for port in self._ports)
+        for is_asking in self._askers:
+            if is_asking(key, owner, media):
+                return True
+        return False
 
     def wants_again(self, key: BlockHash) -> bool:
         return any(port.wants_again(key) for port in self._ports)
@@ -360,6 +367,9 @@ class BelowChain(Below):
 
     def rests(self, tier: int) -> bool:
         return self._places[tier - 1].rests(tier - self._offset_of(tier))
+
+    def latency_s(self, tier: int) -> float:
+        return self._places[tier - 1].latency_s(tier - self._offset_of(tier))
 
     def write_state(self) -> WriteState:
         """Return the state of the nearest tier that takes writes; if none does, of the first that

@@ -144,10 +144,14 @@ class NodeReads(Traffic[Feed]):
     def get(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
         """Start reading blocks."""
         going = Going(ticket, keys, self._flow.clock())
-        packed = array("i", slots).tobytes()
-        if not self._submit(going, lambda number: GetJob(number, list(keys), packed)):
+        order = self._order(keys, array("i", slots).tobytes())
+        if order is None or not self._submit(going, order):
             self._flow.counters.promote_failed_blocks += len(keys)
             self.ended.append(Ended(ticket, True, 1, [BlockOutcome.CANCELLED] * len(keys)))
+
+    def _order(self, keys: Sequence[BlockHash], slots: bytes) -> Callable[[int], Any] | None:
+        """Return what builds the message of a job from its ticket; None: do not start it."""
+        return lambda number: GetJob(number, list(keys), slots)
 
     def _land(self, going: Going, done: JobDone | None) -> None:
         flow, counters = self._flow, self._flow.counters

@@ -211,6 +211,13 @@ class Below(ABC):
     def rests(self, tier: int) -> bool:
         """Return True while nothing may be read from a tier, because it failed or stalls."""
 
+    def latency_s(self, tier: int) -> float:
+        """Return the seconds of a read from a tier beside those that its rate explains, measured.
+
+        0 from a tier on this machine.
+        """
+        return 0.0
+
     @abstractmethod
     def write_state(self) -> WriteState:
         """Return the state of writes to tier 1."""

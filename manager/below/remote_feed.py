@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -12,8 +14,9 @@ import msgspec
 from ...handlers.node.path_wire import JobDone, unpack_outcomes
 from ...handlers.node.remote_wire import AskJob, RemoteNote, VerbTotals
 from ...tiers.base import BlockHash, BlockOutcome, new_reset_mark
-from ...tiers.remote.presence import Presence, PresenceMemory
+from ...tiers.remote.presence import MAX_REMEMBERED, PresenceMemory
 from ...tiers.remote.remote_counters import Verb
+from ..counters import latencies
 from .node_inbox import MAX_MARKS, NodeInbox
 from .node_traffic import NodeClient
 
@@ -31,6 +34,12 @@ class RemoteFeed(NodeInbox):
         self._before = RemoteNote(None)
         """Totals of the nodes that died."""
         self._last = RemoteNote(None)
+        self.lookups_rest = False
+        """True while the node asks for no blocks, because the server failed."""
+        self.latency_s = 0.0
+        """Time of a request to the server that moves no payload; 0 while it is unknown."""
+        self.calls_s: dict[str, deque[float]] = {verb.value: latencies() for verb in Verb}
+        """Seconds of each call of the server, by verb; the metrics remove them."""
         self.mark: int | None = None
         """Mark of the last reset before this engine's blocks were stored; None while it is unknown,
         or older blocks are not forgotten yet."""
@@ -41,11 +50,6 @@ class RemoteFeed(NodeInbox):
         """Mark of a reset by another host that was not taken in yet."""
         self._is_resetting = False
         self._was_reset = False
-
-    def rests(self, verb: Verb) -> bool:
-        """Return True while the node asks nothing of this kind, because the server failed."""
-        totals = self._last.verbs.get(verb.value)
-        return totals is not None and totals.is_resting
 
     def begin_reset(self) -> None:
         """Ignore what the node says of resets until `end_reset`."""
@@ -81,11 +85,17 @@ class RemoteFeed(NodeInbox):
     def _note(self, message: Any) -> None:
         if message is None:
             self._before, self._last = self._of_nodes(), RemoteNote(None)
+            self.lookups_rest = False
         elif isinstance(message, RemoteNote):
             self._take_in(message)
 
     def _take_in(self, note: RemoteNote) -> None:
         self._last = note
+        looked = note.verbs.get(Verb.LOOKUP)
+        self.lookups_rest = looked is not None and looked.is_resting
+        self.latency_s = note.latency_s or self.latency_s
+        for verb, samples_s in note.samples_s.items():
+            self.calls_s[verb].extend(samples_s)
         if note.mark is None or self._is_resetting:
             return
         if self._was_reset:
@@ -135,20 +145,26 @@ class Questions:
         """Chains to ask for, by owner and KV group."""
         self._asked: dict[BlockHash, float] = {}
         """Blocks whose answer is awaited, and the time at which each counts as absent."""
+        self._left_s: dict[BlockHash, float] = {}
+        """Blocks that are there and were not read yet: what their lookup left of the deadline."""
+        self._rests_until_s = -math.inf
+        """Time until which nothing is asked, because a deadline passed without an answer. The node
+        notices at about the same time, and says so in a note."""
 
     def is_asking(self, key: BlockHash, owner: object) -> bool:
-        """Return True if the answer about a block is awaited; ask if it is not known."""
-        if self._memory.of(key) is not Presence.UNKNOWN:
-            return False
+        """Return True if the answer about an unknown block is awaited; ask if it was not asked."""
         ends_s = self._asked.get(key)
         if ends_s is None:
-            if self._feed.rests(Verb.LOOKUP):
+            now_s = self._clock()
+            if self._feed.lookups_rest or now_s < self._rests_until_s:
                 return False
-            self._asked[key] = self._clock() + self._deadline_s
+            self._asked[key] = now_s + self._deadline_s
             self._gathered.setdefault((owner, key[-GROUP_BYTES:]), []).append(key)
             return True
-        if self._clock() < ends_s:
+        now_s = self._clock()
+        if now_s < ends_s:
             return True
+        self._rests_until_s = now_s + self._deadline_s
         self._end([], [key], self._memory.epoch)
         return False
 
@@ -165,9 +181,15 @@ class Questions:
         if not is_sent:
             on_end(None)
 
+    def left_s(self, keys: Sequence[BlockHash]) -> float:
+        """Return how long a read of blocks may take, once for each lookup that was waited for."""
+        take, whole_s = self._left_s.pop, self._deadline_s
+        return min((take(key, whole_s) for key in keys), default=whole_s)
+
     def clear(self) -> None:
         """Forget all questions, because the tier was reset."""
         self._asked.clear()
+        self._left_s.clear()
         self._gathered.clear()
 
     def _answered(
@@ -184,7 +206,15 @@ class Questions:
         self._end(held, [key for key, outcome in pairs if outcome is not BlockOutcome.OK], epoch)
 
     def _end(self, held: Sequence[BlockHash], absent: Sequence[BlockHash], epoch: int) -> None:
-        if epoch == self._memory.epoch:
-            for key in (*held, *absent):
-                self._asked.pop(key, None)
-            self._memory.note(epoch, held, absent)
+        if epoch != self._memory.epoch:
+            return
+        now_s = self._clock()
+        for key in held:
+            ends_s = self._asked.pop(key, None)
+            if ends_s is not None:
+                self._left_s[key] = ends_s - now_s
+        for key in absent:
+            self._asked.pop(key, None)
+        for key in [*islice(self._left_s, max(0, len(self._left_s) - MAX_REMEMBERED))]:
+            del self._left_s[key]
+        self._memory.note(epoch, held, absent)

@@ -2,7 +2,8 @@
 
 Nothing is known of a block until the server was asked. `may_hold` answers from memory, and
 `is_asking` has unknown blocks asked for at the end of the step. A block whose write, read or
-question failed is a miss; nothing here makes the engine wait longer than a deadline.
+question failed is a miss. One deadline covers question and read: nothing here makes the engine
+wait longer.
 
 The tier never holds up the tiers above. A block that it does not take now counts as ALREADY, so
 that it may be evicted above. The block is offered again at its next use.
@@ -14,14 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ...handlers.node.path_wire import JobDone, PutJob, ResetJob
-from ...handlers.node.remote_wire import PassOnJob, ResetDone
+from ...handlers.node.remote_wire import FetchJob, PassOnJob, ResetDone
 from ...tiers.base import BlockHash, BlockOutcome
 from ...tiers.breaker import Breaker
-from ...tiers.remote.presence import Presence, PresenceMemory
+from ...tiers.remote.presence import PresenceMemory
 from ...tiers.remote.remote_store import StoreOptions
 from ...tiers.remote.uploads import Offer, OfferRule
 from ..base import BlockEvent
@@ -82,8 +84,10 @@ class RemoteTier(SingleTier):
         self._memory = memory = PresenceMemory(clock, limits.held_s, limits.absent_s)
         self._questions = Questions(client, feed, memory, clock, limits.deadline_s)
         flow = NodeFlow(client, feed, self.links[0], clock, facts.block_bytes)
-        self.reads = _RemoteReads(flow, parts.stall_s, memory)
-        rule = OfferRule(limits.when, limits.queue_bytes, facts.block_bytes, memory)
+        self.reads = _RemoteReads(flow, parts.stall_s, memory, self._questions)
+        rule = OfferRule(
+            limits.when, limits.queue_bytes, facts.block_bytes, memory, limits.renew_after_s, clock
+        )
         self.writes: _RemoteWrites = _RemoteWrites(flow, rule, memory, self._note_stored)
         self._with_events = parts.with_events
         self._events: list[BlockEvent] = []
@@ -97,13 +101,13 @@ class RemoteTier(SingleTier):
     def may_hold(self, key: BlockHash, media: frozenset[str] | None = None) -> int:
         if media is not None and self._medium not in media:
             return 0
-        return 1 if self._memory.of(key) is Presence.HELD else 0
+        return 1 if self._memory.holds(key) else 0
 
     def is_asking(self, key: BlockHash, owner: object, media: frozenset[str] | None = None) -> bool:
-        self.feed.has_blocks = True  # or will have
-        if self._resets_due or self.rests(1):
-            return False
         if media is not None and self._medium not in media:
+            return False
+        self.feed.has_blocks = True  # or will have
+        if self._memory.knows(key) or self._resets_due or self.rests(1):
             return False
         return self._questions.is_asking(key, owner)
 
@@ -153,6 +157,9 @@ class RemoteTier(SingleTier):
     def rests(self, tier: int) -> bool:
         return self.reads.breaker.is_open
 
+    def latency_s(self, tier: int) -> float:
+        return self.feed.latency_s
+
     def write_state(self) -> WriteState:
         return WriteState(self.writes.breaker.is_stalled)
 
@@ -187,6 +194,7 @@ class RemoteTier(SingleTier):
                 is_blocked=self.writes.breaker.is_open,
                 is_reporter=False,  # nobody knows how many blocks a server holds
                 remote=self.feed.totals(),
+                remote_calls_s=self.feed.calls_s,
             )
         ]
 
@@ -223,9 +231,22 @@ class RemoteTier(SingleTier):
 class _RemoteReads(NodeReads[RemoteFeed]):
     """All reads from the tier. A block that was not there is absent for some seconds."""
 
-    def __init__(self, flow: NodeFlow[RemoteFeed], stall_s: float, memory: PresenceMemory) -> None:
+    def __init__(
+        self,
+        flow: NodeFlow[RemoteFeed],
+        stall_s: float,
+        memory: PresenceMemory,
+        questions: Questions,
+    ) -> None:
         super().__init__(flow, stall_s)
         self._memory = memory
+        self._questions = questions
+
+    def _order(self, keys: Sequence[BlockHash], slots: bytes) -> Callable[[int], Any] | None:
+        limit_s = self._questions.left_s(keys)
+        if limit_s <= 0:
+            return None
+        return lambda number: FetchJob(number, list(keys), slots, limit_s)
 
     def _land(self, going: Going, done: JobDone | None) -> None:
         super()._land(going, done)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from kvcascade.tiers.remote.abilities import CanExplain, CanList, CanMeasure, Cause, Listing
 from kvcascade.tiers.remote.base import (
     HEADER_BYTES,
     PrivateBuffer,
@@ -22,6 +24,8 @@ from kvcascade.tiers.remote.base import (
 
 LIMIT_S = 10.0
 PAYLOAD_BYTES = 128 << 10
+CLOCKS_S = 60.0
+"""Difference between the times of a server and of this process that passes."""
 OK, ABSENT, EXISTS = RemoteOutcome.OK, RemoteOutcome.ABSENT, RemoteOutcome.EXISTS
 
 
@@ -92,6 +96,13 @@ class RemoteContract(ABC):
         assert engine.get_into(names(2), taken, LIMIT_S) == [OK, OK]
         assert is_same(taken[0], first) and is_same(taken[1], second)
 
+    def test_what_is_in_use_is_kept_or_comes_back(self, engine: RemoteEngine) -> None:
+        assert engine.put(names(1), [an_object(1)], LIMIT_S) == [OK]
+        assert engine.renew(names(2), [an_object(1), an_object(2)], LIMIT_S) == [EXISTS, OK]
+        taken = buffers(2)
+        assert engine.get_into(names(2), taken, LIMIT_S) == [OK, OK]
+        assert is_same(taken[0], an_object(1)) and is_same(taken[1], an_object(2))
+
     def test_writers_at_the_same_moment_leave_one_object_whole(self, engine: RemoteEngine) -> None:
         objects = [an_object(i) for i in range(8)]
         with ThreadPoolExecutor(8) as threads:
@@ -157,6 +168,32 @@ class RemoteContract(ABC):
             raised = [*threads.map(advance, range(6))]
         assert len(set(raised)) == 6 and min(raised) > max(begun)
         assert engine.counter("space/generation", None, LIMIT_S).value == max(raised)
+
+    def test_a_list_names_every_object_once(self, engine: RemoteEngine) -> None:
+        if not isinstance(engine, CanList):
+            pytest.skip("this engine lists nothing")
+        assert list(engine.list_objects("", LIMIT_S)) in ([], [Listing(OK, [])])
+        began_s = time.time()
+        engine.counter("space/generation", 1000, LIMIT_S)
+        engine.put(names(20), [an_object(i, 200 + i) for i in range(20)], LIMIT_S)
+        engine.put(["other/1/00/00"], [an_object(1, 1)], LIMIT_S)
+        for prefix, wanted in (("", {*names(20), "other/1/00/00"}), ("space/1/", {*names(20)})):
+            batches = [*engine.list_objects(prefix, LIMIT_S)]
+            assert {batch.outcome for batch in batches} == {OK}
+            listed = [e for b in batches for e in b.entries if "generation" not in e.name]
+            assert {entry.name for entry in listed} == wanted and len(listed) == len(wanted)
+        sizes: dict[str, object] = {entry.name: entry.size_bytes for entry in listed}
+        wanted_sizes = {n: HEADER_BYTES + 200 + i for i, n in enumerate(names(20))}
+        if isinstance(engine, CanMeasure):
+            assert all(not e.is_exact and e.size_bytes >= wanted_sizes[e.name] for e in listed)
+            assert engine.measure(["space/1/00/00"], LIMIT_S) == [ABSENT]
+            sizes = dict(zip(sizes, engine.measure([*sizes], LIMIT_S), strict=True))
+        assert sizes == wanted_sizes
+        assert all(abs((e.touched_s or 0.0) - began_s) < CLOCKS_S for e in listed)
+
+    def test_nothing_is_wrong_with_a_server_that_works(self, engine: RemoteEngine) -> None:
+        if isinstance(engine, CanExplain):
+            assert engine.explain(LIMIT_S) in (None, Cause.KEEPS_ALL)
 
     def test_close_is_idempotent(self, engine: RemoteEngine) -> None:
         engine.close()

@@ -33,6 +33,7 @@ RECORDING = "/var/log/kv"
 BLOCK_HASH = "5f3c"
 METRICS = "http://127.0.0.1:8000/metrics"
 DISK = "/mnt/nvme"
+SHARE = "/mnt/share/kv"
 PYTHON_PAGES = ("api.md", "policies.md")
 """Pages whose examples in Python run by themselves."""
 NOT_RUN = {"bench", "demo", "store"}
@@ -183,6 +184,7 @@ def _parse(words: Sequence[str]) -> None:
 def _here(word: str, sandbox: Path, metrics_url: str) -> str:
     """A word of a command, with the places of the docs replaced by those of the sandbox."""
     word = word.replace(CACHE, str(sandbox / "kv")).replace(METRICS, metrics_url)
+    word = word.replace(SHARE, str(sandbox / "share"))
     word = key(0).hex() if word == BLOCK_HASH else word
     word = str(sandbox) if word == DISK else word
     return word.replace(RECORDING, str(sandbox / "trace.jsonl"))

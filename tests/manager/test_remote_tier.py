@@ -42,6 +42,20 @@ def stored(rig: RemoteTierRig, n: int) -> None:
     other.pump()
 
 
+def answered(rig: RemoteTierRig, n: int, after_s: float) -> None:
+    """Blocks that are there, and whose lookup took so long."""
+    stored(rig, n)
+    assert all(rig.tier.is_asking(h, "request") for h in keys(n))
+    rig.tier.maintain()
+    rig.node.work()
+    rig.calls.step()
+    rig.clock.advance(after_s)
+    rig.client.poll()
+    rig.node.work()
+    rig.pump()
+    assert all(rig.tier.may_hold(h) for h in keys(n))
+
+
 class TestQuestions:
     def test_an_unknown_block_is_asked_for_at_the_end_of_the_step(self, rig: RemoteTierRig) -> None:
         stored(rig, 3)
@@ -77,6 +91,47 @@ class TestQuestions:
         assert not rig.tier.is_asking(key(0), "request"), "nor is it asked for again at once"
         rig.pump()
         assert not rig.tier.is_asking(key(0), "request")
+
+    def test_after_a_deadline_without_an_answer_nothing_is_asked_for_a_while(
+        self, rig: RemoteTierRig
+    ) -> None:
+        """The node says that its server rests at about the same time, perhaps a little later."""
+        tier, limit_s = rig.tier, rig.options.deadline_s
+        assert tier.is_asking(key(1), "first")
+        rig.clock.advance(limit_s)
+        assert not tier.is_asking(key(1), "first") and not tier.is_asking(key(2), "second")
+        rig.clock.advance(limit_s)
+        assert tier.is_asking(key(2), "second")
+
+    def test_a_read_has_what_its_lookup_left_of_the_deadline(self, rig: RemoteTierRig) -> None:
+        answered(rig, 2, after_s=1.5)
+        rig.tier.get(1, 1, keys(2), range(2))
+        rig.clock.advance(0.4)
+        rig.node.work()
+        assert not rig.answers
+        rig.clock.advance(0.2)
+        rig.pump()
+        (ended,) = rig.tier.poll()
+        assert list(ended.outcomes) == [BlockOutcome.IO_ERROR] * 2
+
+    def test_the_next_read_of_a_block_has_a_whole_deadline(self, rig: RemoteTierRig) -> None:
+        answered(rig, 2, after_s=1.5)
+        for ticket in (1, 2):
+            rig.tier.get(ticket, 1, keys(2), range(2))
+            rig.clock.advance(0.6)
+            rig.pump()
+        ends = {ended.ticket: set(ended.outcomes) for ended in rig.tier.poll()}
+        assert ends == {1: {BlockOutcome.IO_ERROR}, 2: {OK}}
+
+    def test_nothing_is_read_for_a_lookup_that_took_the_whole_deadline(
+        self, rig: RemoteTierRig
+    ) -> None:
+        answered(rig, 2, after_s=2.0)
+        calls = dict(rig.twin.calls)
+        rig.tier.get(1, 1, keys(2), range(2))
+        rig.pump()
+        (ended,) = rig.tier.poll()
+        assert list(ended.outcomes) == [BlockOutcome.CANCELLED] * 2 and rig.twin.calls == calls
 
     def test_a_server_that_fails_is_left_alone(self, rig: RemoteTierRig) -> None:
         rig.twin.fails["exist_many"] = RemoteOutcome.TIMED_OUT

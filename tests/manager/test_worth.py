@@ -75,6 +75,31 @@ def test_a_device_that_is_silent_is_no_faster_than_its_silence() -> None:
     assert link.bytes_per_s(4.0) == MIB / 4
 
 
+def test_latency_is_no_part_of_the_rate() -> None:
+    link = LinkSpeed(lambda: 0.1)
+    link.started(20 * MIB, 0.0)
+    link.ended(20 * MIB, 20 * MIB, 0.3)
+    assert link.bytes_per_s(0.3) == pytest.approx(100 * MIB)
+    assert link.expected_s(10 * MIB, 0.3) == pytest.approx(0.2)
+
+
+def test_a_small_read_that_latency_dominates_says_nothing() -> None:
+    link = LinkSpeed(lambda: 0.1)
+    link.started(MIB, 0.0)
+    link.ended(MIB, MIB, 0.15)
+    assert link.bytes_per_s(0.15) == math.inf
+    assert link.expected_s(MIB, 0.15) == 0.1
+
+
+def test_reads_side_by_side_wait_for_the_latency_once() -> None:
+    link = LinkSpeed(lambda: 0.1)
+    for _ in range(2):
+        link.started(50 * MIB, 0.0)
+    for now in (0.6, 1.1):
+        link.ended(50 * MIB, 50 * MIB, now)
+        assert link.bytes_per_s(now) == pytest.approx(100 * MIB)
+
+
 # ---- the speed of computing --------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ back to it, from whatever host, and no request waits for ever.
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -183,3 +184,32 @@ def test_nothing_wrong_is_ever_loaded(asks_in_one_trip: bool, seed: int) -> None
 def test_the_model_reads_from_the_server_at_all() -> None:
     worlds = [run(seed, True) for seed in range(20)]
     assert sum(host.from_server for world in worlds for host in world.hosts) > 100
+
+
+@pytest.mark.parametrize("ends_at_s", [[9.0, 9.0], [0.2, 9.0], [1.4, 9.0], [1.4, 1.8]])
+def test_a_request_waits_for_one_deadline_at_most(ends_at_s: list[float]) -> None:
+    """The server answers the lookup at the first time and the read at the second one, or not."""
+    world = World(random.Random(0), asks_in_one_trip=True)
+    writer, reader = world.hosts
+    for host in world.hosts:
+        host.rig.pump()
+    writer.serve(world.all[:PROMPT_BLOCKS])
+    writer.rig.pump()
+    request, began_s, hits = Request("waits"), world.clock.now_s, None
+    left = deque(ends_at_s)
+    for _ in range(MAX_STEPS):
+        hits = reader.manager.lookup(world.all[:2], request)
+        if hits is not None:
+            break
+        reader.manager.end_step()
+        reader.rig.node.work()
+        world.clock.advance(0.1)
+        waited_s = world.clock.now_s - began_s
+        if left and waited_s >= left[0]:
+            left.popleft()
+            while reader.rig.calls.step():
+                pass
+        reader.rig.node.work()
+    deadline_s, step_s = StoreOptions().deadline_s, 0.1
+    assert world.clock.now_s - began_s < deadline_s + 3 * step_s
+    assert hits == (0 if left else 2)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
+import time
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
@@ -17,17 +19,20 @@ from support.remote_servers import HOST, S3Server, free_port
 from support.waiting import wait_until
 
 from kvcascade.errors import ConfigError
+from kvcascade.tiers.remote.abilities import Cause
 from kvcascade.tiers.remote.base import RemoteEngine, RemoteOutcome
 
 pytest.importorskip("obstore", reason='no object stores: install obstore (extra "s3")')
 
 from kvcascade.tiers.remote.object_store import (  # noqa: E402 - only where obstore is installed
+    RENEW_AFTER_S,
     ObjectStoreEngine,
     ObjectStoreOptions,
     open_object_store,
 )
 
 OK, ABSENT, DENIED = RemoteOutcome.OK, RemoteOutcome.ABSENT, RemoteOutcome.DENIED
+EXISTS = RemoteOutcome.EXISTS
 TIMED_OUT, IO_ERROR = RemoteOutcome.TIMED_OUT, RemoteOutcome.IO_ERROR
 SECRETS = {"access_key_id": "id-in-test", "secret_access_key": "secret-in-test"}
 SLACK_S = 2.0
@@ -61,6 +66,26 @@ class TestFolder(RemoteContract):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
 
+    def test_only_what_is_old_is_written_again(self, engine: RemoteEngine) -> None:
+        engine.put(names(2), [an_object(1), an_object(2)], LIMIT_S)
+        engine.counter("space/generation", 1000, LIMIT_S)
+        old, young = (self.folder / name for name in names(2))
+        begin = self.folder / "space/generation/begin"
+        days_ago_s = time.time() - 2 * RENEW_AFTER_S
+        for path in (old, begin):
+            os.utime(path, (days_ago_s, days_ago_s))
+        young_s = young.stat().st_mtime_ns
+        assert engine.renew(names(2), [an_object(1), an_object(2)], LIMIT_S) == [EXISTS] * 2
+        assert old.stat().st_mtime > days_ago_s + RENEW_AFTER_S
+        assert young.stat().st_mtime_ns == young_s
+        assert engine.counter("space/generation", None, LIMIT_S).value == 1000
+        assert begin.stat().st_mtime > days_ago_s + RENEW_AFTER_S
+        assert engine.advance("space/generation", 5000, LIMIT_S).value == 5000
+        (last,) = (path for path in begin.parent.iterdir() if path != begin)
+        os.utime(last, (days_ago_s, days_ago_s))
+        assert engine.counter("space/generation", None, LIMIT_S).value == 5000
+        assert last.stat().st_mtime > days_ago_s + RENEW_AFTER_S
+
 
 class TestS3(RemoteContract):
     @pytest.fixture
@@ -81,6 +106,8 @@ def test_a_bucket_that_does_not_exist_is_denied(s3: S3Server) -> None:
     assert engine.get_into(names(1), buffers(1), LIMIT_S) == [DENIED]
     assert engine.put(names(1), [an_object(1)], LIMIT_S) == [DENIED]
     assert engine.counter("space/generation", 1, LIMIT_S).outcome in (DENIED, IO_ERROR)
+    assert [batch.outcome for batch in engine.list_objects("", LIMIT_S)] == [DENIED]
+    assert engine.explain(LIMIT_S) is Cause.NO_BUCKET
     engine.close()
 
 
@@ -92,6 +119,8 @@ def test_nobody_there_is_an_outcome() -> None:
     assert engine.remove(names(1), LIMIT_S) == [IO_ERROR]
     assert engine.counter("a", 1, LIMIT_S).outcome is IO_ERROR
     assert engine.advance("a", 1, LIMIT_S).outcome is IO_ERROR
+    assert [batch.outcome for batch in engine.list_objects("", LIMIT_S)] == [IO_ERROR]
+    assert engine.explain(LIMIT_S) is None
     engine.close()
 
 

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import os
 import struct
+from dataclasses import replace
 
 import pytest
 import xxhash
@@ -15,7 +16,16 @@ from support.keys import key
 
 from kvcascade.errors import ConfigError
 from kvcascade.tiers.remote.base import HEADER_BYTES, PrivateBuffer, RemoteObject
-from kvcascade.tiers.remote.objects import GcmSeal, MacSeal, NoSeal, ObjectFormat, Seal
+from kvcascade.tiers.remote.objects import (
+    GcmSeal,
+    MacSeal,
+    NoSeal,
+    ObjectFormat,
+    Seal,
+    Verdict,
+    examine,
+    parse_name,
+)
 
 PAYLOAD_BYTES = 4096
 SECRET, OTHER_SECRET = b"\1" * 32, b"\2" * 32
@@ -65,6 +75,41 @@ def test_one_flipped_bit_anywhere_is_found(seal: Seal, bit: int) -> None:
     data[bit // 8] ^= 1 << bit % 8
     buffer = arrived(bytes(data[:HEADER_BYTES]), bytes(data[HEADER_BYTES:]))
     assert fmt(seal).verified(key(1), 7, buffer) is None
+
+
+@given(st.sampled_from(SEALS), st.integers(0, (HEADER_BYTES + PAYLOAD_BYTES) * 8 - 1))
+def test_a_tool_without_the_fingerprint_finds_it_too(seal: Seal, bit: int) -> None:
+    made = fmt(seal).make(key(1), 7, PAYLOAD)
+    name = parse_name(fmt(seal).name(key(1), 7))
+    assert name is not None and (name.generation, name.key) == (7, key(1))
+    assert examine(name, of(made), seal) is Verdict.OK
+    assert examine(replace(name, generation=8), of(made), seal) is Verdict.CORRUPT
+    assert examine(replace(name, key=key(2)), of(made), seal) is Verdict.CORRUPT
+    assert examine(replace(name, namespace="0" * 32), of(made), seal) is Verdict.CORRUPT
+    data = bytearray(made.header + bytes(made.payload))
+    data[bit // 8] ^= 1 << bit % 8
+    buffer = arrived(bytes(data[:HEADER_BYTES]), bytes(data[HEADER_BYTES:]))
+    found = examine(name, buffer, seal)
+    assert found is (Verdict.OTHER_KEY if seal.flag and 149 <= bit // 8 < 181 else Verdict.CORRUPT)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "kvcascade-check/0123456789abcdef",
+        f"{'0' * 32}/generation/begin",
+        f"{'0' * 32}/1/00/01",
+        f"{'0' * 31}/1/00/00",
+        f"{'0' * 32}/1/00/00/00",
+        f"{'0' * 32}/1/00/000",
+        f"{'0' * 32}/g/00/00",
+        f"{'0' * 32}/{'1' * 17}/00/00",
+        f"{'0' * 32}/1/00/{'00' * 65}",
+    ],
+)
+def test_names_of_no_block(name: str) -> None:
+    assert parse_name(name) is None
 
 
 def test_another_key_generation_or_fingerprint_is_refused(seal: Seal) -> None:

@@ -67,6 +67,7 @@ def test_urls_that_are_right(url: str) -> None:
         ({"url": "s3://b", "endpoint": f"https://u:{SECRET}@host"}, "endpoint"),
         ({"url": "s3://b", "endpoint": "minio:9000"}, "endpoint"),
         ({"url": "s3://b", "password": SECRET}, "password"),
+        ({"url": "s3://b", "passwd": SECRET}, "passwd"),
         ({"url": "s3://b", "secret_access_key": SECRET}, "secret_access_key"),
         ({"url": "s3://b", "aws_session_token": SECRET}, "aws_session_token"),
         ({"url": "valkey://127.0.0.1", "password_env": f"${SECRET}"}, "password_env"),

@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from support.cache_rig import call
-from support.remote_servers import HOST, S3Server, ServerProcess, free_port, redis_command
+from support.remote_servers import (
+    HOST,
+    GuardedS3Server,
+    S3Server,
+    ServerProcess,
+    free_port,
+    redis_command,
+    redis_server,
+)
+from support.remote_twin import RemoteTwin
 
 from kvcascade.config.options import At
 from kvcascade.config.remote import RemoteTierOptions, parse_remote
-from kvcascade.tiers.remote.remote_probe import probe_remote
+from kvcascade.tiers.remote.abilities import Cause
+from kvcascade.tiers.remote.base import FAILURES, RemoteObject, RemoteOutcome
+from kvcascade.tiers.remote.remote_probe import probe_remote, problem_of
 from kvcascade.tools.commands.check.transfer_config import EXTRA
 
 SECRET = "hunter2-in-test"
+OF_ENGINES = "+@read +@write +multi +exec"
+"""Rights that docs/remote.md names."""
+REMOTE_PAGE = Path(__file__).resolve().parents[2] / "docs" / "remote.md"
 AWS = {"AWS_ACCESS_KEY_ID": "key-in-test", "AWS_SECRET_ACCESS_KEY": SECRET}
 
 
@@ -22,52 +40,223 @@ def options(**given: object) -> RemoteTierOptions:
     return parse_remote(At("tiers[1]"), {"deadline_s": 5.0, **given})
 
 
-def test_a_server_that_takes_objects_is_right(redis: ServerProcess) -> None:
-    assert probe_remote(options(url=f"redis://{HOST}:{redis.port}"), {}) is None
-    assert redis_command(redis.port, "DBSIZE") == b":0\r\n", "nothing is left there"
+@pytest.fixture
+def evicting() -> Iterator[ServerProcess]:
+    """A server that makes room by itself."""
+    server = redis_server("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru")
+    yield server
+    server.kill()
+
+
+def said_of(env: Mapping[str, str] | None = None, **given: object) -> str:
+    """The sentence; no part of it is a credential."""
+    found = probe_remote(options(**given), env or {})
+    assert found is not None and found.startswith("tiers[1].url: the server ")
+    assert found.endswith(".") and "\n" not in found
+    assert not [word for word in (SECRET, *(env or {}).values()) if word in found]
+    return found
+
+
+def test_a_server_that_takes_objects_is_right(evicting: ServerProcess) -> None:
+    assert probe_remote(options(url=f"redis://{HOST}:{evicting.port}"), {}) is None
+    assert redis_command(evicting.port, "DBSIZE") == b":0\r\n", "nothing is left there"
 
 
 def test_a_folder_is_right(tmp_path: Path) -> None:
     pytest.importorskip("obstore")
     assert probe_remote(options(url=f"file://{tmp_path}/kv"), {}) is None
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "nothing is left there"
 
 
 def test_a_server_that_is_down_is_said_to_be() -> None:
-    found = probe_remote(options(url=f"redis://{HOST}:{free_port()}"), {})
-    assert found is not None and found.startswith("tiers[1].url: the server cannot be reached")
+    assert "cannot be reached" in said_of(url=f"redis://{HOST}:{free_port()}")
 
 
-def test_a_wrong_password_is_not_shown(redis: ServerProcess) -> None:
-    given = options(url=f"redis://{HOST}:{redis.port}", username="u", password_env="WORD")
-    found = probe_remote(given, {"WORD": SECRET})
-    assert found is not None and "refuses the credentials" in found and SECRET not in found
-
-
-def test_a_user_who_may_only_read_is_told_to_switch_writes_off(redis: ServerProcess) -> None:
-    redis_command(redis.port, "ACL", "SETUSER", "reader", "on", f">{SECRET}", "~*", "+@read")
+@pytest.mark.parametrize(
+    "configured, ttl_s, is_told",
+    [
+        ((), None, True),
+        (("--maxmemory", "50mb", "--maxmemory-policy", "noeviction"), None, True),
+        (("--maxmemory", "50mb", "--maxmemory-policy", "volatile-lru"), None, True),
+        (("--maxmemory", "50mb", "--maxmemory-policy", "volatile-lru"), 60.0, False),
+        (("--maxmemory", "50mb", "--maxmemory-policy", "allkeys-lfu"), None, False),
+    ],
+)
+def test_a_server_that_will_be_full_is_told_of(
+    configured: tuple[str, ...], ttl_s: float | None, is_told: bool
+) -> None:
+    server = redis_server(*configured)
     try:
-        given = {"url": f"redis://{HOST}:{redis.port}", "username": "reader"}
-        env = {"WORD": SECRET}
-        found = probe_remote(options(**given, password_env="WORD"), env)
-        assert found is not None and 'set writes to "off"' in found and SECRET not in found
-        assert probe_remote(options(**given, password_env="WORD", writes="off"), env) is None
+        given = {"url": f"redis://{HOST}:{server.port}", **({"ttl_s": ttl_s} if ttl_s else {})}
+        found = probe_remote(options(**given), {})
+        assert ("maxmemory-policy allkeys-lru" in (found or "")) is is_told
+        assert probe_remote(options(**given, writes="off"), {}) is None, "somebody else writes"
     finally:
-        redis_command(redis.port, "ACL", "DELUSER", "reader")
+        server.kill()
 
 
-def test_a_bucket_that_is_not_there(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in AWS.items():
-        monkeypatch.setenv(name, value)
-    given = {"endpoint": s3.endpoint, "region": "us-east-1"}
-    s3.make_bucket("probed")
-    assert probe_remote(options(url="s3://probed/kv", **given), AWS) is None
-    found = probe_remote(options(url="s3://nowhere-in-test/kv", **given), AWS)
-    assert found is not None and "create the bucket" in found and SECRET not in found
+class TestRedisLogin:
+    def test_a_wrong_password(self, redis: ServerProcess) -> None:
+        given = {"url": f"redis://{HOST}:{redis.port}", "password_env": "WORD"}
+        for user in ({}, {"username": "u"}):
+            assert "refuses the credentials" in said_of({"WORD": SECRET}, **given, **user)
+
+    def test_a_missing_password(self) -> None:
+        server = redis_server("--requirepass", SECRET)
+        try:
+            assert "refuses the credentials" in said_of(url=f"redis://{HOST}:{server.port}")
+        finally:
+            server.kill()
+
+    def test_a_database_that_is_not_there(self, redis: ServerProcess) -> None:
+        assert "has no such database" in said_of(url=f"redis://{HOST}:{redis.port}/99")
+
+    def test_rights(self, redis: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+        given = {"url": f"redis://{HOST}:{redis.port}", "username": "u", "password_env": "WORD"}
+        env = {"WORD": SECRET}
+        try:
+            for rights, wanted in (
+                ("+ping", "does not let this user read"),
+                ("+@read", 'set writes to "off"'),
+                ("+@read +@write +multi +exec -unlink", "remove objects"),
+            ):
+                user = ("on", f">{SECRET}", "~*", *rights.split())
+                redis_command(redis.port, "ACL", "SETUSER", "u", "reset", *user)
+                assert wanted in said_of(env, **given)
+            for rights, writes in (("+@read", "off"), (OF_ENGINES, "through")):
+                user = ("on", f">{SECRET}", "~*", *rights.split())
+                redis_command(redis.port, "ACL", "SETUSER", "u", "reset", *user)
+                assert probe_remote(options(**given, writes=writes), env) is None
+            assert OF_ENGINES in REMOTE_PAGE.read_text()
+            monkeypatch.setenv("WORD", SECRET)
+            words = ("--set", "username=u", "--set", "password_env=WORD")
+            for command in ("ls", "verify", "gc"):
+                assert call("remote", command, given["url"], *words).code == 0
+        finally:
+            redis_command(redis.port, "ACL", "DELUSER", "u")
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[GuardedS3Server]:
+    pytest.importorskip("obstore")
+    server = GuardedS3Server()
+    yield server
+    server.kill()
+
+
+class TestBucket:
+    def said(
+        self, monkeypatch: pytest.MonkeyPatch, endpoint: str, env: Mapping[str, str], bucket: str
+    ) -> str | None:
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        given = options(url=f"s3://{bucket}/kv", endpoint=endpoint, region="us-east-1")
+        found = probe_remote(given, env)
+        assert not [word for word in (SECRET, *env.values()) if word in (found or "")]
+        return found
+
+    def test_rights(self, guarded: GuardedS3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+        writer, at = guarded.writer, guarded.endpoint
+        assert self.said(monkeypatch, at, writer, "guarded") is None
+        found = self.said(monkeypatch, at, guarded.reader, "guarded")
+        assert found is not None and 'allow writes, or set writes to "off"' in found
+        for wrong in (
+            {**writer, "AWS_SECRET_ACCESS_KEY": SECRET},
+            {**writer, "AWS_ACCESS_KEY_ID": "nobody-in-test"},
+        ):
+            found = self.said(monkeypatch, at, wrong, "guarded")
+            assert found is not None and "refuses the credentials" in found
+
+    def test_a_bucket_that_is_not_there(
+        self, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found = self.said(monkeypatch, s3.endpoint, AWS, "nowhere-in-test")
+        assert found is not None and "has no such bucket; create it" in found
+
+    @pytest.mark.parametrize(
+        "status, code, wanted",
+        [
+            (403, "RequestTimeTooSkewed", "the clock of this machine"),
+            (403, "ExpiredToken", "refuses the credentials"),
+            (403, "AccessDenied", "does not let this user read"),
+            (400, "AuthorizationHeaderMalformed", "in another region"),
+            (403, "SomethingNew", "set them right"),
+            (503, "SlowDown", "come back later"),
+        ],
+    )
+    def test_what_moto_never_says(
+        self, monkeypatch: pytest.MonkeyPatch, status: int, code: str, wanted: str
+    ) -> None:
+        pytest.importorskip("obstore")
+        with answering_always(status, f"<Error><Code>{code}</Code><K>{SECRET}</K></Error>") as port:
+            found = self.said(monkeypatch, f"http://{HOST}:{port}", AWS, "bucket")
+        assert found is not None and wanted in found
+
+
+@contextmanager
+def answering_always(status: int, body: str) -> Iterator[int]:
+    """A server that gives every request the same answer; yields its port."""
+
+    class Answering(BaseHTTPRequestHandler):
+        def _answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body.encode())
+
+        do_GET = do_PUT = do_HEAD = do_POST = _answer
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing is printed."""
+
+    server = ThreadingHTTPServer((HOST, 0), Answering)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        thread.join(10.0)
+        server.server_close()
+
+
+class TestTwin:
+    """What no server at hand does."""
+
+    def test_a_server_that_replaces_objects(self) -> None:
+        class Overwriting(RemoteTwin):
+            def _put(self, name: str, made: RemoteObject) -> RemoteOutcome:
+                self.held[name] = made.header + bytes(made.payload)
+                return RemoteOutcome.OK
+
+        twin = Overwriting()
+        found = problem_of(twin, options(url="s3://bucket"))
+        assert found is not None and "replaces objects" in found and not twin.held
+
+    @pytest.mark.parametrize("cause", list(Cause))
+    def test_every_cause_has_its_sentence(self, cause: Cause) -> None:
+        twin = RemoteTwin()
+        twin.cause = cause
+        found = problem_of(twin, options(url="s3://bucket"))
+        assert found is not None and len(found.split()) <= 30 and found.count(";") == 1
+        assert not twin.held
+
+    @pytest.mark.parametrize("outcome", sorted(FAILURES))
+    @pytest.mark.parametrize("method", ["exist_many", "put", "remove"])
+    def test_every_failure_has_its_sentence(self, method: str, outcome: RemoteOutcome) -> None:
+        twin = RemoteTwin()
+        twin.fails[method] = outcome
+        found = problem_of(twin, options(url="s3://bucket"))
+        assert found is not None and found.startswith("tiers[1].url: the server ")
 
 
 @pytest.mark.parametrize("is_up", [True, False])
-def test_check_asks_the_server(tmp_path: Path, redis: ServerProcess, is_up: bool) -> None:
-    port = redis.port if is_up else free_port()
+def test_check_and_doctor_ask_the_server(
+    tmp_path: Path, evicting: ServerProcess, is_up: bool
+) -> None:
+    port = evicting.port if is_up else free_port()
     remote = {"type": "remote", "url": f"redis://{HOST}:{port}"}
     extra = {
         "spec_name": "CascadeOffloadingSpec",
@@ -82,3 +271,5 @@ def test_check_asks_the_server(tmp_path: Path, redis: ServerProcess, is_up: bool
     assert (report["tiers"][1]["tier"], report["tiers"][1]["where"]) == ("remote", remote["url"])
     assert report["write_mode"] == "through"
     assert any("cannot be reached" in doubt for doubt in report["doubts"]) is not is_up
+    found = [each["found"] for each in call("doctor", path, "--json").document["findings"]]
+    assert any("cannot be reached" in each for each in found) is not is_up

@@ -84,7 +84,7 @@ class TestLookups:
         assert rig.store.poll() == [], "it is reported once"
         assert rig.twin.calls["exist_many"] == 0, "too late to ask"
 
-    def test_one_deadline_covers_asking_and_reading(self) -> None:
+    def test_a_read_has_what_its_lookup_left_of_the_deadline(self) -> None:
         rig = RemoteRig(deadline_s=2.0)
         rig.write(keys(2))
         other = rig.host(executor=(stepping := SteppingExecutor()))
@@ -92,9 +92,8 @@ class TestLookups:
         other.store.send()
         stepping.run_all()
         assert other.ended(1, LOOKUP) == [OK, OK]
-        rig.clock.advance(1.5)
         slots = other.slots(2)
-        other.store.get(1, keys(2), slots)
+        other.store.get(1, keys(2), slots, limit_s=0.5)
         rig.clock.advance(0.6)
         outcomes = other.ended(1, READ)
         assert outcomes == [TIMED_OUT] * 2
@@ -488,6 +487,38 @@ class TestResets:
         assert other.read(keys(2)) == [IO_ERROR] * 2 and not rig.twin.calls["get_into"]
 
 
+class TestBlocksInUse:
+    """A server whose objects expire by age."""
+
+    def test_a_block_is_written_again_once_in_a_while(self) -> None:
+        rig = RemoteRig(renew_after_s=3600.0)
+        rig.write(keys(1))
+        for _ in range(10):
+            rig.clock.advance(359.0)
+            assert rig.begin_write(keys(1))[1] == [Offer.HELD]
+        rig.clock.advance(11.0)
+        assert rig.write(keys(1)) == [RemoteOutcome.EXISTS]
+        rig.clock.advance(359.0)
+        assert rig.begin_write(keys(1))[1] == [Offer.HELD]
+
+    def test_a_block_that_left_the_server_is_written_at_once(self) -> None:
+        rig = RemoteRig(renew_after_s=3600.0)
+        rig.write(keys(1))
+        rig.twin.held.clear()
+        rig.clock.advance(60.0)
+        assert rig.look(keys(1)) == [ABSENT]
+        rig.clock.advance(60.0)
+        assert rig.write(keys(1)) == [OK]
+
+    def test_after_a_reset_it_is_written_at_once(self) -> None:
+        rig = RemoteRig(renew_after_s=3600.0)
+        rig.write(keys(1))
+        rig.store.reset()
+        rig.store.poll()
+        rig.clock.advance(60.0)
+        assert rig.write(keys(1)) == [OK]
+
+
 class TestFigures:
     def test_counters_tell_what_was_moved(self) -> None:
         rig = RemoteRig()
@@ -501,19 +532,22 @@ class TestFigures:
         assert (read.calls, read.payload_bytes, read.outcomes[OK]) == (2, 6 * PAYLOAD_BYTES, 6)
         assert (looked.calls, looked.requests) == (1, 1)
         assert looked.outcomes == {OK: 6, ABSENT: 2}
-        assert sum(read.latencies) == 2
+        assert {v: len(s) for v, s in other.store.counters.take_samples().items()} == {
+            "lookup": 1,
+            "read": 2,
+        }
+        assert not other.store.counters.take_samples(), "each is taken once"
 
-    def test_the_expected_time_knows_latency_and_rate(self) -> None:
+    def test_the_latency_is_that_of_an_answer(self) -> None:
         rig = RemoteRig()
-        rig.write(keys(8))
-        other = rig.host()
-        assert other.store.expected_s(1) is None
-        spent = {"exist_many": 0.01, "get_into": 4 * PAYLOAD_BYTES / 1e6}
+        assert rig.store.latency_s is None
+        spent = {"exist_many": 0.01}
         rig.twin.before = lambda method: rig.clock.advance(spent.get(method, 0.0))
-        other.look(keys(8))
-        other.read(keys(8))
-        expected_s = other.store.expected_s(1_000_000)
-        assert expected_s is not None and abs(expected_s - 1.01) < 0.02
+        rig.look(keys(8))
+        assert rig.store.latency_s == pytest.approx(0.01)
+        rig.twin.fails["exist_many"] = TIMED_OUT
+        rig.look([key(9)])
+        assert rig.store.latency_s == pytest.approx(0.01), "no answer tells nothing"
 
     def test_close_ends_everything(self) -> None:
         stepping = SteppingExecutor()

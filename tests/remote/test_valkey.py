@@ -105,6 +105,47 @@ def test_a_block_costs_little_more_memory_than_its_payload(
         assert sum(int(size[1:]) for size in sizes) <= 1.03 * payload_bytes
 
 
+class TestLists:
+    @pytest.mark.parametrize("lost", ["", ":h"])
+    def test_half_a_pair_is_listed_by_its_name(
+        self, redis: ServerProcess, engine: ValkeyEngine, lost: str
+    ) -> None:
+        engine.put(names(2), [an_object(i, 1000) for i in range(2)], LIMIT_S)
+        redis_command(redis.port, "DEL", f"{{{names(1)[0]}}}{lost}")
+        redis_command(redis.port, "SET", "of-somebody-else", "1")
+        redis_command(redis.port, "SET", "{of-somebody-else", "1")
+        (batch,) = engine.list_objects("", LIMIT_S)
+        listed = [entry.name for entry in batch.entries]
+        sizes = dict(zip(listed, engine.measure(listed, LIMIT_S), strict=True))
+        left = HEADER_BYTES + TAIL_BYTES if not lost else 1000 - TAIL_BYTES
+        assert sizes == {names(2)[0]: left, names(2)[1]: HEADER_BYTES + 1000}
+
+    def test_a_server_that_counts_uses_knows_no_times(self, redis: ServerProcess) -> None:
+        engine = engine_at(redis.port)
+        engine.put(names(1), [an_object(1, 10)], LIMIT_S)
+        redis_command(redis.port, "CONFIG", "SET", "maxmemory-policy", "allkeys-lfu")
+        try:
+            ((entry,),) = (batch.entries for batch in engine.list_objects("", LIMIT_S))
+        finally:
+            redis_command(redis.port, "CONFIG", "SET", "maxmemory-policy", "noeviction")
+        assert entry.touched_s is None
+        engine.close()
+
+    def test_more_than_one_page_and_a_server_that_stops(self, own_redis: ServerProcess) -> None:
+        engine = engine_at(own_redis.port, login(timeout_s=1.0))
+        made = an_object(1, 10)
+        engine.put(names(600), [made] * 600, LIMIT_S)
+        batches = engine.list_objects("", LIMIT_S)
+        first = next(batches)
+        own_redis.stop()
+        assert [batch.outcome for batch in batches] == [TIMED_OUT]
+        own_redis.go_on()
+        listed = [e.name for batch in engine.list_objects("", LIMIT_S) for e in batch.entries]
+        assert len(first.entries) < 600 and sorted(listed) == sorted(names(600))
+        engine.close()
+        assert [batch.outcome for batch in engine.list_objects("", LIMIT_S)] == [IO_ERROR]
+
+
 def test_a_full_server_refuses_and_goes_on_reading() -> None:
     server = redis_server("--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
     try:
@@ -140,6 +181,29 @@ def test_blocks_live_as_long_as_they_are_told_to(redis: ServerProcess) -> None:
     engine.put(names(1), [an_object(1)], LIMIT_S)
     for name in (f"{{{names(1)[0]}}}", f"{{{names(1)[0]}}}:h"):
         assert 0 < int(redis_command(redis.port, "TTL", name)[1:]) <= 100
+        redis_command(redis.port, "EXPIRE", name, "50")
+    assert engine.put(names(2), [an_object(1), an_object(2)], LIMIT_S) == [EXISTS, OK]
+    for name in (f"{{{names(1)[0]}}}", f"{{{names(1)[0]}}}:h"):
+        assert 50 < int(redis_command(redis.port, "TTL", name)[1:]) <= 100, "it is in use"
+    engine.close()
+
+
+def test_a_block_in_use_is_touched(own_redis: ServerProcess) -> None:
+    """The server's LRU counts seconds, too coarse for a test of what it evicts."""
+
+    def touches() -> int:
+        found = re.search(
+            rb"cmdstat_touch:calls=(\d+)", redis_command(own_redis.port, "INFO", "all")
+        )
+        return int(found[1]) if found else 0
+
+    engine = engine_at(own_redis.port)
+    engine.put(names(2), [an_object(1), an_object(2)], LIMIT_S)
+    before = touches()
+    assert engine.exist_many(names(2), LIMIT_S) == [OK] * 2
+    assert touches() == before, "a question is no use"
+    assert engine.put(names(2), [an_object(1), an_object(2)], LIMIT_S) == [EXISTS] * 2
+    assert touches() == before + 2
     engine.close()
 
 
@@ -324,6 +388,20 @@ class TestCluster:
             assert engine.counter(name, 7, LIMIT_S).value == 7
             assert engine.advance(name, 3, LIMIT_S).value == 8
         assert engine.remove(names(24), LIMIT_S) == [OK] * 24
+        engine.close()
+
+    def test_a_list_goes_over_all_nodes(self, nodes: list[ServerProcess]) -> None:
+        for server in nodes:
+            redis_command(server.port, "FLUSHALL")
+        engine = engine_at(nodes[1].port, login(timeout_s=1.0))
+        engine.put(names(12), [an_object(i, 10) for i in range(12)], LIMIT_S)
+        listed = [e.name for batch in engine.list_objects("", LIMIT_S) for e in batch.entries]
+        assert sorted(listed) == sorted(names(12))
+        nodes[0].stop()
+        try:
+            assert [*engine.list_objects("", LIMIT_S)][-1].outcome is TIMED_OUT
+        finally:
+            nodes[0].go_on()
         engine.close()
 
     def test_a_dead_node_fails_its_own_keys(self, nodes: list[ServerProcess]) -> None:

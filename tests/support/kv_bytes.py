@@ -34,6 +34,8 @@ class Shape:
     """Device blocks in one offloaded chunk."""
     world: int = 1
     """Workers."""
+    is_replicated: bool = False
+    """All workers hold the same bytes, and vLLM says so."""
     blocks: int = 256
     """Device blocks."""
 
@@ -114,6 +116,7 @@ def offloading_config(
         model=make(OffloadingModelConfig, name="test/model", dtype="float16", max_model_len=4096),
         cache=OffloadingCacheConfig(TOKENS_PER_BLOCK, shape.chunk),
         parallel=parallel,
+        replicated_layout=shape.is_replicated,
         kv_cache_layout="LBHNC",
     )
 

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 
@@ -167,12 +168,12 @@ def _succeeds(command: Sequence[str], folder: Path) -> bool:
 class S3Server(ServerProcess):
     """moto: it checks no credentials and refuses to create over an existing object."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         if find_spec("moto") is None or find_spec("flask") is None:
             pytest.skip('no S3 server: install moto with its server (extra "dev")')
         port = free_port()
         command = [sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port)]
-        super().__init__(command, port)
+        super().__init__(command, port, environment)
 
     @property
     def endpoint(self) -> str:
@@ -183,3 +184,41 @@ class S3Server(ServerProcess):
         """Create a bucket."""
         asked = urllib.request.Request(f"{self.endpoint}/{name}", method="PUT")
         urllib.request.urlopen(asked, timeout=30).close()
+
+
+READ_ONLY = """{"Version": "2012-10-17", "Statement": {
+    "Effect": "Allow", "Action": ["s3:GetObject", "s3:ListBucket"], "Resource": "*"}}"""
+
+_KEY_PARTS = {"AccessKeyId": "AWS_ACCESS_KEY_ID", "SecretAccessKey": "AWS_SECRET_ACCESS_KEY"}
+_FREE_CALLS = 7
+"""Calls that set up the server; moto looks at no signature of them."""
+
+
+class GuardedS3Server(S3Server):
+    """moto with users: it verifies signatures and rights. It has the bucket "guarded".
+
+    `reader` and `writer` are access keys with their secrets, as variables of the environment.
+    """
+
+    def __init__(self) -> None:
+        super().__init__({"INITIAL_NO_AUTH_ACTION_COUNT": str(_FREE_CALLS)})
+        self.make_bucket("guarded")
+        self.reader = self._user("reader", READ_ONLY)
+        self.writer = self._user(
+            "writer", READ_ONLY.replace('["s3:GetObject", "s3:ListBucket"]', '"s3:*"')
+        )
+
+    def _user(self, name: str, policy: str) -> dict[str, str]:
+        self._ask("CreateUser", UserName=name)
+        self._ask("PutUserPolicy", UserName=name, PolicyName="p", PolicyDocument=policy)
+        said = self._ask("CreateAccessKey", UserName=name)
+        words = {key: said.partition(f"<{key}>")[2].partition("<")[0] for key in _KEY_PARTS}
+        return {variable: words[key] for key, variable in _KEY_PARTS.items()}
+
+    def _ask(self, action: str, **fields: str) -> str:
+        body = urlencode({"Action": action, "Version": "2010-05-08", **fields}).encode()
+        scope = "Credential=x/20200101/us-east-1/iam/aws4_request"
+        headers = {"Authorization": f"AWS4-HMAC-SHA256 {scope}, SignedHeaders=host, Signature=x"}
+        asked = urllib.request.Request(self.endpoint, data=body, headers=headers)
+        with urllib.request.urlopen(asked, timeout=30) as answer:
+            return str(answer.read().decode())

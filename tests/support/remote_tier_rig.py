@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from kvcascade.config.remote import WriteWhen
-from kvcascade.handlers.node.remote_node import RemoteNode
+from kvcascade.handlers.node.remote_node import RemoteNode, SlotParts
 from kvcascade.handlers.node.remote_wire import from_remote_node, to_remote_node
 from kvcascade.manager.below.port import TierFacts
 from kvcascade.manager.below.remote_tier import (
@@ -43,10 +43,13 @@ class RemoteTierRig:
         clock: ManualClock | None = None,
         options: StoreOptions = THROUGH,
         slots: int = ARENA_SLOTS,
+        ranks: int = 1,
     ) -> None:
+        """`ranks`: number of parts of a slot that hold the same bytes."""
         self.twin = RemoteTwin() if twin is None else twin
         self.clock = ManualClock() if clock is None else clock
-        self.arena = MemoryBackend(PAYLOAD_BYTES, slots, medium="CPU")
+        self.parts = SlotParts(PAYLOAD_BYTES * ranks, PAYLOAD_BYTES, ranks)
+        self.arena = MemoryBackend(self.parts.slot_bytes, slots, medium="CPU")
         self.options = options
         self.answers: deque[bytes] = deque()
         self.start_node()
@@ -62,7 +65,7 @@ class RemoteTierRig:
         options = replace(self.options, when=WriteWhen.THROUGH)
         host = RemoteRig(self.twin, self.calls, options, clock=self.clock)
         memory = memoryview(self.arena.data)
-        self.node = RemoteNode(host.store, memory, PAYLOAD_BYTES, self._tell, self.clock)
+        self.node = RemoteNode(host.store, memory, self.parts, self._tell, self.clock)
         host.store.begin()
 
     def _tell(self, message: msgspec.Struct) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from kvcascade.tiers.remote.abilities import Cause, Listing, RemoteEntry
 from kvcascade.tiers.remote.base import (
     HEADER_BYTES,
     Arrived,
@@ -17,6 +19,7 @@ from kvcascade.tiers.remote.base import (
     ignore,
 )
 
+LISTED_AT_A_TIME = 3
 OK, ABSENT = RemoteOutcome.OK, RemoteOutcome.ABSENT
 
 
@@ -36,6 +39,10 @@ class RemoteTwin(RemoteEngine):
         """Outcome of every key of a method, by its name."""
         self.lies: dict[str, RemoteOutcome] = {}
         """Wrong answers of `exist_many`."""
+        self.touched_s: dict[str, float | None] = {}
+        """Time of the last write of an object, as a list says it; now if it is not here."""
+        self.cause: Cause | None = None
+        """Answer of `explain`."""
         self.damage: Callable[[bytes], bytes] | None = None
         """Changes each object on its way out: flips, truncates, swaps."""
         self.writes_late = False
@@ -138,6 +145,26 @@ class RemoteTwin(RemoteEngine):
             value = max(self.counters.get(name, 0) + 1, at_least)
             self.counters[name] = value
         return CounterAnswer(OK, value)
+
+    def list_objects(self, prefix: str, limit_s: float) -> Iterator[Listing]:
+        """Yield batches; `fails["list_objects"]` ends the list after the first one."""
+        self._called("list_objects")
+        with self._lock:
+            found = [
+                RemoteEntry(name, len(data), self.touched_s.get(name, time.time()))
+                for name, data in self.held.items()
+                if name.startswith(prefix)
+            ]
+        for start in range(0, len(found), LISTED_AT_A_TIME):
+            yield Listing(OK, found[start : start + LISTED_AT_A_TIME])
+            if "list_objects" in self.fails:
+                break
+        if "list_objects" in self.fails:
+            yield Listing(self.fails["list_objects"])
+
+    def explain(self, limit_s: float) -> Cause | None:
+        self._called("explain")
+        return self.cause
 
     def close(self) -> None:
         self.is_closed = True

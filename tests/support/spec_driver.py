@@ -93,6 +93,10 @@ class Driver:
         self._close_workers()
         self.manager.shutdown()
 
+    def _part(self, worker: Worker) -> int:
+        """The rank whose bytes a worker holds."""
+        return 0 if self.shape.is_replicated else worker.rank
+
     def _close_workers(self) -> None:
         for worker in self.workers:
             worker.worker.shutdown()
@@ -361,7 +365,7 @@ class Driver:
         """What a forward pass leaves in a device block."""
         for worker in self.workers:
             for tensor in self.shape.groups[group]:
-                content = page(key, worker.rank, tensor, sub, self.shape.pages[tensor])
+                content = page(key, self._part(worker), tensor, sub, self.shape.pages[tensor])
                 worker.tensors[tensor][block] = torch.from_numpy(content.copy())
 
     def _start(self, job: Job) -> None:
@@ -384,7 +388,7 @@ class Driver:
         for key, sub, group, block in job.pages:
             for worker in self.workers:
                 for tensor in self.shape.groups[group]:
-                    want = page(key, worker.rank, tensor, sub, self.shape.pages[tensor])
+                    want = page(key, self._part(worker), tensor, sub, self.shape.pages[tensor])
                     got = worker.tensors[tensor][block].numpy()
                     assert np.array_equal(got, want), (
                         f"wrong bytes: {key.hex()[:8]} rank {worker.rank} tensor {tensor} sub {sub}"

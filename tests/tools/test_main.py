@@ -20,6 +20,7 @@ OURS = (
     *("config", "doctor", "inspect", "top", "verify", "gc", "export", "import", "check"),
     *("replay", "bench", "demo", "version"),
 )
+OF_GROUPS = ("shm ls", "shm drop", "remote ls", "remote verify", "remote gc")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,9 +42,9 @@ def test_help_lists_every_command() -> None:
     assert all(name in answer.out for name in OURS)
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", [*OURS, *OF_GROUPS])
 def test_help_of_every_command_has_examples(name: str) -> None:
-    answer = call(name, "--help")
+    answer = call(*name.split(), "--help")
     assert answer.code == 0
     assert f"kvcascade {name} " in answer.out and "--json" in answer.out
 
@@ -79,6 +80,8 @@ LIGHT: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
     (("--help",), {}),
     (("bench", "--help"), {}),
     (("replay", "--help"), {}),
+    (("remote", "--help"), {}),
+    (("remote", "verify", "--help"), {}),
     ((), {"_KVCASCADE_COMPLETE": "source_bash"}),
     ((), {"_KVCASCADE_COMPLETE": "complete_bash", "COMP_WORDS": "kvcascade i", "COMP_CWORD": "1"}),
     ((), {"_KVCASCADE_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "kvcascade i"}),

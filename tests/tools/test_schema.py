@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from demo.demo_phases import phase
 
+from kvcascade.tiers.remote.base import FAILURES
+from kvcascade.tiers.remote.objects import Verdict
 from kvcascade.tools.commands.bench.bench_results import Quantity, Row, Table
 from kvcascade.tools.commands.bench.bench_results import document as bench_document
 from kvcascade.tools.commands.carry.export_writer import ExportReport
@@ -19,6 +21,13 @@ from kvcascade.tools.commands.command_line import SCHEMA_VERSION, ExitCode
 from kvcascade.tools.commands.gc.collect import GcReport
 from kvcascade.tools.commands.inspect.block_report import BlockReport, LayerStatistics
 from kvcascade.tools.commands.inspect.namespace_report import GroupReport, NamespaceReport
+from kvcascade.tools.commands.remote.collect_remote import CollectedNamespace, RemoteCollected
+from kvcascade.tools.commands.remote.remote_contents import (
+    GenerationReport,
+    GenerationState,
+    RemoteContents,
+)
+from kvcascade.tools.commands.remote.verify_remote import RemoteVerified
 from kvcascade.tools.commands.top.top_frame import Frame, TierFrame
 from kvcascade.tools.commands.verify.verify_report import BlockProblem, Problem, VerifyReport
 from kvcascade.tools.dev.demo.demo_results import document as demo_document
@@ -33,6 +42,8 @@ DOCUMENTS: list[tuple[str, type[Any]]] = [
     ("export", ExportReport), ("export", ImportReport), ("check", CheckReport),
     ("check", TierReport), ("replay", ReplayReport), ("replay", ReplayedTier),
     ("replay", Quantiles), ("replay", BreakEven),
+    ("remote", RemoteContents), ("remote", GenerationReport), ("remote", RemoteVerified),
+    ("remote", RemoteCollected), ("remote", CollectedNamespace),
 ]  # fmt: skip
 
 
@@ -46,6 +57,9 @@ def test_statuses_problems_and_version() -> None:
         assert f"| {code.value} | `{code.name.lower()}` |" in DOCS
     for problem in Problem:
         assert f"| `{problem}` |" in SECTIONS["verify"]
+    for state in GenerationState:
+        assert f"| `{state}` |" in SECTIONS["remote"]
+    assert {*Verdict, *FAILURES} <= _named("remote")
     assert f"`schema_version` is **{SCHEMA_VERSION}**" in DOCS
 
 

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import socket
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cache_rig import call
 from support.kv_bytes import Shape, tiers
 from support.remote_servers import HOST, S3Server, ServerProcess, redis_server
 from support.spec_driver import Driver
 from support.spec_parts import Request
 from support.waiting import wait_until
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from kvcascade.errors import ConfigError
 
 SHAPE = Shape()
 CHUNKS = 8
 CPU = 64
 ROUNDS, PAUSE_S = 1000, 0.01
 DEADLINE_S = 1.0
+SECRET = "hunter2-in-test"
+MAC_KEY = "5ec2e7" * 10 + "0a1b"
+"""32 bytes in hexadecimal digits."""
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +57,10 @@ def server(
     s3.kill()
 
 
-def host(label: str, **remote: Any) -> Driver:
+def host(label: str, shape: Shape = SHAPE, **remote: Any) -> Driver:
     """An engine of its own; those with equal labels share blocks."""
     last = {"type": "remote", "writes": "through", **remote}
-    return Driver(SHAPE, [*tiers(SHAPE, None, cpu=CPU), last], label=label)
+    return Driver(shape, [*tiers(shape, None, cpu=CPU), last], label=label)
 
 
 def hits_of(driver: Driver, request: Request) -> int:
@@ -101,6 +112,30 @@ def test_hosts_find_each_others_blocks_until_one_is_reset(server: dict[str, Any]
         assert serve(other, "text") == 0
 
 
+@pytest.mark.parametrize("share_tp", [True, False])
+def test_engines_of_other_sizes_share_what_all_ranks_hold(
+    redis: ServerProcess, share_tp: bool
+) -> None:
+    """The driver compares every byte of every rank."""
+    if not any(each.name == "replicated_layout" for each in fields(OffloadingConfig)):
+        pytest.skip("this vLLM does not say what is replicated")
+    two, four = (Shape(world=world, is_replicated=True) for world in (2, 4))
+    remote = {"url": f"redis://{HOST}:{redis.port}", "share_tp": share_tp}
+    label = f"sizes {share_tp}"
+    with host(label, two, **remote) as first, host(label, four, **remote) as second:
+        for driver in (first, second):
+            wait_until(partial(is_ready, driver), ROUNDS, PAUSE_S)
+        assert serve(first, "text") == 0
+        assert serve(second, "text") == (CHUNKS if share_tp else 0)
+        assert serve(second, "other") == 0
+        assert serve(first, "other") == (CHUNKS if share_tp else 0)
+
+
+def test_sharing_what_is_not_replicated_is_refused(redis: ServerProcess) -> None:
+    with pytest.raises(ConfigError, match=r"share_tp: this vLLM does not say"):
+        host("refused", Shape(world=2), url=f"redis://{HOST}:{redis.port}", share_tp=True)
+
+
 def test_a_stopped_server_costs_one_deadline(redis: ServerProcess) -> None:
     with host("stopped", url=f"redis://{HOST}:{redis.port}", deadline_s=DEADLINE_S) as driver:
         wait_until(lambda: is_ready(driver), ROUNDS, PAUSE_S)
@@ -114,3 +149,76 @@ def test_a_stopped_server_costs_one_deadline(redis: ServerProcess) -> None:
             assert time.monotonic() - began_s < DEADLINE_S / 2, "the server is left alone"
         finally:
             redis.go_on()
+
+
+def test_a_wrong_password_is_one_line_of_the_log_and_shown_nowhere(
+    redis: ServerProcess, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The node is a process of its own, whose log goes to standard error."""
+    monkeypatch.setenv("KVCASCADE_TEST_WORD", SECRET)
+    said: list[str] = []
+
+    def is_told() -> bool:
+        said.append(capfd.readouterr().err)
+        return "refuses the credentials" in "".join(said)
+
+    url = f"redis://{HOST}:{redis.port}"
+    with host("refused", url=url, password_env="KVCASCADE_TEST_WORD") as driver:
+        wait_until(is_told, ROUNDS, PAUSE_S)
+        assert hits_of(driver, driver.request("text", CHUNKS)) == 0, "it serves without the server"
+    text = "".join(said) + capfd.readouterr().err
+    assert text.count("refuses the credentials") == 1 and "tiers[1].url: the server" in text
+    assert SECRET not in text
+
+
+def test_secrets_are_in_no_log_file_fingerprint_or_report(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An engine with NVMe and a guarded server serves, resets and stops; then tools look at it."""
+    caplog.set_level(logging.DEBUG)
+    mac_key = tmp_path / "mac"
+    mac_key.write_text(MAC_KEY)
+    monkeypatch.setenv("KVCASCADE_TEST_WORD", SECRET)
+    server = redis_server("--requirepass", SECRET)
+    try:
+        remote = {
+            "type": "remote",
+            "url": f"redis://{HOST}:{server.port}",
+            "writes": "through",
+            "password_env": "KVCASCADE_TEST_WORD",
+            "mac_key_file": str(mac_key),
+        }
+        local = tiers(SHAPE, tmp_path / "kv", cpu=CPU, nvme=64)
+        with Driver(SHAPE, [*local, remote], label="guarded") as driver:
+            assert driver.cascade.remote is not None
+            wait_until(partial(is_ready, driver), ROUNDS, PAUSE_S)
+            serve(driver, "text")
+            said = [repr(driver.cascade), repr(vars(driver.cascade)), str(driver.metrics)]
+        said.append(call("inspect", tmp_path / "kv", "--json").out)
+        (found,) = json.loads(said[-1])["namespaces"]
+        assert found["label"] == "guarded" and found["fields"], "or nothing was looked at"
+        words = ("--set", "password_env=KVCASCADE_TEST_WORD", "--set", f"mac_key_file={mac_key}")
+        for command in ("ls", "verify", "gc"):
+            answer = call("remote", command, remote["url"], *words)
+            assert answer.code == 0
+            said += (answer.out, answer.err)
+        keys = redis_keys(server.port)
+        assert len(keys) > CHUNKS
+    finally:
+        server.kill()
+    stored = b"".join(path.read_bytes() for path in (tmp_path / "kv").rglob("*") if path.is_file())
+    captured = capfd.readouterr()
+    everything = "".join([*said, *keys, caplog.text, captured.out, captured.err])
+    for secret in (SECRET, MAC_KEY, bytes.fromhex(MAC_KEY).decode("latin-1")):
+        assert secret not in everything and secret.encode("latin-1") not in stored
+
+
+def redis_keys(port: int) -> list[str]:
+    """Names of all values of the guarded server."""
+    with socket.create_connection((HOST, port), 10.0) as connection:
+        connection.sendall(f"AUTH {SECRET}\r\nKEYS *\r\nQUIT\r\n".encode())
+        chunks = [*iter(lambda: connection.recv(65536), b"")]
+    return b"".join(chunks).decode("latin-1").split("\r\n")

@@ -160,6 +160,16 @@ class RemoteEngine(ABC):
     ) -> list[RemoteOutcome]:
         """Store objects whose names are free; `EXISTS` for those that are not."""
 
+    def renew(
+        self, names: Sequence[str], objects: Sequence[RemoteObject], limit_s: float
+    ) -> list[RemoteOutcome]:
+        """Keep objects that were there once from expiring: they are in use.
+
+        `EXISTS` for those that are still there, else as `put`. An engine whose objects expire by
+        age may replace an old one by the same block. One whose `put` counts as a use needs no more.
+        """
+        return self.put(names, objects, limit_s)
+
     @abstractmethod
     def remove(self, names: Sequence[str], limit_s: float) -> list[RemoteOutcome]:
         """Remove objects; `OK` also for one that was not there."""

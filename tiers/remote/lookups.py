@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +9,7 @@ from ..base import BlockHash
 from .base import FAILURES, RemoteEngine, RemoteOutcome
 from .generation import Generation
 from .objects import ObjectFormat
-from .pacing import LinkSpeed
+from .pacing import RoundTrip
 from .presence import ChainSearch, Presence, PresenceMemory, held_prefix
 from .remote_counters import RemoteCounters, Verb
 
@@ -39,7 +38,7 @@ class Link:
     generation: Generation
     memory: PresenceMemory
     counters: RemoteCounters
-    speed: LinkSpeed
+    round_trip: RoundTrip
     clock: Callable[[], float]
 
 
@@ -48,7 +47,6 @@ class Lookups:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._lock = threading.Lock()
 
     def answer(self, asks: Sequence[Ask]) -> RemoteOutcome:
         """Ask the engine for all chains that somebody still waits for, and fill their answers.
@@ -66,14 +64,8 @@ class Lookups:
             for ask in asks:
                 ask.answers = [generation.outcome] * len(ask.keys)
             return generation.outcome
-        if link.engine.asks_in_one_trip:
-            worst = self._ask_all(asks, generation.value, ends_s, epoch)
-        else:
-            worst = self._search_all(asks, generation.value, ends_s, epoch)
-        if worst is RemoteOutcome.OK:
-            with self._lock:
-                link.speed.asked(link.clock() - begun_s)
-        return worst
+        answer_all = self._ask_all if link.engine.asks_in_one_trip else self._search_all
+        return answer_all(asks, generation.value, ends_s, epoch)
 
     def _exist(
         self, keys: Sequence[BlockHash], generation: int, ends_s: float
@@ -87,6 +79,8 @@ class Lookups:
             requests = 1 if link.engine.asks_in_one_trip else len(names)
             took_s = link.clock() - begun_s
             link.counters.note(Verb.LOOKUP, some, requests=requests, took_s=took_s)
+            if FAILURES.isdisjoint(some):
+                link.round_trip.took(took_s)
             found += some
         return found
 

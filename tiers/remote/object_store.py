@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from ...errors import ConfigError
+from .abilities import Cause, Listing, RemoteEntry
 from .base import (
     Arrived,
     CounterAnswer,
@@ -33,6 +34,10 @@ from .base import (
 )
 
 REQUESTS_AT_A_TIME = 16
+LISTED_AT_A_TIME = 1000
+"""Objects per batch of a list, as in one answer of S3."""
+RENEW_AFTER_S = 6 * 3600.0
+"""Age at which an object that is in use is written anew. Lifecycle rules count in days."""
 ADVANCE_TRIES = 16
 """Limit on the attempts to take the next value of a counter that others raise too."""
 _VALUE_DIGITS = 20
@@ -52,6 +57,26 @@ _STATUS_OUTCOMES = {
     "503": RemoteOutcome.BUSY,
     "507": RemoteOutcome.NO_SPACE,
 }
+_CAUSES = {
+    "NoSuchBucket": Cause.NO_BUCKET,
+    "ContainerNotFound": Cause.NO_BUCKET,
+    "RequestTimeTooSkewed": Cause.CLOCK,
+    "AuthorizationHeaderMalformed": Cause.REGION,
+    "PermanentRedirect": Cause.REGION,
+    "InvalidAccessKeyId": Cause.CREDENTIALS,
+    "SignatureDoesNotMatch": Cause.CREDENTIALS,
+    "ExpiredToken": Cause.CREDENTIALS,
+    "InvalidToken": Cause.CREDENTIALS,
+    "AuthenticationFailed": Cause.CREDENTIALS,
+    "AccessDenied": Cause.RIGHT,
+    "AuthorizationPermissionMismatch": Cause.RIGHT,
+    "peer certificate": Cause.CERTIFICATE,
+    "169.254.169.254": Cause.NO_CREDENTIALS,
+    "metadata.google.internal": Cause.NO_CREDENTIALS,
+}
+"""Words in an error of `obstore`. The last two are the places of roles, which are asked last."""
+_EXPLAINED = "kvcascade-check/explain"
+"""Name of an object that is never there."""
 
 _Item = TypeVar("_Item")
 _Made = TypeVar("_Made")
@@ -172,6 +197,11 @@ class ObjectStoreEngine(RemoteEngine):
     ) -> list[RemoteOutcome]:
         return self._each(self._put, [*zip(names, objects, strict=True)], limit_s)
 
+    def renew(
+        self, names: Sequence[str], objects: Sequence[RemoteObject], limit_s: float
+    ) -> list[RemoteOutcome]:
+        return self._each(self._renew, [*zip(names, objects, strict=True)], limit_s)
+
     def remove(self, names: Sequence[str], limit_s: float) -> list[RemoteOutcome]:
         return self._each(self._remove, names, limit_s)
 
@@ -204,6 +234,29 @@ class ObjectStoreEngine(RemoteEngine):
                 return CounterAnswer(taken)
         return CounterAnswer(RemoteOutcome.BUSY)
 
+    def list_objects(self, prefix: str, limit_s: float) -> Iterator[Listing]:
+        batches: Iterator[Any] = iter(
+            self._obstore.list(self._store, prefix or None, chunk_size=LISTED_AT_A_TIME)
+        )
+        while True:
+            found: list[Sequence[Mapping[str, Any]] | None] = []
+            outcome = self._tried(lambda: found.append(next(batches, None)))  # noqa: B023
+            if outcome is not RemoteOutcome.OK:
+                missing = outcome is RemoteOutcome.ABSENT
+                yield Listing(RemoteOutcome.DENIED if missing else outcome)
+                return
+            if found[0] is None:
+                return
+            yield Listing(RemoteOutcome.OK, [_entry(each) for each in found[0]])
+
+    def explain(self, limit_s: float) -> Cause | None:
+        try:  # the answer to a HEAD has no body, and with it no reason
+            self._obstore.get(self._store, _EXPLAINED)
+        except Exception as error:  # see `_tried`
+            text = str(error)
+            return next((cause for word, cause in _CAUSES.items() if word in text), None)
+        return None
+
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -230,6 +283,21 @@ class ObjectStoreEngine(RemoteEngine):
         name, made = item
         return self._create(name, [made.header, made.payload])
 
+    def _renew(self, item: tuple[str, RemoteObject]) -> RemoteOutcome:
+        name, made = item
+        written_s: list[float] = []
+
+        def look() -> None:
+            found = self._obstore.head(self._store, name)
+            written_s.append(found["last_modified"].timestamp())
+
+        outcome = self._tried(look)
+        if outcome is RemoteOutcome.ABSENT:
+            return self._put(item)
+        if outcome is RemoteOutcome.OK:
+            outcome = self._keep(name, [made.header, made.payload], written_s[0])
+        return RemoteOutcome.EXISTS if outcome is RemoteOutcome.OK else outcome
+
     def _create(self, name: str, data: Any) -> RemoteOutcome:
         outcome = self._tried(
             lambda: self._obstore.put(self._store, name, data, mode="create", use_multipart=False)
@@ -243,24 +311,28 @@ class ObjectStoreEngine(RemoteEngine):
 
     def _values(self, name: str) -> CounterAnswer:
         """Return the largest value of a counter, from one listing of its folder."""
-        names: list[str] = []
+        written_s: dict[str, float] = {}
 
         def look() -> None:
             for batch in self._obstore.list(self._store, f"{name}/"):
-                names.extend(str(entry["path"]).rpartition("/")[2] for entry in batch)
+                for entry in batch:
+                    word = str(entry["path"]).rpartition("/")[2]
+                    written_s[word] = entry["last_modified"].timestamp()
 
         outcome = self._tried(look)
         if outcome is not RemoteOutcome.OK:
             missing = outcome is RemoteOutcome.ABSENT
             return CounterAnswer(RemoteOutcome.DENIED if missing else outcome)
-        values = [int(word) for word in names if word.isdigit()]
-        if not values and "begin" in names:
-            return self._begun(name)
+        values = [word for word in written_s if word.isdigit()]
+        if not values and "begin" in written_s:
+            return self._begun(name, written_s["begin"])
         if not values:
             return CounterAnswer(RemoteOutcome.ABSENT)
-        return CounterAnswer(RemoteOutcome.OK, max(values))
+        largest = max(values, key=int)
+        self._keep(f"{name}/{largest}", b"", written_s[largest])
+        return CounterAnswer(RemoteOutcome.OK, int(largest))
 
-    def _begun(self, name: str) -> CounterAnswer:
+    def _begun(self, name: str, written_s: float) -> CounterAnswer:
         found: list[bytes] = []
 
         def read() -> None:
@@ -271,7 +343,14 @@ class ObjectStoreEngine(RemoteEngine):
             return CounterAnswer(outcome)
         if not found[0].isdigit() or len(found[0]) > _VALUE_DIGITS:
             return CounterAnswer(RemoteOutcome.CORRUPT)
+        self._keep(f"{name}/begin", found[0], written_s)
         return CounterAnswer(RemoteOutcome.OK, int(found[0]))
+
+    def _keep(self, name: str, data: Any, written_s: float) -> RemoteOutcome:
+        """Write an old object anew, because lifecycle rules count from its last writing."""
+        if time.time() - written_s < RENEW_AFTER_S:
+            return RemoteOutcome.OK
+        return self._tried(lambda: self._obstore.put(self._store, name, data, use_multipart=False))
 
     def _tried(self, request: Callable[[], object]) -> RemoteOutcome:
         try:
@@ -279,6 +358,10 @@ class ObjectStoreEngine(RemoteEngine):
         except Exception as error:  # obstore raises its own classes, OSError and ValueError
             return outcome_of(error)
         return RemoteOutcome.OK
+
+
+def _entry(listed: Mapping[str, Any]) -> RemoteEntry:
+    return RemoteEntry(listed["path"], listed["size"], listed["last_modified"].timestamp())
 
 
 def _value_name(name: str, value: int) -> str:

@@ -14,8 +14,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 import struct
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import StrEnum
 from importlib import import_module
 from typing import Any
 
@@ -29,6 +32,7 @@ from .base import HEADER_BYTES, PrivateBuffer, RemoteObject
 OBJECT_VERSION = 1
 MAX_REMOTE_KEY_BYTES = 64
 SECRET_BYTES = 32
+_NAME = re.compile(r"([0-9a-f]{32})/([0-9a-f]{1,16})/([0-9a-f]{2})/(\3(?:[0-9a-f]{2}){0,63})")
 _MAGIC = b"KVCR"
 _BODY = struct.Struct("<4sHHQQ32sB64s12s")
 _CHECKSUM_BYTES = 16
@@ -170,7 +174,7 @@ class ObjectFormat:
     @property
     def counter_name(self) -> str:
         """Name of the counter that holds the generation."""
-        return f"{self.namespace}/generation"
+        return counter_name(self.namespace)
 
     @property
     def marks_name(self) -> str:
@@ -198,28 +202,97 @@ class ObjectFormat:
         header, payload = bytes(buffer.header), buffer.payload
         if len(header) != HEADER_BYTES or payload.nbytes != self.payload_bytes:
             return None
-        nonce = header[_BODY.size - _NONCE_BYTES : _BODY.size]
+        nonce = _nonce_of(header)
         body = self._body(key, generation, nonce)
-        tag_at = _BODY.size + _CHECKSUM_BYTES
-        if header[: _BODY.size] != body or header[_FIELDS_BYTES:] != _PADDING:
-            return None
-        if header[_BODY.size : tag_at] != _checksum(body, payload):
-            return None
-        return self._seal.open(body, nonce, payload, header[tag_at:_FIELDS_BYTES])
+        tag = _tag_of(header, body, payload)
+        return None if tag is None else self._seal.open(body, nonce, payload, tag)
 
     def _body(self, key: BlockHash, generation: int, nonce: bytes) -> bytes:
-        assert 0 < len(key) <= MAX_REMOTE_KEY_BYTES
-        return _BODY.pack(
-            _MAGIC,
-            OBJECT_VERSION,
-            self._seal.flag,
-            self.payload_bytes,
-            generation,
-            self._digest,
-            len(key),
-            key,
-            nonce,
-        )
+        n_bytes = self.payload_bytes
+        return _packed(self._seal.flag, n_bytes, generation, self._digest, key, nonce)
+
+
+class Verdict(StrEnum):
+    """Result of looking at one object without knowing the fingerprint of its namespace."""
+
+    OK = "ok"
+    """It is what its name says, and authentic if it has a tag."""
+    NO_KEY = "no_key"
+    """It is undamaged, and was not authenticated: that needs a secret key."""
+    OTHER_KEY = "other_key"
+    """It is undamaged, and made with another secret key, or forged."""
+    CORRUPT = "corrupt"
+    """It is damaged, or of another name, generation or length than it says."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectName:
+    """Parts of the name of a block's object."""
+
+    namespace: str
+    generation: int
+    key: BlockHash
+
+
+def parse_name(name: str) -> ObjectName | None:
+    """Return the parts of a name; None if it is not that of a block."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return None
+    return ObjectName(found[1], int(found[2], 16), BlockHash(bytes.fromhex(found[4])))
+
+
+def counter_name(namespace: str) -> str:
+    """Return the name of the counter that holds the generation of a namespace."""
+    return f"{namespace}/generation"
+
+
+def examine(name: ObjectName, buffer: PrivateBuffer, seal: Seal | None) -> Verdict:
+    """Verify an object against its own header and its name.
+
+    The digest of the namespace is that of the header, of which the name has the first half. An
+    engine knows the whole digest.
+    """
+    header, payload = bytes(buffer.header), buffer.payload
+    if len(header) != HEADER_BYTES:
+        return Verdict.CORRUPT
+    flag, digest, nonce = _BODY.unpack_from(header)[2], header[24:56], _nonce_of(header)
+    body = _packed(flag, payload.nbytes, name.generation, digest, name.key, nonce)
+    tag = _tag_of(header, body, payload)
+    if tag is None or digest[:16].hex() != name.namespace or flag not in _FLAGS:
+        return Verdict.CORRUPT
+    used = NoSeal() if flag == NoSeal.flag else seal
+    if used is None or used.flag != flag:
+        return Verdict.NO_KEY
+    is_right = used.open(body, nonce, payload, tag) is not None
+    if flag == NoSeal.flag:
+        return Verdict.OK if is_right else Verdict.CORRUPT
+    return Verdict.OK if is_right else Verdict.OTHER_KEY
+
+
+_FLAGS = (NoSeal.flag, MacSeal.flag, GcmSeal.flag)
+
+
+def _packed(
+    flag: int, payload_bytes: int, generation: int, digest: bytes, key: BlockHash, nonce: bytes
+) -> bytes:
+    assert 0 < len(key) <= MAX_REMOTE_KEY_BYTES
+    fields = (flag, payload_bytes, generation, digest, len(key), key, nonce)
+    return _BODY.pack(_MAGIC, OBJECT_VERSION, *fields)
+
+
+def _nonce_of(header: bytes) -> bytes:
+    return header[_BODY.size - _NONCE_BYTES : _BODY.size]
+
+
+def _tag_of(header: bytes, body: bytes, payload: memoryview) -> bytes | None:
+    """Return the tag of an object; None if its header has another body, or it is damaged."""
+    if header[: _BODY.size] != body or header[_FIELDS_BYTES:] != _PADDING:
+        return None
+    tag_at = _BODY.size + _CHECKSUM_BYTES
+    if header[_BODY.size : tag_at] != _checksum(body, payload):
+        return None
+    return header[tag_at:_FIELDS_BYTES]
 
 
 def _checksum(body: bytes, payload: memoryview) -> bytes:

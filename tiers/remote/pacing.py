@@ -1,20 +1,18 @@
-"""Allowed and measured speed of a remote tier: token bucket and speed estimate.
-
-Neither is thread-safe: their owner guards them with a lock of its own.
-"""
+"""Allowed speed and measured round trip of a remote tier."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 BURST_S = 1.0
 """A bucket holds as many bytes as may pass in this time."""
 NEW_SHARE = 0.25
-"""Weight of a new observation in the moving averages."""
+"""Weight of a new observation in the moving average."""
 
 
 class TokenBucket:
-    """Limit on the bytes per second of one direction."""
+    """Limit on the bytes per second of one direction. Its owner guards it with a lock."""
 
     def __init__(self, bytes_per_s: float | None, clock: Callable[[], float]) -> None:
         """None: no limit. `clock` returns monotonic seconds."""
@@ -37,43 +35,16 @@ class TokenBucket:
         return True
 
 
-class LinkSpeed:
-    """Latency and rate of reads, measured while they run: `t0 + bytes / rate`."""
+class RoundTrip:
+    """Time of one request that moves no payload, measured. Any thread."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock` returns monotonic seconds."""
-        self._clock = clock
-        self.latency_s: float | None = None
-        """Moving average of the time of a lookup; None before the first one."""
-        self.bytes_per_s: float | None = None
-        """Moving average over all concurrent reads; None before the first one."""
-        self._under_way = 0
-        self._busy_since_s = 0.0
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.average_s: float | None = None
+        """Moving average; None before the first request."""
 
-    def asked(self, took_s: float) -> None:
-        """Note the time that a lookup took."""
-        self.latency_s = _averaged(self.latency_s, took_s)
-
-    def began(self) -> None:
-        """Note that a read began."""
-        if self._under_way == 0:
-            self._busy_since_s = self._clock()
-        self._under_way += 1
-
-    def ended(self, n_bytes: int) -> None:
-        """Note that a read ended with so many bytes; 0 if it failed."""
-        self._under_way -= 1
-        now_s = self._clock()
-        took_s, self._busy_since_s = now_s - self._busy_since_s, now_s
-        if n_bytes and took_s > 0:
-            self.bytes_per_s = _averaged(self.bytes_per_s, n_bytes / took_s)
-
-    def expected_s(self, n_bytes: int) -> float | None:
-        """Return the expected seconds to read so many bytes; None if nothing was read yet."""
-        if self.bytes_per_s is None:
-            return None
-        return (self.latency_s or 0.0) + n_bytes / self.bytes_per_s
-
-
-def _averaged(old: float | None, new: float) -> float:
-    return new if old is None else old + NEW_SHARE * (new - old)
+    def took(self, took_s: float) -> None:
+        """Note the time of a request that was answered."""
+        with self._lock:
+            old_s = took_s if self.average_s is None else self.average_s
+            self.average_s = old_s + NEW_SHARE * (took_s - old_s)

@@ -23,7 +23,7 @@ class Presence(Enum):
 
 
 class PresenceMemory:
-    """Answers of the last seconds. Any thread; `of` takes no lock."""
+    """Answers of the last seconds. Any thread; a look takes no lock."""
 
     def __init__(self, clock: Callable[[], float], held_s: float, absent_s: float) -> None:
         """`clock` returns monotonic seconds; the others say how long an answer counts."""
@@ -39,6 +39,23 @@ class PresenceMemory:
         """Return what is known of a block."""
         until_s = self._until.get(key)
         if until_s is None or abs(until_s) < self._clock():
+            return Presence.UNKNOWN
+        return Presence.HELD if until_s > 0 else Presence.ABSENT
+
+    def holds(self, key: BlockHash) -> bool:
+        """Return True if a block is known to be there; the schedulers' short form of `of`."""
+        until_s = self._until.get(key)
+        return until_s is not None and until_s > self._clock()
+
+    def knows(self, key: BlockHash) -> bool:
+        """Return True if a block is known to be there, or to be absent."""
+        until_s = self._until.get(key)
+        return until_s is not None and abs(until_s) >= self._clock()
+
+    def last(self, key: BlockHash) -> Presence:
+        """Return the last answer about a block, however old."""
+        until_s = self._until.get(key)
+        if until_s is None:
             return Presence.UNKNOWN
         return Presence.HELD if until_s > 0 else Presence.ABSENT
 

@@ -41,11 +41,14 @@ class ReadJob:
             return self._ends()
 
     def deliver(self, number: int, payload: memoryview) -> bool:
-        """Copy a verified payload to its destination, unless the job is over."""
+        """Copy a verified payload to its destination, unless the job is over.
+
+        A destination that is several times as long gets as many copies.
+        """
         with self.lock:
             if not self.is_over and self.outcomes[number] is None:
                 target = np.frombuffer(self.destinations[number], np.uint8)
-                target[:] = np.frombuffer(payload, np.uint8)
+                target.reshape(-1, payload.nbytes)[:] = np.frombuffer(payload, np.uint8)
                 self._set(number, RemoteOutcome.OK)
             return self._ends()
 
@@ -132,8 +135,6 @@ class Reads:
             return generation.outcome, job.settle(numbers, generation.outcome)
         names = [link.objects.name(job.keys[n], generation.value) for n in numbers]
         landing = _Landing(self, job, numbers, generation.value)
-        with self._lock:
-            link.speed.began()
         begun_s = link.clock()
         left_s = max(0.0, job.ends_s - begun_s)
         outcomes = link.engine.get_into(names, landing, left_s, landing.arrived)
@@ -145,8 +146,6 @@ class Reads:
             if outcome is not RemoteOutcome.OK:
                 ended |= job.settle([number], outcome)
         got_bytes = outcomes.count(RemoteOutcome.OK) * link.objects.payload_bytes
-        with self._lock:
-            link.speed.ended(got_bytes)
         requests = 1 if link.engine.asks_in_one_trip else len(names)
         link.counters.note(
             Verb.READ, outcomes, requests=requests, payload_bytes=got_bytes, took_s=took_s

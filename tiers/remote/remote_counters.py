@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,8 +10,8 @@ from enum import StrEnum
 
 from .base import RemoteOutcome
 
-LATENCY_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-"""Upper bounds of the latency classes; one more class holds everything above."""
+MAX_SAMPLES = 1024
+"""Limit on the times of calls of one verb that wait to be taken. The others are only summed up."""
 
 
 class Verb(StrEnum):
@@ -37,8 +36,6 @@ class VerbCounters:
     """Number of keys by outcome."""
     seconds: float = 0.0
     """Sum over all calls, concurrent ones included."""
-    latencies: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_S) + 1))
-    """Number of calls by latency class."""
 
 
 class RemoteCounters:
@@ -49,6 +46,7 @@ class RemoteCounters:
         self.verbs = {verb: VerbCounters() for verb in Verb}
         self.unsent: Counter[str] = Counter()
         """Blocks that were offered and not written, by reason."""
+        self._samples_s: dict[Verb, list[float]] = {}
 
     def note(
         self,
@@ -68,7 +66,15 @@ class RemoteCounters:
             if took_s is not None:
                 totals.calls += 1
                 totals.seconds += took_s
-                totals.latencies[bisect_left(LATENCY_BOUNDS_S, took_s)] += 1
+                samples_s = self._samples_s.setdefault(verb, [])
+                if len(samples_s) < MAX_SAMPLES:
+                    samples_s.append(took_s)
+
+    def take_samples(self) -> dict[str, list[float]]:
+        """Return the seconds of each call since the last time, by verb."""
+        with self._lock:
+            taken, self._samples_s = self._samples_s, {}
+        return {verb.value: samples_s for verb, samples_s in taken.items()}
 
     def note_unsent(self, reason: str, blocks: int = 1) -> None:
         """Add blocks that were offered and not written."""

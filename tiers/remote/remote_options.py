@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 from ...config.remote import TLS_SCHEMES, RemoteTierOptions
 from ...errors import ConfigError
 from .base import RemoteEngine
-from .object_store import ObjectStoreOptions, open_object_store
+from .object_store import RENEW_AFTER_S, ObjectStoreOptions, open_object_store
 from .objects import SECRET_BYTES, GcmSeal, MacSeal, Seal
 from .remote_store import StoreOptions
 from .resp import Address, Login
@@ -28,6 +28,7 @@ def store_options(options: RemoteTierOptions) -> StoreOptions:
     reads, writes = (2, 2) if options.is_valkey else (8, 4)
     return StoreOptions(
         deadline_s=options.deadline_s,
+        renew_after_s=0.0 if options.is_valkey else RENEW_AFTER_S,
         reads_at_a_time=options.reads_at_a_time or reads,
         writes_at_a_time=options.writes_at_a_time or writes,
         read_bytes_per_s=options.read_rate.count if options.read_rate else None,

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Mapping
 
 from ...config.remote import RemoteTierOptions, WriteWhen
+from .abilities import CanExplain, Cause
 from .base import HEADER_BYTES, RemoteEngine, RemoteObject, RemoteOutcome
 from .remote_options import open_remote_engine
 
@@ -24,6 +25,20 @@ _REASONS = {
     RemoteOutcome.TIMED_OUT: "does not answer in time; an engine serves without it until it does",
     RemoteOutcome.IO_ERROR: "cannot be reached; an engine serves without it until it can",
 }
+_CAUSES = {
+    Cause.NO_BUCKET: "has no such bucket; create it, or correct the url",
+    Cause.NO_CREDENTIALS: "was not asked, since this machine has no credentials for it; set the "
+    "variables of the environment, such as AWS_ACCESS_KEY_ID",
+    Cause.CREDENTIALS: "refuses the credentials; correct them in the environment or in the file",
+    Cause.CLOCK: "finds the clock of this machine wrong; set it right",
+    Cause.RIGHT: "does not let this user read; allow reads, and lists of the bucket",
+    Cause.REGION: 'has this bucket in another region; set "region"',
+    Cause.DATABASE: "has no such database; give the number of another one in the url",
+    Cause.CERTIFICATE: "has a certificate that this machine does not trust; install the one that "
+    'signed it, or set "ca_file"',
+    Cause.KEEPS_ALL: "removes no old blocks and takes no new ones once it is full; set maxmemory "
+    "and maxmemory-policy allkeys-lru there",
+}
 
 
 def probe_remote(options: RemoteTierOptions, environment: Mapping[str, str]) -> str | None:
@@ -34,29 +49,62 @@ def probe_remote(options: RemoteTierOptions, environment: Mapping[str, str]) -> 
     """
     engine, _ = open_remote_engine(options, environment)
     try:
-        found = _problem(engine, options)
+        return problem_of(engine, options)
     finally:
         engine.close()
+
+
+def problem_of(engine: RemoteEngine, options: RemoteTierOptions) -> str | None:
+    """Return a sentence about what is wrong with the server of an engine; None if nothing is.
+
+    Blocks for a few deadlines of the tier.
+    """
+    found = _problem(engine, options)
     return None if found is None else f"{options.key}.url: the server {found}."
+
+
+def failure_of(engine: RemoteEngine, outcome: RemoteOutcome, options: RemoteTierOptions) -> str:
+    """Return a sentence about a failure of the server; asks the server for its cause."""
+    said = _reason(outcome, _cause_of(engine, options.deadline_s))
+    return f"{options.key}.url: the server {said}."
+
+
+def _cause_of(engine: RemoteEngine, limit_s: float) -> Cause | None:
+    return engine.explain(limit_s) if isinstance(engine, CanExplain) else None
+
+
+def _reason(outcome: RemoteOutcome, cause: Cause | None) -> str:
+    """Return a clause about a server that failed."""
+    if cause is not None and cause is not Cause.KEEPS_ALL:
+        return _CAUSES[cause]
+    return _REASONS.get(outcome, f"answers nonsense ({outcome})")
 
 
 def _problem(engine: RemoteEngine, options: RemoteTierOptions) -> str | None:
     limit_s = options.deadline_s
     name = f"{FOLDER}/{secrets.token_hex(8)}"
     (found,) = engine.exist_many([name], limit_s)
-    if found is not RemoteOutcome.ABSENT:
-        return _REASONS.get(found, f"answers nonsense ({found})")
+    cause = _cause_of(engine, limit_s)
+    if found is not RemoteOutcome.ABSENT or cause not in (None, Cause.KEEPS_ALL):
+        return _reason(found, cause)
     if options.writes is WriteWhen.OFF:
         return None
+    problem = _problem_of_writes(engine, name, limit_s)
+    return problem or (None if cause is None else _CAUSES[cause])
+
+
+def _problem_of_writes(engine: RemoteEngine, name: str, limit_s: float) -> str | None:
+    """Create an object twice and remove it."""
     probe = RemoteObject(bytes(HEADER_BYTES), memoryview(bytes(PROBE_BYTES)))
     (wrote,) = engine.put([name], [probe], limit_s)
     if wrote is RemoteOutcome.DENIED:
-        create = "" if options.is_valkey else "create the bucket if there is none, "
-        return f'takes no objects from this user; {create}allow writes, or set writes to "off"'
+        return 'takes no objects from this user; allow writes, or set writes to "off"'
     if wrote is not RemoteOutcome.OK:
         return _REASONS.get(wrote, f"does not store objects ({wrote})")
     (again,) = engine.put([name], [probe], limit_s)
-    engine.remove([name], limit_s)
+    (removed,) = engine.remove([name], limit_s)
     if again is RemoteOutcome.OK:
         return "replaces objects that it should refuse to create again; use another server"
+    if removed is not RemoteOutcome.OK:
+        return "does not let this user remove objects, such as damaged ones; allow it"
     return None

@@ -1,8 +1,8 @@
 """`RemoteStore`: blocks by key in a remote engine, for one owner that never waits.
 
 The owner is one thread. It asks what is held (`presence`, `ask`), reads (`get`), offers blocks
-(`offer`), and fetches what ended (`poll`). Calls of the engine run on an executor. One deadline of
-a ticket covers asking and reading.
+(`offer`), and fetches what ended (`poll`). Calls of the engine run on an executor. One deadline
+covers asking and reading: an owner that waited for an answer gives its read the rest.
 
 A payload arrives in private memory, is verified, and is then copied into the destination. The copy
 is made under the lock of its read, and never after the read has ended: the destination is then
@@ -26,15 +26,13 @@ from .generation import Generation
 from .lane import Errand, Lane
 from .lookups import Ask, Link, Lookups
 from .objects import ObjectFormat
-from .pacing import LinkSpeed, TokenBucket
+from .pacing import RoundTrip, TokenBucket
 from .presence import Presence, PresenceMemory, known_prefix
 from .reads import ReadJob, Reads
 from .remote_counters import RemoteCounters, Verb
 from .uploads import Offer, OfferRule, UploadJob, Uploads
 
 LOOKUPS_AT_A_TIME = 2
-TICKETS_MAX = 1 << 16
-"""Limit on the tickets whose deadline is remembered between lookup and read."""
 CLOSE_ROUND_S = 0.005
 """Time between two looks at what is under way while the store closes."""
 
@@ -44,11 +42,13 @@ class StoreOptions:
     """Limits of a store."""
 
     deadline_s: float = 2.0
-    """Longest time from the first question of a ticket to its last block."""
+    """Longest time that an answer takes, and a read unless its caller says less."""
     held_s: float = 30.0
     """Time for which a block that was there counts as held."""
     absent_s: float = 5.0
     """Time for which a block that was absent is not asked for again."""
+    renew_after_s: float = 0.0
+    """Time after which a block that is there and in use is written again, lest it expire."""
     reads_at_a_time: int = 4
     writes_at_a_time: int = 2
     read_bytes_per_s: float | None = None
@@ -130,13 +130,20 @@ class RemoteStore:
             Generation(engine, objects.counter_name, objects.marks_name, clock, wall_clock),
             PresenceMemory(clock, options.held_s, options.absent_s),
             RemoteCounters(),
-            LinkSpeed(clock),
+            RoundTrip(),
             clock,
         )
         self._lookups, self._reads = Lookups(self._link), Reads(self._link)
         self._uploads = Uploads(
             self._link,
-            OfferRule(options.when, options.queue_bytes, objects.payload_bytes, self._link.memory),
+            OfferRule(
+                options.when,
+                options.queue_bytes,
+                objects.payload_bytes,
+                self._link.memory,
+                options.renew_after_s,
+                clock,
+            ),
         )
 
         def lane(threads: int, rate: float | None, late: RemoteOutcome) -> Lane:
@@ -150,7 +157,6 @@ class RemoteStore:
         self._gathered: list[Ask] = []
         self._asks: dict[int, Ask] = {}
         self._jobs: dict[int, ReadJob] = {}
-        self._deadlines: dict[int, float] = {}
         self._ended: deque[tuple[Ask | ReadJob | UploadJob, RemoteEnded]] = deque()
         self._is_telling = False
 
@@ -169,7 +175,7 @@ class RemoteStore:
         The blocks of one chain are those of one KV group, head first. A ticket has one question at
         a time.
         """
-        ask = self._asks[ticket] = Ask(ticket, keys, self._deadline(ticket))
+        ask = self._asks[ticket] = Ask(ticket, keys, self._clock() + self._options.deadline_s)
         known = known_prefix(self._link.memory, keys)
         if known is not None:
             absent = [RemoteOutcome.ABSENT] * (len(keys) - known)
@@ -184,7 +190,6 @@ class RemoteStore:
         ask = self._asks.pop(ticket, None)
         if ask is not None:
             ask.is_over = True
-        self._deadlines.pop(ticket, None)
 
     def send(self) -> None:
         """Ask what was gathered, in one batch. Call it at the end of each step."""
@@ -226,16 +231,22 @@ class RemoteStore:
     # -- reads -------------------------------------------------------------------------------
 
     def get(
-        self, ticket: int, keys: Sequence[BlockHash], destinations: Sequence[memoryview]
+        self,
+        ticket: int,
+        keys: Sequence[BlockHash],
+        destinations: Sequence[memoryview],
+        limit_s: float | None = None,
     ) -> None:
-        """Read blocks into contiguous memory of the payload's length each.
+        """Read blocks into contiguous memory of the payload's length each, or a multiple of it.
+
+        The read takes `limit_s` at most; None: a whole deadline, because nobody waited before it.
 
         The destinations are the store's until the read has ended. A block whose outcome is not `OK`
         left its destination as it was. A ticket has one read at a time.
         """
         n = len(keys)
-        job = ReadJob(ticket, keys, destinations, self._deadline(ticket), [None] * n, n)
-        self._deadlines.pop(ticket, None)
+        left_s = self._options.deadline_s if limit_s is None else limit_s
+        job = ReadJob(ticket, keys, destinations, self._clock() + left_s, [None] * n, n)
         self._jobs[ticket] = job
         if not keys:
             self._end_read(job)
@@ -376,9 +387,10 @@ class RemoteStore:
             {verb: lane.breaker.openings for verb, lane in lanes.items()},
         )
 
-    def expected_s(self, n_bytes: int) -> float | None:
-        """Return the expected seconds to read so many bytes: latency and rate; None if unknown."""
-        return self._link.speed.expected_s(n_bytes)
+    @property
+    def latency_s(self) -> float | None:
+        """Seconds of a request without payload, a moving average; None before the first answer."""
+        return self._link.round_trip.average_s
 
     def close(self, limit_s: float) -> bool:
         """Begin nothing any more, wait for calls under way, and close the engine.
@@ -441,9 +453,3 @@ class RemoteStore:
         for job in self._jobs.values():
             if job.ends_s <= now_s and job.give_up(RemoteOutcome.TIMED_OUT, waits=False):
                 self._end_read(job)
-
-    def _deadline(self, ticket: int) -> float:
-        """Return the time at which a ticket ends; it begins with its first question."""
-        if len(self._deadlines) >= TICKETS_MAX:
-            del self._deadlines[next(iter(self._deadlines))]
-        return self._deadlines.setdefault(ticket, self._clock() + self._options.deadline_s)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 
 from ...config.remote import WriteWhen
 from ..base import BlockHash
 from .base import FAILURES, RemoteOutcome
 from .lookups import Link
-from .presence import Presence, PresenceMemory
+from .presence import MAX_REMEMBERED, Presence, PresenceMemory
 from .remote_counters import Verb
 
 FIRST_TOUCHES_MAX = 1 << 17
@@ -66,9 +68,21 @@ class OfferRule:
     """Decides which offered blocks are written, and bounds those under way. Any thread."""
 
     def __init__(
-        self, when: WriteWhen, queue_bytes: int, payload_bytes: int, memory: PresenceMemory
+        self,
+        when: WriteWhen,
+        queue_bytes: int,
+        payload_bytes: int,
+        memory: PresenceMemory,
+        renew_after_s: float,
+        clock: Callable[[], float],
     ) -> None:
-        """At most `queue_bytes` are under way; `memory` says which blocks are there already."""
+        """At most `queue_bytes` are under way; `memory` says which blocks are there already.
+
+        A block that arrived is wanted again after `renew_after_s`, so that it does not expire while
+        it is used.
+        """
+        self._renew_after_s = renew_after_s
+        self._clock = clock
         self._when = when
         self._queue_bytes = queue_bytes
         self._payload_bytes = payload_bytes
@@ -76,6 +90,8 @@ class OfferRule:
         self._lock = threading.Lock()
         self._coming: set[BlockHash] = set()
         self._touched: dict[BlockHash, None] = {}
+        self._arrived_s: dict[BlockHash, float] = {}
+        """Time of the last write of a block, whether it was there before or not."""
 
     @property
     def borrowed_bytes(self) -> int:
@@ -84,15 +100,23 @@ class OfferRule:
 
     def may_want(self, key: BlockHash) -> bool:
         """Return True if the next offer of a block may be worth it. It counts as no offer."""
-        is_there = key in self._coming or self._memory.of(key) is Presence.HELD
-        return self._when is not WriteWhen.OFF and not is_there
+        return self._when is not WriteWhen.OFF and not self._is_there(key)
+
+    def _is_there(self, key: BlockHash) -> bool:
+        """Return True if a write of the block would be in vain."""
+        if key in self._coming or self._memory.of(key) is Presence.HELD:
+            return True
+        if self._memory.last(key) is not Presence.HELD:  # it left the server, or a reset came
+            return False
+        arrived_s = self._arrived_s.get(key, -math.inf)
+        return self._clock() < arrived_s + self._renew_after_s
 
     def answer(self, key: BlockHash, is_open: bool) -> Offer:
         """Decide about one block. One that is `QUEUED` counts as borrowed from now on."""
         if self._when is WriteWhen.OFF:
             return Offer.OFF
         with self._lock:
-            if key in self._coming or self._memory.of(key) is Presence.HELD:
+            if self._is_there(key):
                 return Offer.HELD
             if self._when is WriteWhen.SECOND_TOUCH and key not in self._touched:
                 self._touch(key)
@@ -113,9 +137,14 @@ class OfferRule:
         """End blocks that were `QUEUED`; those that are there now start anew if they vanish."""
         with self._lock:
             self._coming.difference_update(keys)
+            now_s = self._clock()
             for key, has_arrived in zip(keys, is_there, strict=True):
                 if has_arrived:
                     self._touched.pop(key, None)
+                    self._arrived_s.pop(key, None)
+                    self._arrived_s[key] = now_s
+            for key in [*islice(self._arrived_s, max(0, len(self._arrived_s) - MAX_REMEMBERED))]:
+                del self._arrived_s[key]
 
 
 class Uploads:
@@ -177,7 +206,9 @@ class Uploads:
             for key, number in zip(keys, numbers, strict=True)
         ]
         begun_s = link.clock()
-        outcomes = link.engine.put(names, objects, link.engine.timeout_s * len(names))
+        was_there = any(link.memory.last(key) is Presence.HELD for key in keys)
+        write = link.engine.renew if was_there else link.engine.put
+        outcomes = write(names, objects, link.engine.timeout_s * len(names))
         took_s = link.clock() - begun_s
         sent = outcomes.count(RemoteOutcome.OK) * link.objects.payload_bytes
         requests = 1 if link.engine.asks_in_one_trip else len(names)

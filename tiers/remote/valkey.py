@@ -14,9 +14,12 @@ from __future__ import annotations
 import threading
 import time
 from binascii import crc_hqx
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from ssl import SSLError
 
+from . import valkey_questions
+from .abilities import Cause, Listing
 from .base import (
     HEADER_BYTES,
     Arrived,
@@ -34,11 +37,14 @@ REDIRECTS_MAX = 4
 """Limit on how often one key is sent to another node of a cluster."""
 IDLE_CONNECTIONS_MAX = 16
 """Limit on the idle connections of one node."""
+LIST_ROUNDS_MAX = 1 << 26
+"""Limit on the batches of one node's list."""
 TAIL_BYTES = 128
 """Bytes of the payload that lie behind the header."""
 _PAIR = 2
 _EXISTS = b"*3\r\n$6\r\nEXISTS\r\n$%d\r\n%s\r\n$%d\r\n%s:h\r\n"
-"""Command about both values of a pair."""
+_TOUCH = b"*3\r\n$5\r\nTOUCH\r\n$%d\r\n%s\r\n$%d\r\n%s:h\r\n"
+"""Commands about both values of a pair; they return how many are there. `TOUCH` is a use."""
 _NX_REPLIES = (b"+OK", b"$-1")
 """Replies to SET: written, or there before."""
 _OUTCOMES = {
@@ -86,6 +92,11 @@ class Nodes:
         self._slots: dict[int, Address] = {}
         """Empty without a cluster."""
         self._is_closed = False
+
+    @property
+    def first(self) -> Address:
+        """The node that is asked where a key is."""
+        return self._known[0]
 
     def places(self, names: Mapping[int, str]) -> dict[Address, list[int]]:
         """Return the node to ask for each name, as the numbers of the names of each node."""
@@ -201,7 +212,7 @@ class ValkeyEngine(RemoteEngine):
         self, names: Sequence[str], objects: Sequence[RemoteObject], limit_s: float
     ) -> list[RemoteOutcome]:
         def write(connection: RespConnection, some: Sequence[int], answers: list[Answer]) -> None:
-            counts = _count(connection, [names[i] for i in some])
+            counts = self._touch(connection, [names[i] for i in some])
             new: list[int] = []
             torn: list[int] = []
             for i, count in zip(some, counts, strict=True):
@@ -215,6 +226,17 @@ class ValkeyEngine(RemoteEngine):
             self._write_pairs(connection, names, objects, torn, [], answers)
 
         return self._routed(names, write, limit_s)
+
+    def _touch(self, connection: RespConnection, names: Sequence[str]) -> list[int | RespError]:
+        """Return how many values of each pair are there. They are used, and live on."""
+        if not self._lifetime:
+            return _count(connection, names, _TOUCH)
+        _, lifetime_ms = self._lifetime
+        connection.send(
+            *([b"PEXPIRE", value, lifetime_ms] for name in names for value in _pair(name))
+        )
+        found = connection.integers(2 * len(names))
+        return [_both(*found[at : at + 2]) for at in range(0, len(found), 2)]
 
     def _write_pairs(
         self,
@@ -298,6 +320,86 @@ class ValkeyEngine(RemoteEngine):
         (outcome,) = self._routed([name], work, limit_s)
         value = values[0] if outcome is RemoteOutcome.OK else None
         return CounterAnswer(outcome, value or 0)
+
+    def list_objects(self, prefix: str, limit_s: float) -> Iterator[Listing]:
+        first = self._nodes.first
+        nodes: list[Address] = []
+        outcome = self._alone(
+            first, lambda c: nodes.extend(valkey_questions.nodes_of(c, first)), limit_s
+        )
+        if outcome is not RemoteOutcome.OK:
+            yield Listing(outcome)
+            return
+        for node in nodes:
+            for listing in self._list_node(node, prefix, limit_s):
+                yield listing
+                if listing.outcome is not RemoteOutcome.OK:
+                    return
+
+    def _list_node(self, node: Address, prefix: str, limit_s: float) -> Iterator[Listing]:
+        page = valkey_questions.Page(valkey_questions.START, [])
+
+        def scan(connection: RespConnection) -> None:
+            nonlocal page
+            page = valkey_questions.scan(connection, page.cursor, prefix)
+
+        for _ in range(LIST_ROUNDS_MAX):
+            outcome = self._alone(node, scan, limit_s)
+            is_ok = outcome is RemoteOutcome.OK
+            yield Listing(outcome, page.entries if is_ok else ())
+            if not is_ok or page.cursor == valkey_questions.START:
+                return
+
+    def measure(self, names: Sequence[str], limit_s: float) -> list[int | RemoteOutcome]:
+        sizes: list[int] = [0] * len(names)
+
+        def ask(connection: RespConnection, some: Sequence[int], answers: list[Answer]) -> None:
+            connection.send(*([b"STRLEN", value] for i in some for value in _pair(names[i])))
+            found = iter(connection.integers(_PAIR * len(some)))
+            for i, one, other in zip(some, found, found, strict=True):
+                if isinstance(one, RespError):
+                    answers[i] = _answer(one)
+                elif isinstance(other, RespError):
+                    answers[i] = _answer(other)
+                else:
+                    sizes[i] = one + other
+                    answers[i] = RemoteOutcome.OK if sizes[i] else RemoteOutcome.ABSENT
+
+        outcomes = self._routed(names, ask, limit_s)
+        is_ok = RemoteOutcome.OK
+        return [s if o is is_ok else o for s, o in zip(sizes, outcomes, strict=True)]
+
+    def explain(self, limit_s: float) -> Cause | None:
+        first = self._nodes.first
+        key, _ = _pair("kvcascade-check/explain")
+        try:
+            connection = self._nodes.borrow(first, time.monotonic() + limit_s)
+        except RespError as error:
+            return valkey_questions.cause_of(error)
+        except SSLError:
+            return Cause.CERTIFICATE
+        except OSError:
+            return None
+        try:
+            return valkey_questions.explain(connection, key, has_ttl=bool(self._lifetime))
+        except OSError:
+            return None
+        finally:
+            connection.close()
+
+    def _alone(
+        self, address: Address, act: Callable[[RespConnection], object], limit_s: float
+    ) -> RemoteOutcome:
+        """Do something at one node that is not about one key."""
+
+        def work(connection: RespConnection, _: Sequence[int], answers: list[Answer]) -> None:
+            act(connection)
+            answers[0] = RemoteOutcome.OK
+
+        answers: list[Answer] = [RemoteOutcome.IO_ERROR]
+        self._at(address, [""], [0], work, answers, time.monotonic() + limit_s)
+        answer = answers[0]
+        return RemoteOutcome.IO_ERROR if isinstance(answer, Address) else answer
 
     def close(self) -> None:
         self._nodes.close()
@@ -387,11 +489,19 @@ def _split(payload: memoryview) -> tuple[memoryview, memoryview]:
     return payload[:at], payload[at:]
 
 
-def _count(connection: RespConnection, names: Sequence[str]) -> list[int | RespError]:
+def _count(
+    connection: RespConnection, names: Sequence[str], command: bytes = _EXISTS
+) -> list[int | RespError]:
     """Return how many values of each pair are there."""
     tags = [b"{%s}" % name.encode() for name in names]
-    connection.send_raw([b"".join(_EXISTS % (len(t), t, len(t) + 2, t) for t in tags)])
+    connection.send_raw([b"".join(command % (len(t), t, len(t) + 2, t) for t in tags)])
     return connection.integers(len(names))
+
+
+def _both(one: int | RespError, other: int | RespError) -> int | RespError:
+    if isinstance(one, RespError):
+        return one
+    return other if isinstance(other, RespError) else one + other
 
 
 def _presence(count: int | RespError) -> Answer:

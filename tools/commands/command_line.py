@@ -196,6 +196,20 @@ def _check_place(option: str, path: Path) -> None:
         raise ConfigError(f"{option}: {folder} is not a writable folder; give another")
 
 
+def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
+    """Return the values of `--set KEY=VALUE`, JSON or plain text. Raises `CommandError`."""
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, is_pair, value = pair.partition("=")
+        if not key or not is_pair:
+            raise CommandError(f'--set: "{pair}" is not KEY=VALUE', ExitCode.USAGE)
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found
+
+
 def lacks(modules: Sequence[str], command: str, as_json: bool) -> bool:
     """Report missing optional modules that the command needs; return True if any is missing."""
     missing = [name for name in modules if find_spec(name) is None]

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .command_line import CommandError, ExitCode, JsonOption, answering, emit
+from .command_line import CommandError, ExitCode, JsonOption, answering, emit, settings_of
 from .version import ENGINES
 
 FIRST_WITH_TIMEOUT = (0, 32)
@@ -87,11 +87,7 @@ def transfer_config(
         memory = {"type": "cpu"} | ({} if cpu is None else {"capacity": cpu})
         storage = {"type": "nvme", "path": folders} | ({} if disk is None else {"capacity": disk})
         extra["tiers"] = [memory, storage]
-    for pair in others:
-        key, is_pair, value = pair.partition("=")
-        if not key or not is_pair:
-            raise CommandError(f'--set: "{pair}" is not KEY=VALUE', ExitCode.USAGE)
-        extra[key] = _value(value)
+    extra |= settings_of(others)
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -125,10 +121,3 @@ def _seconds_to_stop(extra: dict[str, Any]) -> int | None:
     from ...vllm.scheduler_side import seconds_to_flush
 
     return seconds_to_flush(parse(extra))
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

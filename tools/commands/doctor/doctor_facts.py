@@ -19,10 +19,12 @@ from ....config.machine import (
     file_system_of,
     nearest_existing,
 )
+from ....config.remote import RemoteTierOptions
 from ....config.schema import CpuTierOptions, NvmeTierOptions
 from ....errors import ConfigError, KVCascadeError
 from ....tiers.cpu.huge_pages import may_share_huge_pages
 from ....vllm.engine_facts import hashes_change_at_restart
+from ..check.config_check import ask_server
 from ..check.transfer_config import Given, read_config, read_tiering
 from ..command_line import ARENA_DIR
 from ..version import ENGINES
@@ -40,6 +42,7 @@ class _Wanted:
     pinned_bytes: int | None = None
     arena_dir: Path = ARENA_DIR
     nvme: Sequence[NvmeTierOptions] = ()
+    remote: RemoteTierOptions | None = None
 
 
 def look(config: Path | None) -> Facts:
@@ -47,6 +50,8 @@ def look(config: Path | None) -> Facts:
     machine, problems, doubts = ThisMachine(), list[str](), list[str]()
     given = _given(config)
     wanted = _Wanted() if given is None else _wanted(given, machine, problems, doubts)
+    if wanted.remote is not None:
+        ask_server(wanted.remote, problems, doubts)
     arena_dir = wanted.arena_dir
     installed = _vllm_version()
     reason = None if installed is None else _vllm_problem()
@@ -91,9 +96,9 @@ def _wanted(given: Given, machine: ThisMachine, problems: list[str], doubts: lis
     except ConfigError:  # its problems are in the list
         return _Wanted()
     if not settings.tiers or not isinstance(settings.tiers[0], CpuTierOptions):
-        return _Wanted(nvme=settings.nvme)
+        return _Wanted(nvme=settings.nvme, remote=settings.remote)
     cpu = settings.tiers[0]
-    return _Wanted(cpu_capacity(cpu, machine), cpu.arena_dir, settings.nvme)
+    return _Wanted(cpu_capacity(cpu, machine), cpu.arena_dir, settings.nvme, settings.remote)
 
 
 def _path(path: Path, machine: ThisMachine) -> PathFacts:

@@ -116,7 +116,7 @@ def _wish(
     if prefix is not None:
         parse_hash(prefix)  # fail before any namespace is opened
     return Wish(
-        older_than_s=None if older_than is None else _seconds(older_than),
+        older_than_s=None if older_than is None else seconds_of("--older-than", older_than),
         hash_start=b"" if hash_ is None else parse_hash(hash_),
         prompt="" if prefix is None else prefix,
         max_bytes=size_of("--max-size", max_size),
@@ -164,11 +164,12 @@ def _run(
     return ExitCode.PROBLEMS if any(report.is_incomplete for report in reports) else ExitCode.OK
 
 
-def _seconds(text: str) -> float:
+def seconds_of(option: str, text: str) -> float:
+    """Parse an option's age in seconds. Raises `CommandError`."""
     match = _AGE.fullmatch(text)
     if not match:
         raise CommandError(
-            f'--older-than: "{text}" is not an age; write it as 90s, 30min, 12h, 7d or 2w',
+            f'{option}: "{text}" is not an age; write it as 90s, 30min, 12h, 7d or 2w',
             ExitCode.USAGE,
         )
     return float(match[1]) * _UNITS[match[2]]

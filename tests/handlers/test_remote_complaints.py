@@ -1,0 +1,67 @@
+"""What the node of a remote tier says in the log about a server that is of no use."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from support.clock import ManualClock
+from support.executors import SteppingExecutor
+
+from kvcascade.handlers.node.remote_loop import COMPLAINT_INTERVAL_S, FIRST_QUESTION_S, Complaints
+
+SAID = "tiers[1].url: the server has no such bucket; create it."
+
+
+class Asked:
+    """A server, as far as somebody asks why it is of no use."""
+
+    def __init__(self) -> None:
+        self.said: str | None = SAID
+        self.times = 0
+
+    def __call__(self) -> str | None:
+        self.times += 1
+        return self.said
+
+
+def test_after_the_start_and_when_a_breaker_opens(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    asked, threads, clock = Asked(), SteppingExecutor(), ManualClock()
+    complaints = Complaints(asked, threads, clock)
+    complaints.note(0)
+    assert not threads.step(), "the first lookups come before it"
+    clock.advance(FIRST_QUESTION_S)
+    complaints.note(0)
+    assert asked.times == 0, "the thread of the node asks nobody"
+    assert threads.step() and asked.times == 1 and SAID in caplog.text
+    complaints.note(0)
+    assert not threads.step()
+    for openings in range(1, 20):
+        complaints.note(openings)
+    assert not threads.step(), "it was asked a moment ago"
+    clock.advance(COMPLAINT_INTERVAL_S)
+    complaints.note(20)
+    asked.said = None
+    assert threads.step() and asked.times == 2 and caplog.text.count(SAID) == 1
+    clock.advance(COMPLAINT_INTERVAL_S)
+    complaints.note(20)
+    assert not threads.step(), "no breaker has opened since"
+
+
+def test_a_breaker_that_opens_at_the_start_is_told_of_at_once() -> None:
+    threads, clock = SteppingExecutor(), ManualClock()
+    complaints = Complaints(Asked(), threads, clock)
+    complaints.note(1)
+    assert threads.step()
+    clock.advance(FIRST_QUESTION_S)
+    complaints.note(1)
+    assert not threads.step(), "once is enough"
+
+
+def test_nothing_is_said_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    threads = SteppingExecutor()
+    complaints = Complaints(Asked(), threads, ManualClock())
+    complaints.note(1)
+    complaints.close()
+    assert threads.step() and SAID not in caplog.text

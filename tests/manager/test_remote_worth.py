@@ -1,0 +1,106 @@
+"""Load or recompute over a remote tier: its latency and its rate, with a virtual clock."""
+
+from __future__ import annotations
+
+import pytest
+from support.keys import keys
+from support.remote_rig import PAYLOAD_BYTES
+from support.remote_tier_rig import RemoteTierRig
+
+from kvcascade.config.schema import WriteMode
+from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
+from kvcascade.manager.level import Tier
+from kvcascade.manager.request import Request
+from kvcascade.tiers.base import BlockHash
+from kvcascade.tiers.policies import create
+
+SLOTS, PROMPT_BLOCKS, TOKENS = 128, 8, 16
+PREFILL_TOKENS_PER_S = 10_000.0
+REAL_BLOCK_BYTES = 512 << 10
+"""Blocks of the test are smaller; its links are slower by the same factor."""
+STEP_S, MAX_STEPS = 0.01, 1000
+
+
+class Link:
+    """A host whose server is behind a link of a given rate and latency."""
+
+    def __init__(self, mbit_per_s: float, latency_s: float) -> None:
+        writer = RemoteTierRig(slots=SLOTS)
+        writer.pump()
+        writer.tier.put(1, keys(SLOTS), range(SLOTS))
+        writer.pump()
+        self.clock, self.twin = writer.clock, writer.twin
+        self.rig = RemoteTierRig(writer.twin, writer.clock, slots=SLOTS)
+        self.rig.pump()
+        self.bytes_per_s = mbit_per_s * 1e6 / 8 * PAYLOAD_BYTES / REAL_BLOCK_BYTES
+        self.latency_s = latency_s
+        options = ManagerOptions(
+            write_mode=WriteMode.THROUGH,
+            tokens_per_block=TOKENS,
+            prefill_tokens_per_s=PREFILL_TOKENS_PER_S,
+        )
+        top = Tier("cpu", self.rig.arena, create("lru", SLOTS))
+        self.manager = CascadingOffloadingManager(
+            top, self.rig.tier, options, self.clock, self.clock.advance
+        )
+        self.twin.before = self._spend
+
+    def _spend(self, method: str) -> None:
+        moves = method == "get_into"
+        moving_s = self.twin.names_per_call * PAYLOAD_BYTES / self.bytes_per_s if moves else 0.0
+        self.clock.advance(self.latency_s + moving_s)
+
+    def serve(self, prompt: list[BlockHash]) -> tuple[int, int]:
+        """A request: its hits, and the number of steps that it waited for them."""
+        request = Request("served")
+        waited = 0
+        while (hits := self.manager.lookup(prompt, request)) is None:
+            self.manager.end_step()
+            self.rig.pump()
+            self.clock.advance(STEP_S)
+            waited += 1
+            assert waited < MAX_STEPS, "it waits for ever"
+        self.manager.finish_request(request)
+        for _ in range(2):  # a probe ends
+            self.manager.end_step()
+            self.rig.pump()
+        self.clock.advance(2.0)
+        self.rig.pump()  # the node says what it measured
+        return hits, waited
+
+
+def prompt(number: int, blocks: int = PROMPT_BLOCKS) -> list[BlockHash]:
+    """A prefix that the server has and no earlier request had."""
+    return keys(SLOTS)[number * PROMPT_BLOCKS :][:blocks]
+
+
+@pytest.mark.parametrize(
+    ("mbit_per_s", "latency_s", "blocks", "is_read"),
+    [
+        (10_000.0, 0.0005, 8, True),
+        (10_000.0, 0.0005, 1, True),
+        (100.0, 0.0005, 8, False),
+        (100.0, 0.0005, 1, False),
+        (10_000.0, 0.015, 1, False),
+        (10_000.0, 0.015, 8, True),
+    ],
+)
+def test_what_computing_beats_is_computed(
+    mbit_per_s: float, latency_s: float, blocks: int, is_read: bool
+) -> None:
+    link = Link(mbit_per_s, latency_s)
+    link.serve(prompt(0))
+    hits, waited = link.serve(prompt(1, blocks))
+    assert hits == (blocks if is_read else 0)
+    if not is_read:
+        assert waited == 2, "for the lookup, and for the decision"
+
+
+def test_a_link_that_is_slow_for_a_while_is_read_again() -> None:
+    link = Link(100.0, 0.0005)
+    for number in range(2):
+        link.serve(prompt(number))
+    assert link.manager.counters.promotions_not_worth == 1
+    link.bytes_per_s *= 100
+    found = [link.serve(prompt(2 + number))[0] for number in range(12)]
+    assert found[-1] == PROMPT_BLOCKS, "probes have measured it anew"

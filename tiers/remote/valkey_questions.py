@@ -1,0 +1,127 @@
+"""Questions of tools to one node of a Valkey or Redis server: its objects, and its settings.
+
+The server has no order of its objects, and no list of one prefix: a list goes over all keys of the
+database. The two keys of an object may come in different batches, so the payload's key stands for
+both, and the header's only where there is no payload.
+
+A list must not count as a use, or the server would evict in the order of the list. `STRLEN` counts
+as one, so sizes are those in memory.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from .abilities import Cause, RemoteEntry
+from .resp import Address, RespConnection, RespError
+
+LISTED_AT_A_TIME = 256
+"""Keys that one SCAN looks at. The server does nothing else meanwhile, for some 0.1 ms."""
+START = b"0"
+"""Cursor at the begin and at the end of a scan."""
+HEADER_SUFFIX = b":h"
+_CALLS_PER_KEY = 4
+_NO_CLUSTER = ("ERR", "NOPERM")
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Answer of one SCAN."""
+
+    cursor: bytes
+    entries: list[RemoteEntry]
+
+
+def nodes_of(connection: RespConnection, asked: Address) -> list[Address]:
+    """Return all nodes that have slots; `asked` alone without a cluster, or if nobody may know.
+
+    Raises `OSError` or `RespError`.
+    """
+    connection.send([b"CLUSTER", b"SLOTS"])
+    try:
+        shards = connection.reply()
+    except RespError as error:
+        if error.code in _NO_CLUSTER:
+            return [asked]
+        raise
+    nodes = [Address(host.decode() or asked.host, port) for _, _, (host, port, *_), *_ in shards]
+    return [*dict.fromkeys(nodes)]
+
+
+def scan(connection: RespConnection, cursor: bytes, prefix: str) -> Page:
+    """Return the next objects of a node. Raises `OSError` or `RespError`."""
+    match = b"{%s*" % prefix.encode()
+    connection.send([b"SCAN", cursor, b"MATCH", match, b"COUNT", b"%d" % LISTED_AT_A_TIME])
+    cursor, keys = connection.reply()
+    commands: list[list[bytes]] = []
+    for key in keys:
+        payload = key.removesuffix(HEADER_SUFFIX)
+        commands += (
+            [b"EXISTS", payload],
+            [b"MEMORY", b"USAGE", payload],
+            [b"MEMORY", b"USAGE", payload + HEADER_SUFFIX],
+            [b"OBJECT", b"IDLETIME", key],
+        )
+    if commands:
+        connection.send(*commands)
+    entries: list[RemoteEntry] = []
+    now_s = time.time()
+    for key in keys:
+        replies = [_number(connection) for _ in range(_CALLS_PER_KEY)]
+        found = _entry(key, replies, now_s)
+        if found is not None:
+            entries.append(found)
+    return Page(cursor, entries)
+
+
+def _entry(key: bytes, replies: list[int | None], now_s: float) -> RemoteEntry | None:
+    """Return the object of a key; None for a header beside its payload."""
+    has_payload, payload_bytes, header_bytes, idle_s = replies
+    name, brace, suffix = key[1:].rpartition(b"}")
+    if not brace or suffix not in (b"", HEADER_SUFFIX) or (suffix and has_payload):
+        return None
+    touched_s = None if idle_s is None else now_s - idle_s
+    size_bytes = (payload_bytes or 0) + (header_bytes or 0)
+    return RemoteEntry(name.decode("ascii", "replace"), size_bytes, touched_s, is_exact=False)
+
+
+def _number(connection: RespConnection) -> int | None:
+    """Return an integer reply; None for an error, or of a key that has gone."""
+    try:
+        found = connection.reply()
+    except RespError:  # such as OBJECT IDLETIME of a server that counts uses instead
+        return None
+    return found if isinstance(found, int) else None
+
+
+def cause_of(error: RespError) -> Cause | None:
+    """Return what an answer to the login or to a harmless command says."""
+    words = (error.code, *error.words)
+    if error.code in ("NOAUTH", "WRONGPASS") or words[:2] in (("ERR", "AUTH"), ("ERR", "invalid")):
+        return Cause.CREDENTIALS
+    if error.code == "NOPERM":
+        return Cause.RIGHT
+    is_about_database = words[:2] in (("ERR", "DB"), ("ERR", "SELECT"))
+    return Cause.DATABASE if is_about_database else None
+
+
+def explain(connection: RespConnection, key: bytes, *, has_ttl: bool) -> Cause | None:
+    """Return what is wrong after the login. `has_ttl`: blocks have a time to live.
+
+    Raises `OSError`.
+    """
+    try:
+        connection.send([b"EXISTS", key])
+        connection.number()
+    except RespError as error:
+        return cause_of(error)
+    try:
+        connection.send([b"INFO", b"memory"])
+        text = (connection.value() or b"").decode("ascii", "replace")
+    except RespError:  # this user may not know
+        return None
+    facts = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    policy = facts.get("maxmemory_policy", "allkeys-lru")
+    evicts = policy.startswith("allkeys") or (has_ttl and policy.startswith("volatile"))
+    return None if evicts and facts.get("maxmemory") != "0" else Cause.KEEPS_ALL

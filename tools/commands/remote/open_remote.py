@@ -1,0 +1,129 @@
+"""Open the remote tier that a URL or a configuration names, and ask it politely.
+
+A server that fails ends the command with one sentence, which says why as far as it can be found
+out. No sentence holds a credential.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ....assembly.named import configured
+from ....config.options import At
+from ....config.remote import RemoteTierOptions, parse_remote
+from ....errors import ConfigError
+from ....tiers.remote.abilities import CanList, RemoteEntry
+from ....tiers.remote.base import FAILURES, RemoteEngine, RemoteOutcome
+from ....tiers.remote.objects import Seal, counter_name
+from ....tiers.remote.remote_options import missing_extra, open_remote_engine
+from ....tiers.remote.remote_probe import failure_of
+from ..check.transfer_config import STANDARD_INPUT, read_config
+from ..command_line import CommandError, ExitCode, answering_apart, settings_of
+
+CALL_LIMIT_S = 60.0
+"""Longest time in seconds of one call of the engine, beside that of its last request."""
+FAILED_CALLS_MAX = 3
+"""Calls in a row of which everything failed, until the command gives up."""
+MARK = "://"
+"""Part of every URL; other words name files."""
+
+Advance = Callable[[int], None]
+"""Callback with the progress since the last call."""
+
+
+@dataclass(slots=True)
+class RemoteServer:
+    """A remote tier as tools use it: without a fingerprint, and for all namespaces. One thread."""
+
+    options: RemoteTierOptions
+    engine: RemoteEngine
+    seal: Seal | None
+    failed_calls: int = 0
+    """Calls in a row of which everything failed."""
+
+    def entries(self, namespace: str) -> Iterator[RemoteEntry]:
+        """Yield all objects of the namespaces that begin with these digits.
+
+        Raises `CommandError` if the server fails, or its engine lists nothing.
+        """
+        engine = self.engine
+        if not isinstance(engine, CanList):
+            message = f"{self.options.key}.url: the engine of this server lists no objects"
+            raise CommandError(f"{message}; use the server's own tools", ExitCode.USAGE)
+        prefix = f"{namespace}/" if len(namespace) == NAMESPACE_DIGITS else ""
+        for batch in engine.list_objects(prefix, CALL_LIMIT_S):
+            if batch.outcome is not RemoteOutcome.OK:
+                raise self.failure(batch.outcome)
+            for entry in batch.entries:
+                if entry.name.startswith(namespace):
+                    yield entry
+
+    def generation(self, namespace: str) -> int | None:
+        """Return the current generation of a namespace; None if the server has lost it.
+
+        Raises `CommandError`.
+        """
+        found = self.engine.counter(counter_name(namespace), None, CALL_LIMIT_S)
+        if found.outcome is RemoteOutcome.ABSENT:
+            return None
+        if found.outcome is not RemoteOutcome.OK:
+            raise self.failure(found.outcome)
+        return found.value
+
+    def note(self, outcomes: Sequence[RemoteOutcome]) -> None:
+        """Raise `CommandError` if all of the last few calls have failed as a whole."""
+        if not outcomes:
+            return
+        failed = [outcome for outcome in outcomes if outcome in FAILURES]
+        self.failed_calls = self.failed_calls + 1 if len(failed) == len(outcomes) else 0
+        if self.failed_calls >= FAILED_CALLS_MAX:
+            raise self.failure(failed[-1])
+
+    def failure(self, outcome: RemoteOutcome) -> CommandError:
+        """Return the error for a failure of the server; asks the server for its cause."""
+        said = failure_of(self.engine, outcome, self.options)
+        return CommandError(said, ExitCode.CANNOT_OPEN)
+
+
+NAMESPACE_DIGITS = 32
+"""Digits of the name of a namespace."""
+
+
+@contextmanager
+def opened(remote: str, settings: Sequence[str] | None) -> Iterator[RemoteServer]:
+    """Open a tier by its URL and options, or by the file of a configuration.
+
+    Nothing is asked of the server yet. Raises `CommandError` or `ConfigError`.
+    """
+    if MARK in remote:
+        options = parse_remote(At("remote"), {**settings_of(settings or ()), "url": remote})
+    elif settings:
+        raise CommandError("--set: it goes with a URL; write it into the file", ExitCode.USAGE)
+    else:
+        options = _of_file(Path(remote))
+    missing = missing_extra(options)
+    if missing is not None:
+        raise CommandError(missing, ExitCode.MISSING)
+    engine, seal = open_remote_engine(options, os.environ)
+    try:
+        yield RemoteServer(options, engine, seal)
+    finally:
+        engine.close()
+
+
+def _of_file(path: Path) -> RemoteTierOptions:
+    if path != STANDARD_INPUT and not path.is_file():  # the word may hold a password
+        message = 'REMOTE: is neither a URL nor a file; give one such as "s3://bucket/kv"'
+        raise CommandError(message, ExitCode.USAGE)
+    with answering_apart(True):  # vLLM prints to standard output
+        given = read_config(path)
+    if given.problems:
+        raise ConfigError(given.problems[0])
+    options = configured(given.extra).remote
+    if options is None:
+        raise CommandError(f"{given.source} has no remote tier; give its URL", ExitCode.USAGE)
+    return options
