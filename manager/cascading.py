@@ -118,7 +118,7 @@ class CascadingOffloadingManager(OffloadingManager):
             slots=flow.top.capacity,
             aging=None if mode is WriteMode.DEMOTE else self._aging,
         )
-        worth = _worth_of(flow, options)
+        worth = self._worth = _worth_of(flow, options)
         workers = WorkerTransfers(flow.top.backend, options.steps_until_flushed)
         holds = Holds()
         promoter = self._promoter = Promoter(flow, self._demoter, holds, workers, deadline_s, worth)
@@ -214,7 +214,9 @@ class CascadingOffloadingManager(OffloadingManager):
         Call it at any time after the last lookup of the step.
         """
         with self.lock:
-            self._stores.end_step()
+            self._workers.end_step()
+            if self._worth is not None:
+                self._worth.prefill.end_step(self._flow.clock())
             self._claims.end_step()
             self._maintain()
             self._flow.evicted.clear()

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from ..tiers.base import BlockHash, BlockOutcome
 from .admission import Admission
@@ -56,8 +57,7 @@ class Aging:
 
     def note(self, block_hashes: Iterable[BlockHash]) -> None:
         """Append blocks that are dirty from now on."""
-        now_s = self._clock()
-        self._stored.extend((now_s, block_hash) for block_hash in block_hashes)
+        self._stored.extend(zip(repeat(self._clock()), block_hashes, strict=False))
 
     def take_due(self, n: int) -> list[BlockHash]:
         """Remove and return up to `n` due blocks, without duplicates."""
@@ -128,12 +128,13 @@ class ColdSearch:
 
     def dirty_among(self, block_hashes: Iterable[BlockHash]) -> Pairs:
         """Return those blocks that are in the level, ready and dirty."""
-        level = self._level
-        found = ((block_hash, level.policy.get(block_hash)) for block_hash in block_hashes)
+        get, is_dirty = self._level.policy.get, self._level.dirt.is_dirty
         return [
             (block_hash, status)
-            for block_hash, status in found
-            if status is not None and status.ref_cnt >= 0 and level.dirt.is_dirty(status.block_id)
+            for block_hash in block_hashes
+            if (status := get(block_hash)) is not None
+            and status.ref_cnt >= 0
+            and is_dirty(status.block_id)
         ]
 
     def most_useful(self, n: int, in_use: Sequence[BlockHash]) -> list[BlockHash]:
@@ -215,11 +216,6 @@ class Demoter:
             return 0
         return min(len(self._level.policy), self._below.tiers[0].capacity)
 
-    @property
-    def room_blocks(self) -> int:
-        """Largest number of blocks whose write could start now."""
-        return (MAX_JOBS_IN_FLIGHT - self._counted_jobs) * self._batch if self._may_start() else 0
-
     def keep_ahead(self) -> None:
         """Clean the coldest blocks of the level if the low watermark may have been passed.
 
@@ -259,8 +255,10 @@ class Demoter:
         return bool(self._level.policy.coldest(1, (), self._level.dirt.settled_mask))
 
     def demote_due(self, aging: Aging) -> None:
-        """Start writing the due blocks."""
-        due = aging.take_due(self.room_blocks)  # bounds the work of one step
+        """Start writing the due blocks, as many as the jobs that may start have room for."""
+        if not self._may_start():
+            return
+        due = aging.take_due((MAX_JOBS_IN_FLIGHT - self._counted_jobs) * self._batch)
         left = self.demote(due) if due else 0
         if left:
             aging.put_back(due[-left:])

@@ -5,8 +5,6 @@ Used under the manager's lock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from ..config.schema import WriteMode
 from ..tiers.base import BlockHash
 from .demotion import Aging
@@ -42,14 +40,11 @@ class RequestEnds:
         if self._top.policy.wants_chains:
             self._top.policy.note_chain(in_order)
         else:
-            self._set_recency(in_order, used)
+            policy = self._top.policy
+            for is_new, run in runs_from_the_end(in_order, used.__getitem__):
+                (policy.settle if is_new else policy.touch)(run)
         if not self._flow.is_single and not all(used.values()):
             self._note_reuse([h for h in used if not used[h]])
-
-    def _set_recency(self, in_order: Sequence[BlockHash], is_new: Mapping[BlockHash, bool]) -> None:
-        """Set the recency of the tail first, so that the tail is evicted first."""
-        for new, run in runs_from_the_end(in_order, is_new.__getitem__):
-            (self._top.policy.settle if new else self._top.policy.touch)(run)
 
     def _note_reuse(self, reused: list[BlockHash]) -> None:
         top = self._top

@@ -124,12 +124,6 @@ class Stores:
             in_order = [block_hash for _, block_hash in sorted(zip(slots, stored, strict=True))]
             self._aging.note(request.in_prompt_order(in_order) if request else in_order)
 
-    def end_step(self) -> None:
-        """End a step of the scheduler."""
-        self._workers.end_step()
-        if self._worth is not None:
-            self._worth.prefill.end_step(self._flow.clock())
-
     def _room_for(
         self, new: list[BlockHash], offered: Sequence[BlockHash], request: Request | None
     ) -> int | None:

@@ -143,20 +143,21 @@ class NodeKeeper:
         with self._lock:
             if not self._can_send:
                 self.poll()  # without jobs no other call receives `Ready`
-            if not self._can_send or len(self._jobs) >= JOBS_AT_MOST:
+            stream = self._stream
+            if stream is None or not self._can_send or len(self._jobs) >= JOBS_AT_MOST:
                 return False
             ticket = next(self._tickets)
-            if not self._jobs and self._stream is not None:
-                self._stream.heard_s = self._clock()
+            if not self._jobs:
+                stream.heard_s = self._clock()
             self._jobs[ticket] = on_end
-            self._enqueue(order(ticket))
+            stream.add(order(ticket))
             return True
 
     def tell(self, message: msgspec.Struct) -> None:
         """Send a message that has no answer; it is lost if the process is not up."""
         with self._lock:
-            if self._can_send:
-                self._enqueue(message)
+            if self._stream is not None and self._can_send:
+                self._stream.add(message)
 
     def flush(self) -> None:
         """Send what the socket takes now; never blocks."""
@@ -244,12 +245,6 @@ class NodeKeeper:
             poller = select.poll()
             poller.register(connection.socket, select.POLLIN)
         poller.poll(limit_s * 1000)
-
-    def _enqueue(self, message: msgspec.Struct) -> None:
-        stream = self._stream
-        assert stream is not None, "only a process that is up is sent to"
-        if stream.add(message) >= BATCH_BYTES or not self._options.is_batched:
-            stream.send()
 
     def _take(self, stream: NodeStream, message: Any) -> None:
         ticket = getattr(message, "ticket", None)
@@ -346,6 +341,10 @@ class NodeKeeper:
                 connection.has_ended_within(KILL_LIMIT_S)
             elif connection is not None:
                 self._connection = connection
-                decode = self._options.decode
-                self._stream = NodeStream(connection.socket, decode, self._clock())
+                self._stream = NodeStream(
+                    connection.socket,
+                    self._options.decode,
+                    self._clock(),
+                    BATCH_BYTES if self._options.is_batched else 0,
+                )
             self._changed.notify_all()

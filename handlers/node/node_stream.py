@@ -20,8 +20,14 @@ class NodeStream:
     """The stream of one connection. It never blocks."""
 
     def __init__(
-        self, connection: socket.socket, decode: Callable[[bytes], Any], now_s: float
+        self,
+        connection: socket.socket,
+        decode: Callable[[bytes], Any],
+        now_s: float,
+        batch_bytes: int,
     ) -> None:
+        """Messages of up to `batch_bytes` together are kept until `send`."""
+        self._batch_bytes = batch_bytes
         self._socket = connection
         self._decode = decode
         self._reader = FrameReader()
@@ -33,10 +39,11 @@ class NodeStream:
         self.is_ready = False
         """True once the process takes jobs."""
 
-    def add(self, message: msgspec.Struct) -> int:
-        """Keep a message for `send`; return the number of bytes that are kept."""
+    def add(self, message: msgspec.Struct) -> None:
+        """Keep a message for `send`, or send it with all that are kept."""
         self.unsent += frame(message)
-        return len(self.unsent)
+        if len(self.unsent) >= self._batch_bytes:
+            self.send()
 
     def send(self) -> None:
         """Send what the socket takes now."""
