@@ -213,7 +213,7 @@ class PathNamespaces:
         """Remove namespaces that lost their last segment while no node has them open."""
         for name, namespace in list(self.open.items()):
             is_needed = namespace.clients or name in self._looked_at
-            if not is_needed and not self.space.segments_of(name):
+            if not is_needed and not self.space.files.numbers(name):
                 _log.warning("%s is removed: its room was needed", name)
                 self.remove(namespace)
 

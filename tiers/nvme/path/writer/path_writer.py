@@ -139,7 +139,7 @@ class PathWriter:
         Raises `CorruptionError` if an index failed in a way that only opening it again can repair.
         The caller then closes the writer without `is_clean`, and lets another process lead.
         """
-        self.path.space.poll()
+        self.path.space.files.poll()
         ready, replies = self._held.take(self.path.take_opened())
         self._out += replies
         for client, message in ready:
