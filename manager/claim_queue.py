@@ -173,6 +173,8 @@ class ClaimQueue:
     def end_step(self) -> None:
         """Reorder the queue: requests that asked in this step come first, in the order of their
         lookups."""
+        if self._worth is not None:
+            self._worth.prefill.end_step(self._flow.clock())
         self.room.end_step()
         if self._asked:
             first = [c for c in self._asked if c in self._queue]

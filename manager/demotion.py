@@ -80,9 +80,8 @@ class Aging:
 class ColdSearch:
     """Find the coldest dirty blocks of a level, and decide when the next scan is due."""
 
-    def __init__(self, level: Level, marks: Watermarks, slots: int) -> None:
-        """The watermarks `marks` are shares of `slots`."""
-        self._level = level
+    def __init__(self, level: Level, marks: Watermarks) -> None:
+        self._level, slots = level, level.capacity
         self._ahead = MAX_JOBS_IN_FLIGHT * batch_blocks(level.block_size)
         self._window = max(1, round(marks.high * slots))
         self._slack = max(1, round((marks.high - marks.low) * slots))
@@ -161,22 +160,18 @@ class Demoter:
         tickets: Iterator[int],
         clock: Clock,
         marks: Watermarks,
-        *,
-        slots: int,
-        aging: Aging | None = None,
+        aging: Aging | None,
     ) -> None:
-        """The watermarks `marks` are shares of `slots`.
-
-        `aging` receives the blocks to try again: their device failed, or only a part of their job
-        had room.
-        """
+        """`aging` has the blocks to write at a certain age; None: a block is written when cold."""
         self._level = level
         self._below = below
         self._admission = admission
         self._tickets = tickets
         self._clock = clock
-        self._aging = aging
-        self.search = ColdSearch(level, marks, slots)
+        self.aging = aging
+        """Blocks to write once they are due. Those to try again come back: their device failed, or
+        only a part of their job had room."""
+        self.search = ColdSearch(level, marks)
         self._batch = batch_blocks(level.block_size)
         self._jobs: dict[int, Transfer] = {}
         self.was_cut_short = False
@@ -254,9 +249,10 @@ class Demoter:
         # settled blocks can be evicted at once
         return bool(self._level.policy.coldest(1, (), self._level.dirt.settled_mask))
 
-    def demote_due(self, aging: Aging) -> None:
+    def demote_due(self) -> None:
         """Start writing the due blocks, as many as the jobs that may start have room for."""
-        if not self._may_start():
+        aging = self.aging
+        if not aging or not self._may_start():
             return
         due = aging.take_due((MAX_JOBS_IN_FLIGHT - self._counted_jobs) * self._batch)
         left = self.demote(due) if due else 0
@@ -311,6 +307,8 @@ class Demoter:
 
     def orphan(self) -> list[Transfer]:
         """Mark all writes in flight as orphans, because the level was reset. Return them."""
+        if self.aging is not None:
+            self.aging.clear()
         for job in self._jobs.values():
             job.is_orphan = True
         return self.jobs
@@ -351,8 +349,8 @@ class Demoter:
         return self._counted_jobs < MAX_JOBS_IN_FLIGHT and self._below.takes_puts
 
     def _retry_later(self, block_hashes: Iterable[BlockHash]) -> None:
-        if self._aging is not None:
-            self._aging.note(block_hashes)
+        if self.aging is not None:
+            self.aging.note(block_hashes)
 
     def _send(self, cold: Pairs) -> int | None:
         """Start one job. Return the number of blocks in it; None: no job can start now.

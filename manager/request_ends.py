@@ -5,7 +5,6 @@ Used under the manager's lock.
 
 from __future__ import annotations
 
-from ..config.schema import WriteMode
 from ..tiers.base import BlockHash
 from .demotion import Aging
 from .flow import Flow
@@ -15,12 +14,11 @@ from .request import Request, runs_from_the_end
 class RequestEnds:
     """Update the first tier when a request ends."""
 
-    def __init__(self, flow: Flow, aging: Aging, mode: WriteMode, *, counts_uses: bool) -> None:
+    def __init__(self, flow: Flow, aging: Aging | None, *, counts_uses: bool) -> None:
         """`counts_uses`: True if admission to the tier below depends on use counts."""
         self._flow = flow
         self._top = flow.top
         self._aging = aging
-        self._mode = mode
         self._counts_uses = counts_uses
 
     def end(self, request: Request) -> None:
@@ -54,7 +52,7 @@ class RequestEnds:
         refused = [
             (h, s.block_id) for h, s in found if settled[s.block_id] and self._may_be_taken(h)
         ]
-        if self._mode is not WriteMode.DEMOTE:
+        if self._aging is not None:
             self._aging.note([h for h, _ in refused])
         top.dirt.set_dirty([slot for _, slot in refused])
 

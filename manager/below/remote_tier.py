@@ -221,9 +221,6 @@ class RemoteTier(SingleTier):
 
     def _note_stored(self, keys: Sequence[BlockHash]) -> None:
         self._blocks += len(keys)
-        self._emit(keys)
-
-    def _emit(self, keys: Sequence[BlockHash]) -> None:
         if self._with_events and keys:
             self._events.append(BlockEvent(tuple(keys), self._medium, False, self.tiers[0].name))
 

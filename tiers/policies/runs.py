@@ -83,11 +83,6 @@ class Runs:
         """For each class of age, the number below which runs were counted at that age."""
         return self._state[1:]
 
-    def at(self, number: int) -> int | None:
-        """Return the place of a run's record, or None if the record was reused."""
-        place = number % self.size
-        return place if number > 0 and self.number_of[place] == number else None
-
     def held(self) -> Ints:
         """Return the places of all runs that hold slots, the oldest first, without `ANCIENT`."""
         places = np.flatnonzero(self.live)
