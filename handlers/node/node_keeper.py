@@ -164,7 +164,7 @@ class NodeKeeper:
         stream = self._stream
         if stream is not None and stream.unsent:
             with self._lock:
-                stream.send()
+                stream.flush()
 
     def poll(self) -> None:
         """Receive messages, and restart a dead node. Takes microseconds and never blocks."""
@@ -174,11 +174,14 @@ class NodeKeeper:
             if stream is None:
                 self._start_if_allowed()
                 return
-            stream.send()
-            for message in stream.receive(now_s, to_the_end=self._is_closed):
+            stream.flush()
+            before = stream.received_bytes
+            for message in stream.receive(to_the_end=self._is_closed):
                 self._take(stream, message)
                 if stream.has_ended:
                     break
+            if stream.received_bytes > before:
+                stream.heard_s = now_s
             if not stream.has_ended and self._is_silent(stream, now_s):
                 _log.warning("the process that moves blocks says nothing any more; it is killed")
                 stream.has_ended = True
@@ -275,12 +278,14 @@ class NodeKeeper:
 
     def _bury(self) -> None:
         """Kill the process of a closed connection. Once it is dead, fail its jobs and restart."""
-        connection = self._connection
-        assert connection is not None
+        connection, stream = self._connection, self._stream
+        assert connection is not None and stream is not None
         if not connection.has_died():
             connection.kill()
             if not connection.has_died():
                 return
+        if stream.error is not None:
+            _log.error("the process that moves blocks cannot be understood: %s", stream.error)
         connection.socket.close()
         self._connection = self._stream = None
         lost, self._jobs = self._jobs, {}

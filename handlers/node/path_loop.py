@@ -110,7 +110,7 @@ class NodeLoop:
         self.tell(NodeReady())
         ticked_s = time.monotonic()
         try:
-            while not self._scheduler.is_broken:
+            while not self._scheduler.has_ended:
                 self._flush()
                 for key, _ in self._selector.select(TICK_S):
                     key.data()
@@ -185,7 +185,7 @@ class NodeLoop:
         writer = self._writer
         if writer is not None:
             writer.flush()
-            if writer.is_broken:
+            if writer.has_ended:
                 self.hang_up()
                 self._node.lost()
 
