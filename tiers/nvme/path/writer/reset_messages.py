@@ -32,42 +32,38 @@ class PendingReset:
     client: int
     request: int
     mark: int
+    is_passed_on: bool
 
 
 class WaitingResets:
     """Resets that the block table could not take yet; false if there are none."""
 
     def __init__(self) -> None:
-        self._waiting: list[PendingReset] = []
+        self.waiting: list[PendingReset] = []
         self._begun: deque[int] = deque(maxlen=MAX_RESET_MARKS)
         """Marks of resets that were begun, oldest first. A successor of this writer knows none: it
         carries a mark out again."""
 
     def __len__(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def clients(self) -> set[int]:
-        """Clients that asked for them."""
-        return {each.client for each in self._waiting}
+        return len(self.waiting)
 
     def was_begun(self, mark: int) -> bool:
         """Return True if a reset with this mark waits, or was carried out."""
         return mark in self._begun
 
-    def add(self, client: int, request: int, mark: int) -> None:
+    def add(self, reset: PendingReset) -> None:
         """Let a reset wait."""
-        self._begun.append(mark)
-        self._waiting.append(PendingReset(client, request, mark))
+        self._begun.append(reset.mark)
+        self.waiting.append(reset)
 
     def take(self) -> list[PendingReset]:
         """Return all, because they were carried out; none waits any more."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self.waiting = self.waiting, []
         return waiting
 
     def leave(self, client: int) -> None:
         """Forget the resets of a client."""
-        self._waiting = [each for each in self._waiting if each.client != client]
+        self.waiting = [each for each in self.waiting if each.client != client]
 
 
 class ResetMessages:
@@ -94,21 +90,24 @@ class ResetMessages:
             self._send(client.number, Epoch(namespace.epoch, message.request))
             return
         self._settle(namespace)
-        namespace.resets.add(client.number, message.request, mark)
+        namespace.resets.add(
+            PendingReset(client.number, message.request, mark, message.is_passed_on)
+        )
         self.proceed(namespace)
 
     def proceed(self, namespace: NamespaceWriter) -> None:
         """Reset a namespace, and answer everybody who asked for it once it is durable."""
-        others = namespace.clients - namespace.resets.clients
         if not namespace.is_resetting:
-            self._name_blocks(namespace, others)
+            waiting = namespace.resets.waiting
+            own = {each.client for each in waiting if not each.is_passed_on}
+            self._name_blocks(namespace, namespace.clients - own)
         if not namespace.reset():
             return
         done = namespace.resets.take()
         for each in done:
             self._send(each.client, Epoch(namespace.epoch, each.request))
         marks = [each.mark for each in done]
-        for number in others:
+        for number in namespace.clients - {each.client for each in done}:
             self._send(number, Epoch(namespace.epoch, marks=marks))
 
     def _name_blocks(self, namespace: NamespaceWriter, others: set[int]) -> None:
