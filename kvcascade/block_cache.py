@@ -353,21 +353,21 @@ def open(
     `path`: a folder, or a list with one folder for each device. `namespace`: a name of your own,
     made when it is opened for the first time; or the name of an engine's namespace as `kvcascade
     inspect` prints it, with 12 digits at its end. An engine's namespace is read only. If its
-    engines were reset, the log says so: blocks may be of weights that were updated in place.
+    engines were reset, the log has a line: blocks may come from weights that were updated in place.
 
     `block_bytes`: size of every block, a multiple of 4096. It is needed to make a namespace.
 
     `capacity` to `segment_size` are options of the path, with the names, values and defaults of an
     NVMe tier in the configuration. They are recorded with the path and shared by all its
-    namespaces. Options that are not given stay as they are. All of them count only for the writer:
-    if another process is, its options hold, and the log says so.
+    namespaces. Options that are not given stay as they are. They apply only if this
+    process is the writer. Otherwise the writer's options apply, and the log has a line about it.
 
     `io_threads`, `direct_io`: as for an NVMe tier. `buffer_size`: memory through which blocks pass.
     `timeout_s`: longest wait of this call and of each later one, in seconds.
 
-    Raises `ConfigError` for wrong arguments or if the path refuses this process, `FormatError` for
-    a namespace of another version, and `InUseError`, `CorruptionError`, `NoSpaceError` or
-    `TierIOError` if the path cannot be opened.
+    Raises `ConfigError` for wrong arguments, or if the path refuses this process. Raises
+    `FormatError` for a namespace of another version. If the path cannot be opened, it raises
+    `InUseError`, `CorruptionError`, `NoSpaceError` or `TierIOError`.
     """
     of_path = {
         "capacity": capacity,

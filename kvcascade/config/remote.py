@@ -83,6 +83,14 @@ def _variable(at: At, value: Any) -> str:
     return value
 
 
+def _secret_file(at: At, value: Any) -> Path:
+    """Read the path of a file; messages do not show a value that could be the secret itself."""
+    try:
+        return folder(at, value)
+    except ConfigError:
+        raise ConfigError(f"{at.key}: is no absolute path; give that of a file.") from None
+
+
 class WriteWhen(StrEnum):
     """Time at which an offered block is written to the remote tier."""
 
@@ -138,17 +146,17 @@ class RemoteTierOptions:
     """User of a Valkey server; None: the default user."""
     password_env: Annotated[str | None, optional(_variable)] = None
     """Environment variable with the password of a Valkey server."""
-    password_file: Annotated[Path | None, optional(folder)] = None
+    password_file: Annotated[Path | None, optional(_secret_file)] = None
     """File with the password of a Valkey server."""
     ca_file: Annotated[Path | None, optional(folder)] = None
     """Certificates that sign those of a Valkey server; None: those of the system."""
     mac_key_env: Annotated[str | None, optional(_variable)] = None
     """Environment variable with a key that authenticates blocks, as 64 hexadecimal digits."""
-    mac_key_file: Annotated[Path | None, optional(folder)] = None
+    mac_key_file: Annotated[Path | None, optional(_secret_file)] = None
     """File with a key that authenticates blocks: 32 bytes or 64 hexadecimal digits."""
     encryption_key_env: Annotated[str | None, optional(_variable)] = None
     """Environment variable with a key that encrypts blocks, as 64 hexadecimal digits."""
-    encryption_key_file: Annotated[Path | None, optional(folder)] = None
+    encryption_key_file: Annotated[Path | None, optional(_secret_file)] = None
     """File with a key that encrypts blocks: 32 bytes or 64 hexadecimal digits."""
 
     @property
@@ -211,21 +219,22 @@ def _plain(value: object) -> object:
 def _check_tls(at: At, options: RemoteTierOptions) -> None:
     """Refuse connections to other hosts that are not encrypted."""
     parts = urlsplit(options.url)
-    if parts.scheme in PLAIN_SCHEMES and not _is_loopback(parts.hostname or ""):
+    if parts.scheme in PLAIN_SCHEMES and not is_loopback(parts.hostname or ""):
         tls = TLS_SCHEMES[PLAIN_SCHEMES.index(parts.scheme)]
         raise ConfigError(
             f"{at.key}.url: {parts.scheme}:// to another host has no TLS; use {tls}:// or set "
             "insecure to true."
         )
     endpoint = urlsplit(options.endpoint or "")
-    if endpoint.scheme == "http" and not _is_loopback(endpoint.hostname or ""):
+    if endpoint.scheme == "http" and not is_loopback(endpoint.hostname or ""):
         raise ConfigError(
             f"{at.key}.endpoint: http:// to another host has no TLS; use https:// or set insecure "
             "to true."
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return True if connections to this host stay on this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

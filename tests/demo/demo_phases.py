@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcascade.tools.dev.demo.demo_results import Phase, Reply, Sources, Times
+from kvcascade.tools.dev.demo.demo_results import Need, Other, Phase, Reply, Sources, Times
 from kvcascade.tools.dev.demo.workload import Turn
 
 
@@ -21,7 +21,7 @@ def phase(key: str, **changes: Any) -> Phase:
         "replies": [reply(1), reply(2)],
         "sources": Sources(gpu=32, cpu=32, nvme=64, recomputed=72),
         "wrong_tokens": 0,
-        "reference_ttft": Times(0.5, 0.75),
+        "reference": Other(Sources(gpu=32, cpu=0, nvme=0, recomputed=168), Times(0.5, 0.75)),
         "start_s": 12.5,
         "written_bytes": 3 << 20,
         "read_bytes": 2 << 20,
@@ -29,7 +29,13 @@ def phase(key: str, **changes: Any) -> Phase:
     return Phase(**{**good, **changes})
 
 
+def with_tiering(key: str) -> Phase:
+    """A phase whose requests vLLM's own tiering got too."""
+    other = Other(Sources(gpu=32, cpu=64, nvme=64, recomputed=40), Times(0.3, 0.35), 2)
+    return phase(key, tiering=other)
+
+
 def reference() -> Phase:
     """The phase without offloading."""
     sources = Sources(gpu=128, cpu=0, nvme=0, recomputed=72)
-    return phase("a", sources=sources, written_bytes=0, read_bytes=0, needs_nvme=False)
+    return phase("a", sources=sources, written_bytes=0, read_bytes=0, needs=Need.NOTHING)

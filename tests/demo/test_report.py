@@ -5,25 +5,27 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from demo.demo_phases import phase, reference
+from demo.demo_phases import phase, reference, with_tiering
 from rich.console import Console
 
 from kvcascade.tools.dev.demo.chart import draw
-from kvcascade.tools.dev.demo.demo_report import ROWS, DemoReporter, table
+from kvcascade.tools.dev.demo.demo_report import PLAIN_WIDTH, ROWS, DemoReporter, table
 
 
-def test_the_table_fits_a_narrow_terminal_and_says_everything() -> None:
+def test_the_table_fits_and_says_everything() -> None:
     printed = io.StringIO()
-    phases = [reference(), *(phase(key, wrong_tokens=4) for key in "bcd")]
-    Console(file=printed, width=80).print(table(phases))
+    phases = [reference(), with_tiering("b"), *(phase(key, wrong_tokens=4) for key in "cde")]
+    Console(file=printed, width=PLAIN_WIDTH).print(table(phases))
     lines = printed.getvalue().splitlines()
-    assert max(map(len, lines)) <= 80
-    cells = {line[:24].strip(): line[24:].split() for line in lines}
-    assert all(name.strip() in cells for name, _ in ROWS)
-    assert cells["from NVMe tier"] == ["0", "64", "64", "64"]
-    assert cells["MiB written to NVMe"] == ["0.0", "3.0", "3.0", "3.0"]
-    assert cells["wrong tokens"] == ["–", "4", "4", "4"]
-    assert cells["same requests in (a)"][1:4] == ["500", "/", "750"]
+    assert max(map(len, lines)) <= PLAIN_WIDTH
+    cells = {line[1:24].rstrip(): line[24:].split() for line in lines}
+    names = [line[1:24].rstrip() for line in lines]
+    assert [name for name in names if name in dict(ROWS)] == [name for name, _ in ROWS]
+    assert cells["  from NVMe tier"] == ["0", "64", "64", "64", "64"]
+    assert cells["MiB written to NVMe"] == ["0.0", "3.0", "3.0", "3.0", "3.0"]
+    assert cells["wrong tokens"] == ["–", "0", "4", "4", "4"]
+    assert cells["    without offloading"] == ["–", "168", "168", "168", "168"]
+    assert cells["    vLLM's tiering"] == ["–", "40", "–", "–", "–"]
 
 
 def test_progress_without_a_terminal_is_a_few_lines() -> None:
@@ -46,5 +48,10 @@ def test_progress_on_a_terminal_is_a_bar() -> None:
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
     target = tmp_path / "demo.png"
-    draw([reference(), phase("b"), phase("c", title="[odd] $title")], "subtitle", target)
+    draw(
+        [reference(), with_tiering("b"), phase("c", title="[odd] $title")],
+        "subtitle",
+        "facts",
+        target,
+    )
     assert target.read_bytes().startswith(b"\x89PNG") and target.stat().st_size > 10_000

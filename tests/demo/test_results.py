@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from demo.demo_phases import phase, reference, reply
+from demo.demo_phases import phase, reference, reply, with_tiering
 
 from kvcascade.tools.dev.demo.demo_results import (
     DEVICE_HITS,
@@ -14,11 +14,14 @@ from kvcascade.tools.dev.demo.demo_results import (
     LOADED_BLOCKS,
     DemoError,
     Metrics,
+    Need,
     Sources,
     Times,
+    device_sources,
     document,
     problems,
     sources_of,
+    tiering_sources,
     times,
     wrong_tokens,
 )
@@ -91,6 +94,7 @@ def test_success() -> None:
         ({"wrong_tokens": 3}, "3 tokens differ"),
         ({"sources": Sources(128, 0, 0, 72)}, "nothing came back"),
         ({"read_bytes": 0}, "nothing came back"),
+        ({"needs": Need.REMOTE}, "nothing came from the remote tier"),
         ({"leftovers": ["kvcascade-1"]}, "left in shared memory: kvcascade-1"),
         ({"replies": []}, "no request"),
     ],
@@ -100,18 +104,41 @@ def test_failures(changes: dict[str, Any], words: str) -> None:
     assert len(found) == 1 and words in found[0] and found[0].startswith("(c) phase c: ")
 
 
+def test_what_came_from_the_remote_tier() -> None:
+    """vLLM counts it with the disk."""
+    counted = {**COUNTED, **BY_SOURCE, f"{LOADED_BLOCKS}{{tier=remote}}": 1.0}
+    counted |= {DEVICE_HITS: 0.0, f"{HITS_BY_SOURCE}{{source=device}}": 0.0}
+    counted[f"{HITS_BY_SOURCE}{{source=disk}}"] = 96.0
+    found = sources_of([reply(1), reply(2)], Metrics(counted), block_tokens=32)
+    assert found == Sources(gpu=0, cpu=32, nvme=64, recomputed=72, remote=32)
+    other_host = phase("e", needs=Need.REMOTE, sources=found, remote_read_bytes=1)
+    assert problems([reference(), other_host]) == []
+
+
+def test_sources_without_kvcascade() -> None:
+    replies = [reply(1), reply(2)]
+    assert device_sources(replies) == Sources(gpu=128, cpu=0, nvme=0, recomputed=72)
+    found = tiering_sources(replies, Metrics(BY_SOURCE))
+    assert found == Sources(gpu=32, cpu=32, nvme=64, recomputed=72)
+
+
 def test_nothing_done_is_no_success() -> None:
     assert problems([]) == ["No phase was run."]
 
 
 def test_document() -> None:
-    made = json.loads(json.dumps(document([reference(), phase("b", wrong_tokens=1)], {"x": 1})))
+    made = json.loads(
+        json.dumps(document([with_tiering("a"), phase("b", wrong_tokens=1)], {"x": 1}))
+    )
     assert set(made) == {"format", "x", "phases", "problems"} and len(made["problems"]) == 1
     second = made["phases"][1]
     assert second["phase"] == "b" and second["requests"] == 2 and second["wrong_tokens"] == 1
     assert sum(second["tokens_from"].values()) == second["prompt_tokens"] == 200
     assert second["ttft"] == {"p50_s": 0.25, "p95_s": 0.25}
     assert second["nvme_written_bytes"] == 3 << 20 and second["nvme_read_bytes"] == 2 << 20
+    assert second["remote_written_bytes"] == second["remote_read_bytes"] == 0
+    assert second["reference"]["sources"]["recomputed"] == 168 and second["tiering"] is None
+    assert made["phases"][0]["tiering"]["ttft"] == {"p50_s": 0.3, "p95_s": 0.35}
     assert second["first_request"] == {"prompt": 100, "cached": 64}
     assert second["replies"][0] == {
         "conversation": 0,

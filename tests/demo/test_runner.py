@@ -27,16 +27,22 @@ SHAPE = ChatShape(conversations=4, prefix_tokens=64, answer_tokens=2)
 
 
 class PretendServer:
-    """Answers with the sum of the prompt; with offloading, one block of each comes from NVMe."""
+    """Answers with the sum of the prompt; with offloading, one block of each comes from NVMe, or
+    from the remote tier where the NVMe tier is new."""
 
     def __init__(self, options: Mapping[str, Any], calls: list[str], broken: str) -> None:
         self.calls = calls
         self.broken = broken
-        self.has_cascade = "kv_transfer_config" in options
+        self.name = "no offloading"
+        if "kv_transfer_config" in options:
+            extra = options["kv_transfer_config"]["kv_connector_extra_config"]
+            self.name = "tiering" if extra["spec_name"] == "CpuTieringSpec" else "cascade"
+        self.has_cascade = self.name == "cascade"
+        self.tier = "remote" if "other-host" in str(options) else "nvme"
         self.requests = 0
 
     def ready(self) -> float:
-        self.calls.append("cascade" if self.has_cascade else "no offloading")
+        self.calls.append(self.name)
         return 1.0
 
     def version(self) -> str:
@@ -46,7 +52,7 @@ class PretendServer:
         self, prompts: Sequence[Sequence[int]], answer_tokens: int, clients: int
     ) -> list[Completion]:
         self.requests += len(prompts)
-        cached = BLOCK_TOKENS if self._has_nvme else 0
+        cached = BLOCK_TOKENS if self._has_blocks else 0
         return [
             Completion(len(prompt), cached, 0.1, self._tokens(prompt, answer_tokens))
             for prompt in prompts
@@ -56,12 +62,12 @@ class PretendServer:
         self.calls.append("send")
 
     def metrics(self) -> dict[str, float]:
-        loaded = float(self.requests if self._has_nvme else 0)
+        loaded = float(self.requests if self._has_blocks else 0)
         wrong = 1.0 if self.broken == "counts" else 0.0
         return {
             DEVICE_HITS: wrong,
-            f"{LOADED_BLOCKS}{{tier=nvme}}": loaded,
-            f"{READ_BYTES}{{tier=nvme}}": loaded * 4096,
+            f"{LOADED_BLOCKS}{{tier={self.tier}}}": loaded,
+            f"{READ_BYTES}{{tier={self.tier}}}": loaded * 4096,
         }
 
     def process_numbers(self) -> list[int]:
@@ -75,15 +81,15 @@ class PretendServer:
         return 3
 
     @property
-    def _has_nvme(self) -> bool:
-        return self.has_cascade and self.broken != "nvme"
+    def _has_blocks(self) -> bool:
+        return self.has_cascade and self.broken != "tiers"
 
     def _tokens(self, prompt: Sequence[int], count: int) -> tuple[int, ...]:
         is_wrong = self.broken == "tokens" and self.has_cascade
         return (sum(prompt) % 997 + is_wrong,) * count
 
 
-def run(tmp_path: Path, broken: str = "") -> tuple[Demo, list[str], str]:
+def run(tmp_path: Path, broken: str = "", with_tiering: bool = True) -> tuple[Demo, list[str], str]:
     """Run the demo; returns it, what was asked of the engines, and what was printed."""
     calls: list[str] = []
     printed = io.StringIO()
@@ -93,24 +99,50 @@ def run(tmp_path: Path, broken: str = "") -> tuple[Demo, list[str], str]:
         calls.append(name)
         yield PretendServer(options, calls, broken)
 
-    settings = Settings(tmp_path / "model", tmp_path / "kv", SHAPE)
+    @contextmanager
+    def remote() -> Iterator[Mapping[str, Any]]:
+        calls.append("remote")
+        yield {"url": "redis://127.0.0.1:1"}
+        calls.append("remote ends")
+
+    settings = Settings(tmp_path / "model", tmp_path / "kv", SHAPE, with_tiering=with_tiering)
     reporter = DemoReporter(Console(file=printed, width=100))
-    demo = Demo(settings, launch, reporter, pause=lambda seconds: calls.append("pause"))
+    demo = Demo(settings, launch, remote, reporter, pause=lambda seconds: calls.append("pause"))
     demo.run()
     return demo, calls, printed.getvalue()
 
 
 def test_phases(tmp_path: Path) -> None:
-    demo, calls, printed = run(tmp_path)
+    demo, calls, printed = run(tmp_path, with_tiering=False)
+    assert all(phase.tiering is None for phase in demo.phases)
     assert calls == [
         *("server-a.log", "no offloading", "stop"),
+        "remote",
         *("server-b.log", "cascade", "pause", "stop"),
         *("server-c.log", "cascade", "pause", "send", "pause", "kill"),
         *("server-d.log", "cascade", "pause", "stop"),
+        *("server-e.log", "cascade", "pause", "stop"),
+        "remote ends",
     ]
-    assert [len(phase.replies) for phase in demo.phases] == [16, 12, 8, 4]
+    assert [len(phase.replies) for phase in demo.phases] == [16, 12, 8, 4, 4]
+    assert [phase.sources.remote > 0 for phase in demo.phases] == [False] * 4 + [True]
     assert problems(demo.phases) == []
     assert "kill -9 of all 3 processes" in printed
+
+
+def test_vllms_tiering_gets_the_same_requests_and_ends(tmp_path: Path) -> None:
+    demo, calls, _ = run(tmp_path)
+    assert calls[3:9] == [
+        *("remote", "server-b-vllm.log", "tiering", "pause", "stop", "server-b.log")
+    ]
+    begin = calls.index("server-c-vllm.log")
+    assert calls[begin + 1 : begin + 6] == ["tiering", "pause", "send", "pause", "kill"]
+    assert [phase.key for phase in demo.phases if phase.tiering] == ["b", "c", "d"]
+    for phase in demo.phases[1:4]:
+        assert phase.tiering is not None and phase.tiering.wrong_tokens == 0
+        assert phase.tiering.sources.recomputed == phase.prompt_tokens
+        assert phase.reference.sources.recomputed == phase.prompt_tokens
+    assert problems(demo.phases) == []
 
 
 def test_every_request_was_answered_by_the_reference_first(tmp_path: Path) -> None:
@@ -123,13 +155,13 @@ def test_every_request_was_answered_by_the_reference_first(tmp_path: Path) -> No
 
 def test_wrong_tokens_are_counted(tmp_path: Path) -> None:
     demo, _, _ = run(tmp_path, "tokens")
-    assert [phase.wrong_tokens for phase in demo.phases] == [0, 24, 16, 8]
-    assert len(problems(demo.phases)) == 3
+    assert [phase.wrong_tokens for phase in demo.phases] == [0, 24, 16, 8, 8]
+    assert len(problems(demo.phases)) == 4
 
 
-def test_nothing_from_nvme_is_a_failure(tmp_path: Path) -> None:
-    demo, _, _ = run(tmp_path, "nvme")
-    assert [problem[:3] for problem in problems(demo.phases)] == ["(b)", "(c)", "(d)"]
+def test_nothing_from_a_tier_is_a_failure(tmp_path: Path) -> None:
+    demo, _, _ = run(tmp_path, "tiers")
+    assert [problem[:3] for problem in problems(demo.phases)] == ["(b)", "(c)", "(d)", "(e)"]
 
 
 def test_counts_that_do_not_add_up_end_the_demo(tmp_path: Path) -> None:

@@ -262,6 +262,16 @@ class TestResets:
         other.pump()
         assert rig.twin.counters != generation
 
+    def test_who_passes_a_mark_on_sees_a_later_reset(self, rig: RemoteTierRig) -> None:
+        """Blocks of between the two are older than the last reset."""
+        other = RemoteTierRig(rig.twin, rig.clock)
+        other.tier.reset(99)
+        other.pump()
+        rig.tier.pass_on(77)
+        rig.pump()
+        assert rig.tier.maintain() == 1
+        assert list(rig.tier.take_marks()) == [99]
+
     def test_of_two_resets_at_once_both_hosts_forget_what_is_between_them(
         self, rig: RemoteTierRig
     ) -> None:

@@ -12,6 +12,7 @@ from support.path_rig import BLOCK_BYTES, ROOT, PathRig, RigNode, key_of, slots_
 from kvcascade.tiers.nvme.path.path_messages import (
     Ask,
     Committed,
+    Read,
     Removed,
     Reset,
     SegmentsRemoved,
@@ -79,6 +80,16 @@ def test_a_namespace_is_removed_unless_an_engine_uses_it() -> None:
     assert tool.ask("remove", name=idle["name"]) == {"is_removed": True}
     assert tool.ask("list") == {"namespaces": []}
     assert RigNode(rig).held([1]) == []
+
+
+def test_reads_count_before_the_next_commit_writes_them_down() -> None:
+    rig = PathRig()
+    node = RigNode(rig)
+    node.store([1, 2])
+    rig.send(node.client, Read(3 * BLOCK_BYTES))
+    found = Tool(rig).ask("namespace", name=node.welcome.folder)  # type: ignore[union-attr]
+    assert found["written_bytes"] == found["day"]["written_bytes"] == 2 * BLOCK_BYTES
+    assert found["read_bytes"] == found["day"]["read_bytes"] == 3 * BLOCK_BYTES
 
 
 def test_a_path_shrinks_to_a_size_beside_an_engine() -> None:

@@ -9,6 +9,7 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from time import monotonic
@@ -20,10 +21,11 @@ from support.waiting import wait_until
 
 from kvcascade.errors import ConfigError
 from kvcascade.tiers.remote.abilities import Cause
-from kvcascade.tiers.remote.base import RemoteEngine, RemoteOutcome
+from kvcascade.tiers.remote.base import MAX_COUNTER, RemoteEngine, RemoteOutcome
 
 pytest.importorskip("obstore", reason='no object stores: install obstore (extra "s3")')
 
+from kvcascade.tiers.remote import object_store  # noqa: E402 - as below
 from kvcascade.tiers.remote.object_store import (  # noqa: E402 - only where obstore is installed
     RENEW_AFTER_S,
     ObjectStoreEngine,
@@ -85,6 +87,40 @@ class TestFolder(RemoteContract):
         os.utime(last, (days_ago_s, days_ago_s))
         assert engine.counter("space/generation", None, LIMIT_S).value == 5000
         assert last.stat().st_mtime > days_ago_s + RENEW_AFTER_S
+
+    def test_a_counter_of_many_values_is_found_out_at_last(
+        self, engine: RemoteEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each reset leaves an object, and one call has no time to list them all."""
+        monkeypatch.setattr(object_store, "LISTED_AT_A_TIME", 16)
+        for _ in range(40):
+            last = engine.advance("space/generation", 1000, LIMIT_S).value
+        assert isinstance(engine, ObjectStoreEngine)
+        engine._largest.clear()
+        for _ in range(40):
+            found = engine.counter("space/generation", None, 0.0)
+            if found.outcome is OK:
+                break
+            assert found.outcome is TIMED_OUT
+        assert found.value == last
+        for path in (self.folder / "space/generation").iterdir():
+            if int(path.name) > 1005:
+                path.unlink()
+        assert engine.counter("space/generation", None, LIMIT_S).value == 1005
+
+    def test_a_name_that_is_no_value_of_a_counter_is_passed_over(
+        self, engine: RemoteEngine
+    ) -> None:
+        assert engine.advance("space/generation", 1000, LIMIT_S).value == 1000
+        for name in ("9" * 19, "9" * 25, "9" * 200, "-7", "x"):
+            (self.folder / "space/generation" / name).touch()
+        assert engine.counter("space/generation", None, LIMIT_S).value == 1000
+        (self.folder / "space/generation" / str(MAX_COUNTER)).touch()
+        assert engine.counter("space/generation", None, LIMIT_S).value == MAX_COUNTER
+        assert engine.advance("space/generation", 1, LIMIT_S).outcome is RemoteOutcome.CORRUPT
+        (self.folder / "other/generation").mkdir(parents=True)
+        (self.folder / "other/generation/begin").write_bytes(b"9" * 19)
+        assert engine.counter("other/generation", 1, LIMIT_S).outcome is RemoteOutcome.CORRUPT
 
 
 class TestS3(RemoteContract):
@@ -181,6 +217,86 @@ def test_a_server_that_stops_in_mid_body_and_goes_on_reaches_no_buffer() -> None
         assert has_sent.wait(10.0)
         assert len(buffer.header) == len(buffer.payload) == 0, "nothing was handed over"
         engine.close()
+        thread.join(10.0)
+
+
+class _Endless(BaseHTTPRequestHandler):
+    """Answers each list with a page and the promise of another one, and each read with 1 GiB."""
+
+    protocol_version = "HTTP/1.1"
+    sent_bytes = 0
+    pages = 0
+
+    def do_GET(self) -> None:
+        kind = type(self)
+        if "list-type=2" not in self.path:
+            self._answer(1 << 30)
+            for _ in range(1 << 10):
+                try:
+                    self.wfile.write(bytes(1 << 20))
+                except OSError:
+                    return
+                kind.sent_bytes += 1 << 20
+            return
+        kind.pages += 1
+        page = "".join(
+            f"<Contents><Key>pre/fix/a/{kind.pages:06d}{i:04d}</Key><Size>0</Size>"
+            "<LastModified>2015-10-21T07:28:00.000Z</LastModified><ETag>x</ETag></Contents>"
+            for i in range(1000)
+        )
+        body = (
+            f"<ListBucketResult><IsTruncated>true</IsTruncated>{page}"
+            f"<NextContinuationToken>{kind.pages}</NextContinuationToken></ListBucketResult>"
+        ).encode()
+        self._answer(len(body))
+        self.wfile.write(body)
+
+    def _answer(self, n_bytes: int) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(n_bytes))
+        self.send_header("ETag", "x")
+        self.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing is printed."""
+
+
+def test_a_server_whose_answers_do_not_end_costs_the_limit() -> None:
+    with ThreadingHTTPServer((HOST, 0), _Endless) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            engine = bucket_at(f"http://{HOST}:{server.server_port}", "bucket", timeout_s=5.0)
+            assert engine.get_into(names(1), buffers(1), LIMIT_S) == [RemoteOutcome.CORRUPT]
+            assert _Endless.sent_bytes < 100 << 20, "what is too long is not read"
+            begun_s = monotonic()
+            assert engine.counter("a", 1, 0.5).outcome is TIMED_OUT
+            assert engine.advance("a", 1, 0.5).outcome is TIMED_OUT
+            assert monotonic() - begun_s < 1.0 + 2 * SLACK_S and _Endless.pages > 2
+            engine.close()
+        finally:
+            server.shutdown()
+            thread.join(10.0)
+
+
+def test_an_engine_that_is_closed_ends_what_waits() -> None:
+    is_over = threading.Event()
+
+    def serve(server: socket.socket) -> None:
+        with server.accept()[0]:
+            is_over.wait(10.0)
+
+    with socket.create_server((HOST, 0)) as server, ThreadPoolExecutor(1) as caller:
+        thread = threading.Thread(target=serve, args=(server,), daemon=True)
+        thread.start()
+        endpoint = f"http://{HOST}:{server.getsockname()[1]}"
+        engine = bucket_at(endpoint, "bucket", timeout_s=1.0)
+        called = caller.submit(engine.exist_many, names(100), LIMIT_S)
+        wait_until(lambda: engine._threads._work_queue.qsize() >= 84, 1000, 0.002)
+        engine.close()
+        assert {*called.result(10.0)} <= {TIMED_OUT, IO_ERROR}
+        is_over.set()
         thread.join(10.0)
 
 

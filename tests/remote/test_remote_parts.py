@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count
 from time import monotonic
 
 import pytest
@@ -18,13 +19,16 @@ from support.remote_servers import HOST
 from support.remote_twin import RemoteTwin
 from support.waiting import wait_until
 
+from kvcascade.config.options import At
+from kvcascade.config.remote import parse_remote
 from kvcascade.tiers.remote import presence
-from kvcascade.tiers.remote.base import PrivateBuffer, RemoteOutcome
+from kvcascade.tiers.remote.base import HEADER_BYTES, PrivateBuffer, RemoteObject, RemoteOutcome
 from kvcascade.tiers.remote.generation import Generation
 from kvcascade.tiers.remote.pacing import TokenBucket
 from kvcascade.tiers.remote.presence import ChainSearch, Presence, PresenceMemory
-from kvcascade.tiers.remote.resp import Address, Login
-from kvcascade.tiers.remote.valkey import ValkeyEngine, ValkeyOptions, hash_slot
+from kvcascade.tiers.remote.remote_options import open_remote_engine
+from kvcascade.tiers.remote.resp import Address, Login, RespConnection, RespError
+from kvcascade.tiers.remote.valkey import Nodes, ValkeyEngine, ValkeyOptions, hash_slot
 
 
 @given(st.integers(1, 3000), st.integers(0, 3000), st.integers(0, 3000))
@@ -111,11 +115,28 @@ def test_threads_that_wait_for_the_generation_share_its_failure() -> None:
     assert generation.current(1.0).outcome is RemoteOutcome.OK, "and it is asked anew"
 
 
+def test_a_reset_while_a_question_ends_is_not_taken_for_done() -> None:
+    """Else the scheduler would be told so, and would not repeat it if the node died."""
+    generation: Generation
+    looks = count()
+
+    def clock() -> float:
+        if next(looks) == 1:  # the answer has come, and is not yet taken in
+            generation.reset(7)
+        return 1000.0
+
+    twin = RemoteTwin()
+    generation = Generation(twin, "space/generation", "space/resets", clock, lambda: 1.0)
+    assert generation.current(1.0).outcome is RemoteOutcome.BUSY
+    assert generation.is_reset_pending and generation.value is None and generation.own_mark is None
+    assert generation.current(1.0).outcome is RemoteOutcome.OK and generation.own_mark == 7
+
+
 Serve = Callable[[socket.socket], None]
 
 
 @contextmanager
-def peer(serve: Serve) -> Iterator[ValkeyEngine]:
+def peer(serve: Serve, login: Login | None = None) -> Iterator[ValkeyEngine]:
     """An engine whose server is this function, called for each connection."""
     with socket.create_server((HOST, 0)) as server:
         port = server.getsockname()[1]
@@ -131,7 +152,7 @@ def peer(serve: Serve) -> Iterator[ValkeyEngine]:
 
         thread = threading.Thread(target=accept, daemon=True)
         thread.start()
-        login = Login(connect_timeout_s=0.5, stall_s=0.3)
+        login = login or Login(connect_timeout_s=0.5, stall_s=0.3)
         engine = ValkeyEngine(ValkeyOptions(Address(HOST, port), login))
         try:
             yield engine
@@ -153,6 +174,13 @@ BAD_REPLIES = (
     b"*2\r\n$320\r\n" + bytes(320) + b"garbage instead of an end",
     b"-MOVED\r\n" * 3,
     b"-MOVED 1 nowhere:0\r\n" * 3,
+    b"-MOVED 1 127.0.0.1:99999\r\n" * 3,
+    b"-MOVED 1 127.0.0.1:" + b"9" * 5000 + b"\r\n",
+    b"-MOVED 1 " + b"n" * 100 + b":1\r\n",
+    b"-MOVED 1 no\0where:1\r\n",
+    b"+OK\r\n$20\r\n99999999999999999999\r\n",
+    b"+OK\r\n$5000\r\n" + b"9" * 5000 + b"\r\n",
+    b"+OK\r\n:9223372036854775808\r\n",
     b"HTTP/1.1 400 Bad Request\r\n\r\n",
 )
 
@@ -169,6 +197,107 @@ def test_a_peer_that_breaks_the_protocol_is_an_outcome(reply: bytes) -> None:
         assert engine.exist_many(["a", "b"], 2.0)[0] in bad
         assert engine.counter("a", 1, 2.0).outcome in bad
         assert engine.advance("a", 1, 2.0).outcome in bad
+
+
+MAPS = (
+    b"*1\r\n*3\r\n:-9000000000000000\r\n:16383\r\n*2\r\n$1\r\nh\r\n:1\r\n",
+    b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$1\r\nh\r\n*0\r\n",
+    b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$1\r\nh\r\n:99999\r\n",
+    b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$-1\r\n:1\r\n",
+    b"*1\r\n*3\r\n$1\r\na\r\n:16383\r\n*2\r\n$1\r\nh\r\n:1\r\n",
+    b"*1\r\n*3\r\n:0\r\n:16383\r\n:1\r\n",
+    b":1\r\n",
+)
+
+
+@pytest.mark.parametrize("reply", MAPS, ids=range(len(MAPS)))
+def test_a_map_of_a_cluster_that_is_none_is_not_taken_in(reply: bytes) -> None:
+    """Each key is moved to the same server."""
+
+    def serve(connection: socket.socket) -> None:
+        port = connection.getsockname()[1]
+        while got := connection.recv(65536):
+            is_map = b"CLUSTER" in got
+            connection.sendall(reply if is_map else b"-MOVED 1 %s:%d\r\n" % (HOST.encode(), port))
+
+    with peer(serve) as engine:
+        for _ in range(2):
+            assert engine.exist_many(["a"], 2.0) == [RemoteOutcome.BUSY]
+            assert not {RemoteOutcome.OK} & {b.outcome for b in engine.list_objects("", 2.0)}
+
+
+def test_an_error_inside_of_a_transaction_is_that_of_one_object() -> None:
+    """Such as rights that change between its commands and its end."""
+    queued = b"+OK\r\n+QUEUED\r\n+QUEUED\r\n*2\r\n"
+
+    def serve(connection: socket.socket) -> None:
+        connection.recv(65536)
+        connection.sendall(b":0\r\n" * 2)
+        connection.recv(65536)
+        connection.sendall(queued + b"-NOPERM x\r\n+OK\r\n" + queued + b"+OK\r\n+OK\r\n")
+
+    with peer(serve) as engine:
+        made = RemoteObject(bytes(HEADER_BYTES), memoryview(bytes(4096)))
+        ended = engine.put(["a", "b"], [made, made], 2.0)
+        assert ended == [RemoteOutcome.DENIED, RemoteOutcome.OK]
+
+
+def test_a_counter_that_was_not_raised_is_no_value() -> None:
+    def serve(connection: socket.socket) -> None:
+        for reply in (b"$-1\r\n", b":-5\r\n", b":-4\r\n"):
+            connection.recv(65536)
+            connection.sendall(reply)
+
+    with peer(serve) as engine:
+        assert engine.advance("a", 1, 2.0).outcome is RemoteOutcome.CORRUPT
+
+
+class _Connection(RespConnection):
+    """A connection to a node that tells nobody about its cluster."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    def send(self, *commands: object) -> None:
+        """Nothing is sent."""
+
+    def reply(self) -> None:
+        raise RespError(b"NOPERM")
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_nodes_that_left_a_cluster_are_forgotten() -> None:
+    nodes = Nodes(Address("seed", 1), Login(1.0, 1.0))
+    for number in range(100):
+        nodes.note_move(_Connection(), 7, Address(f"node-{number}", 1))
+        nodes.give_back(Address(f"node-{number}", 1), _Connection())
+    assert len(nodes._known) == 2 and len(nodes._idle) == 1
+
+
+def test_without_tls_no_redirection_leaves_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the password would cross the network in plain text."""
+
+    def serve(connection: socket.socket) -> None:
+        connection.recv(65536)
+        connection.sendall(b"-MOVED 1 192.0.2.1:6379\r\n")
+
+    options = parse_remote(At("tier"), {"url": f"valkey://{HOST}:1"})
+    (engine, _) = open_remote_engine(options, {})
+    assert isinstance(engine, ValkeyEngine)
+    engine.close()
+    hosts: set[str] = set()
+    connect = socket.create_connection
+
+    def watched(address: tuple[str, int], timeout: float) -> socket.socket:
+        hosts.add(address[0])
+        return connect((HOST, address[1]), timeout)
+
+    monkeypatch.setattr(socket, "create_connection", watched)
+    with peer(serve, engine._nodes._login) as one:
+        assert one.exist_many(["a"], 2.0) == [RemoteOutcome.IO_ERROR]
+    assert hosts == {HOST}
 
 
 def test_a_peer_that_trickles_costs_the_limit() -> None:

@@ -7,20 +7,23 @@ from dataclasses import replace
 import pytest
 from support.executors import SteppingExecutor
 from support.keys import key, keys
-from support.remote_rig import PAYLOAD_BYTES, THROUGH, RemoteRig
+from support.remote_rig import PAYLOAD_BYTES, THROUGH, WALL_S, RemoteRig, content
 from support.remote_twin import RemoteTwin
 
 from kvcascade.config.remote import WriteWhen
+from kvcascade.tiers.base import RESET_TICKS_PER_S
 from kvcascade.tiers.breaker import REST_S
 from kvcascade.tiers.remote.base import RemoteOutcome
 from kvcascade.tiers.remote.presence import Presence
 from kvcascade.tiers.remote.remote_counters import Verb
 from kvcascade.tiers.remote.remote_store import EndedKind, StoreOptions
-from kvcascade.tiers.remote.uploads import Offer
+from kvcascade.tiers.remote.uploads import Offer, UploadJob
 
 OK, ABSENT = RemoteOutcome.OK, RemoteOutcome.ABSENT
 TIMED_OUT, RESTING = RemoteOutcome.TIMED_OUT, RemoteOutcome.RESTING
 IO_ERROR, DROPPED = RemoteOutcome.IO_ERROR, RemoteOutcome.DROPPED
+WALL_MARK = int((WALL_S + 1000.0) * RESET_TICKS_PER_S) + 7
+"""Mark of a reset at about the time at which a rig begins."""
 LOOKUP, READ, WRITE = EndedKind.LOOKUP, EndedKind.READ, EndedKind.WRITE
 
 
@@ -187,7 +190,8 @@ class TestReads:
     def test_no_blocks_no_call(self) -> None:
         rig = RemoteRig()
         rig.store.get(1, [], [])
-        assert rig.ended(1, READ) == [] and rig.twin.calls["get_into"] == 0
+        rig.store.reset()
+        assert rig.ended(1, READ) == [] and rig.twin.calls["get_into"] == 0, "it ends once"
 
     def test_a_bad_object_is_a_miss_and_is_removed(self) -> None:
         rig = RemoteRig()
@@ -420,6 +424,19 @@ class TestBreakers:
         assert rig.write(keys(2)) == [IO_ERROR] * 2
         assert "ValueError" in caplog.text and "secret-in-test" not in caplog.text
 
+    def test_an_engine_that_panics_is_a_failure_too(self) -> None:
+        """Libraries in Rust raise a `BaseException` then."""
+        rig = RemoteRig(executor=(stepping := SteppingExecutor()))
+
+        def panic(method: str) -> None:
+            raise BaseException
+
+        rig.twin.before = panic
+        ticket, _ = rig.begin_write(keys(2))
+        stepping.run_all()
+        assert rig.ended(ticket, WRITE) == [IO_ERROR] * 2
+        assert rig.store.close(0.0), "its thread is free again"
+
 
 class TestResets:
     def test_a_reset_makes_older_blocks_unreachable_for_everybody(self) -> None:
@@ -478,6 +495,69 @@ class TestResets:
         other = rig.host()
         assert other.look(keys(4)) == [ABSENT] * 4
         assert rig.read(keys(4)) == [ABSENT] * 4
+
+    def test_a_write_that_waits_for_the_generation_crosses_no_reset(self) -> None:
+        """Its thread has begun, and finds the generation of after the reset."""
+        rig = RemoteRig(executor=SteppingExecutor())
+        payload = memoryview(content(key(0)))
+        job = UploadJob(1, keys(1), [payload], 2e9, rig.store._link.memory.epoch, None, [None], 1)
+        rig.store.reset()
+        assert rig.store._uploads.write(job, [0]) == (OK, True)
+        assert job.outcomes == [DROPPED] and not rig.twin.held
+
+    def test_after_another_hosts_reset_nothing_counts_as_held(self) -> None:
+        rig = RemoteRig()
+        rig.write(keys(2))
+        rig.host().store.reset()
+        rig.clock.advance(6.0)
+        assert rig.look([key(9)]) == [ABSENT]
+        assert rig.store.presence(key(0)) is Presence.UNKNOWN
+        ticket = rig.ticket()
+        payloads = [memoryview(content(h)) for h in keys(2)]
+        assert (
+            rig.store.offer(ticket, keys(2), payloads, rig.store.state().mark) == [Offer.QUEUED] * 2
+        ), "else other hosts would not find them"
+        assert rig.ended(ticket, WRITE) == [OK] * 2
+
+    def test_who_sees_half_a_reset_carries_out_the_rest(self) -> None:
+        """Its host has raised the mark, and not the generation yet: it is slow, or died."""
+        rig = RemoteRig()
+        rig.write(keys(4))
+        rig.twin.counters[rig.objects.marks_name] = WALL_MARK
+        other = rig.host()
+        assert other.read(keys(4)) == [ABSENT] * 4, "else they would be blocks of after the reset"
+        assert other.store.state().own_mark == WALL_MARK
+        rig.clock.advance(6.0)
+        assert rig.read(keys(4)) == [ABSENT] * 4 and rig.store.state().mark == WALL_MARK
+
+    def test_a_server_that_forgets_a_reset_is_told_again(self) -> None:
+        """It was killed before it had saved its last changes, or a replica took over."""
+        rig = RemoteRig()
+        rig.write(keys(4))
+        other = rig.host()
+        before = dict(rig.twin.counters)
+        other.store.reset(WALL_MARK)
+        rig.twin.counters = before
+        rig.clock.advance(6.0)
+        assert other.look(keys(4)) == [ABSENT] * 4 and other.read(keys(4)) == [ABSENT] * 4
+        assert rig.read(keys(4)) == [ABSENT] * 4
+        assert (
+            rig.store.state().mark == other.store.state().mark > (rig.store.state().own_mark or 0)
+        )
+
+    def test_a_mark_that_was_lost_is_no_new_reset(self) -> None:
+        rig = RemoteRig()
+        rig.store.reset(WALL_MARK)
+        other = rig.host()
+        other.look(keys(1))
+        rig.twin.counters.clear()
+        for _ in range(2):
+            rig.clock.advance(6.0)
+            for host in (rig, other):
+                host.look(keys(1))
+                assert host.store.state().mark == host.store.state().own_mark == WALL_MARK
+        assert rig.host().look(keys(1)) == [ABSENT]
+        assert rig.twin.counters[rig.objects.marks_name] == WALL_MARK
 
     def test_while_the_generation_is_unknown_nothing_is_read(self) -> None:
         rig = RemoteRig()

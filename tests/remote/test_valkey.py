@@ -30,7 +30,10 @@ from support.remote_servers import (
 )
 from support.waiting import wait_until
 
+from kvcascade.config.options import At
+from kvcascade.config.remote import parse_remote
 from kvcascade.tiers.remote.base import HEADER_BYTES, RemoteEngine, RemoteOutcome
+from kvcascade.tiers.remote.remote_options import open_remote_engine
 from kvcascade.tiers.remote.resp import Address, Login
 from kvcascade.tiers.remote.valkey import TAIL_BYTES, ValkeyEngine, ValkeyOptions, hash_slot
 
@@ -288,6 +291,15 @@ class TestLogin:
             assert engine.exist_many(names(1), LIMIT_S) == [ABSENT]
             engine.close()
 
+    def test_a_password_of_any_bytes(self, guarded: ServerProcess, tmp_path: Path) -> None:
+        (tmp_path / "word").write_bytes(b"pw-\xff\n")
+        _asked(guarded.port, "open-sesame", *"ACL SETUSER bytes on ~* +@all".split(), ">pw-\xff")
+        given = {"username": "bytes", "password_file": str(tmp_path / "word")}
+        url = {"url": f"redis://{HOST}:{guarded.port}"}
+        engine, _ = open_remote_engine(parse_remote(At("tier"), url | given), {})
+        assert engine.exist_many(names(1), LIMIT_S) == [ABSENT]
+        engine.close()
+
     def test_wrong_ones_are_denied_and_shown_nowhere(self, guarded: ServerProcess) -> None:
         for how in (login(), login(password="pw-wrong"), login(username="kv", password="pw-wrong")):
             engine = engine_at(guarded.port, how)
@@ -315,7 +327,7 @@ def _asked(port: int, password: str, *words: str) -> None:
     with socket.create_connection((HOST, port), 10.0) as connection:
         for some in (("AUTH", password), words):
             parts = [f"*{len(some)}\r\n", *(f"${len(w)}\r\n{w}\r\n" for w in some)]
-            connection.sendall("".join(parts).encode())
+            connection.sendall("".join(parts).encode("latin-1"))
             assert connection.recv(4096) == b"+OK\r\n"
 
 

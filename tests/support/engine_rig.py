@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 from support.engine_nursery import Forked, can_fork, nursery
+from support.engine_runner import NETWORK
 
 from kvcascade.tools.dev.server import GPU_OPTIONS, is_on_cpu
 
@@ -26,6 +27,8 @@ ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads leave the cores to the other test process
     "PYTHONHASHSEED": "0",  # engines up to 0.28 find their blocks again only with a fixed seed
 }
+IN_A_NETWORK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+"""Its ranks talk to each other through the loopback device."""
 Answers = list[dict[str, Any]]
 
 
@@ -70,9 +73,11 @@ def environment() -> dict[str, str]:
     return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def _runner(folder: Path, log: IO[bytes]) -> subprocess.Popen[bytes] | Forked:
+def _runner(
+    folder: Path, log: IO[bytes], more: Mapping[str, str]
+) -> subprocess.Popen[bytes] | Forked:
     """`engine_runner.py` in a process of its own; forked where that is possible."""
-    variables = environment()
+    variables = {**environment(), **more}
     if can_fork() and nursery().fits(variables):
         return nursery().fork(variables, folder, log)
     return subprocess.Popen(
@@ -89,10 +94,12 @@ def _runner(folder: Path, log: IO[bytes]) -> subprocess.Popen[bytes] | Forked:
 class Engine:
     """A running engine; leaving the context kills whatever is left of it."""
 
-    def __init__(self, log: Path, options: dict[str, Any]) -> None:
+    def __init__(self, log: Path, options: dict[str, Any], network: str = "") -> None:
+        """`network`: name of the network namespace in which its processes are."""
         self._log = log
+        more = {NETWORK: network, **IN_A_NETWORK} if network else {}
         with log.open("ab") as stream:
-            self._process = _runner(log.parent, stream)
+            self._process = _runner(log.parent, stream, more)
         try:
             self._ask(do="start", options=options)
         except BaseException:

@@ -11,12 +11,16 @@ An exception is answered with {"error": its text}. Run it with `python -m suppor
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import json
 import os
 from collections.abc import Iterator
 from typing import Any
 
+NETWORK = "KVCASCADE_TEST_NETWORK"
+"""Variable with the name of the network namespace in which the engine shall be."""
+CLONE_NEWNET = 0x40000000
 PROBE = [3] * 4
 """A prompt shorter than a block: counters of earlier steps arrive with its answer."""
 
@@ -99,8 +103,18 @@ class Runner:
             yield (f"{metric.name}[{','.join(labels)}]" if labels else metric.name), float(value)
 
 
+def _enter_network(name: str) -> None:
+    """Move this process, which has one thread, and all that it starts to a network namespace."""
+    with open(f"/run/netns/{name}") as namespace:  # os.setns came with Python 3.12
+        library = ctypes.CDLL(None, use_errno=True)
+        if library.setns(namespace.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+
+
 def main() -> None:
     """Keep the two pipes to ourselves: the engine's processes must not write into them."""
+    if os.environ.get(NETWORK):
+        _enter_network(os.environ[NETWORK])
     commands = os.fdopen(os.dup(0))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

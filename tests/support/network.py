@@ -1,70 +1,23 @@
-"""A host of its own, in a network namespace, behind a link whose rate can be limited.
-
-Needs root and `ip` and `tc`; the test is skipped where the system does not allow it.
-"""
+"""Hosts in network namespaces; the test is skipped where the system does not allow them."""
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
-LIMIT_S = 20
-NETWORK = f"10.213.{os.getpid() % 250}"
-"""Addresses of the two ends of the link; they exist on this machine only."""
-
-
-@dataclass(frozen=True)
-class OtherHost:
-    """A namespace with one address."""
-
-    address: str
-    within: Sequence[str]
-    """Command that runs another one there."""
-    device: str
-
-    def limit(self, rate: str) -> None:
-        """Let no more than this rate out of the host, such as "100mbit"."""
-        shaped = ("root", "tbf", "rate", rate, "burst", "64kb", "latency", "500ms")
-        _run(*self.within, "tc", "qdisc", "replace", "dev", self.device, *shaped)
-
-    def cut(self) -> None:
-        """Take the link down: packets are lost, and nobody says so."""
-        _run(*self.within, "ip", "link", "set", self.device, "down")
-
-    def mend(self) -> None:
-        """Put the link up again."""
-        _run(*self.within, "ip", "link", "set", self.device, "up")
+from kvcascade.tools.dev.other_host import OtherHost
+from kvcascade.tools.dev.other_host import other_host as made
 
 
 @contextmanager
 def other_host() -> Iterator[OtherHost]:
     """Make one; it is gone at the end."""
-    if not (shutil.which("ip") and shutil.which("tc")):
-        pytest.skip("no ip or tc (Debian: iproute2)")
-    name = f"kvc{os.getpid()}"
-    try:
-        _run("ip", "netns", "add", name)
-    except subprocess.CalledProcessError:
-        pytest.skip("this system lets this user make no network namespace")
-    within = ("ip", "netns", "exec", name)
-    here, there = f"{name}a", f"{name}b"
-    try:
-        _run("ip", "link", "add", here, "type", "veth", "peer", "name", there, "netns", name)
-        _run("ip", "addr", "add", f"{NETWORK}.1/24", "dev", here)
-        _run("ip", "link", "set", here, "up")
-        _run(*within, "ip", "addr", "add", f"{NETWORK}.2/24", "dev", there)
-        _run(*within, "ip", "link", "set", there, "up")
-        yield OtherHost(f"{NETWORK}.2", within, there)
-    finally:
-        subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=LIMIT_S)
-        subprocess.run(["ip", "link", "del", here], capture_output=True, timeout=LIMIT_S)
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=LIMIT_S)
+    with ExitStack() as stack:
+        try:
+            host = stack.enter_context(made())
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no network namespace, which needs root and iproute2: {error}")
+        yield host

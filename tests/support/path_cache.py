@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 
@@ -37,6 +39,18 @@ def engine_on(
     return PathEngine(
         given, OPTIONS, is_thread=is_thread, name="the engine", capacity=64, spec=spec
     ).open()
+
+
+@contextmanager
+def running_engine(root: Path, blocks: int = 0) -> Iterator[PathEngine]:
+    """An engine with a process of its own and some blocks; it closes even if it was stopped."""
+    engine = engine_on(root, is_thread=False)
+    try:
+        engine.put(range(blocks))
+        yield engine
+    finally:
+        engine.signal(signal.SIGCONT)
+        engine.close()
 
 
 def try_engine_on(root: Path) -> PathEngine | None:

@@ -9,7 +9,16 @@ import pytest
 from safetensors import safe_open
 from support.cache_rig import call, flip
 from support.keys import key
-from support.path_cache import BLOCK, HEADER, engine_on, fill_path, folder_in, held_in, segment
+from support.path_cache import (
+    BLOCK,
+    HEADER,
+    engine_on,
+    fill_path,
+    folder_in,
+    held_in,
+    running_engine,
+    segment,
+)
 from support.path_engine import PathEngine
 
 import kvcascade
@@ -68,15 +77,12 @@ def test_round_trip(file: Path, tmp_path: Path) -> None:
 
 
 def test_beside_running_engines(file: Path, tmp_path: Path) -> None:
-    engine = engine_on(tmp_path / "to", is_thread=False)
-    try:
+    with running_engine(tmp_path / "to") as engine:
         assert call("import", tmp_path / "to", file, "--json").document["imported"] == BLOCKS
         assert engine.holds(range(BLOCKS)) == list(range(BLOCKS))
         engine.get(range(BLOCKS))
         again = tmp_path / "again.safetensors"
         assert call("export", tmp_path / "to", again, "--json").document["blocks"] == BLOCKS
-    finally:
-        engine.close()
 
 
 def test_a_full_tier_takes_more_only_on_request(file: Path, tmp_path: Path) -> None:
@@ -201,13 +207,11 @@ def test_a_file_that_is_there_is_kept(file: Path, tmp_path: Path) -> None:
 def test_a_device_that_takes_no_byte_ends_an_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_on(tmp_path / "a", is_thread=False)
-    engine.put(range(BLOCKS))
-    monkeypatch.setattr(RealFile, "pwritev", lambda file, buffers, offset: 0)
-    answer = call("export", tmp_path / "a", tmp_path / "out.safetensors")
+    with running_engine(tmp_path / "a", BLOCKS):
+        monkeypatch.setattr(RealFile, "pwritev", lambda file, buffers, offset: 0)
+        answer = call("export", tmp_path / "a", tmp_path / "out.safetensors")
     assert answer.code == ExitCode.CANNOT_OPEN and "writing less" in " ".join(answer.err.split())
     assert not list(tmp_path.glob("out*")), "nothing half done is left"
-    engine.close()
 
 
 @pytest.mark.parametrize("offset", [0, 3, 8, 40, 200, 900])

@@ -19,6 +19,7 @@ from support.path_cache import (
     held_in,
     note_use,
     of_version_2,
+    running_engine,
     segment,
     slots_of,
 )
@@ -51,14 +52,9 @@ def closed(tmp_path: Path) -> Path:
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[PathEngine]:
     """An engine with a process of its own on a cache of such blocks."""
-    engine = engine_on(tmp_path / "kv", is_thread=False)
-    engine.put(range(BLOCKS))
-    aged(folder_in(tmp_path / "kv"))
-    try:
+    with running_engine(tmp_path / "kv", BLOCKS) as engine:
+        aged(folder_in(tmp_path / "kv"))
         yield engine
-    finally:
-        engine.signal(signal.SIGCONT)
-        engine.close()
 
 
 def files_of(folder: Path) -> dict[Path, int]:

@@ -25,6 +25,7 @@ from support.path_cache import (
     namespaces_in,
     note_use,
     of_version_2,
+    running_engine,
     segment,
     slots_of,
 )
@@ -62,13 +63,8 @@ def report_of(root: Path, now_s: float) -> NamespaceReport:
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[PathEngine]:
     """An engine with a process of its own, and 20 blocks."""
-    engine = engine_on(tmp_path / "kv", is_thread=False)
-    engine.put(range(20))
-    try:
+    with running_engine(tmp_path / "kv", 20) as engine:
         yield engine
-    finally:
-        engine.signal(signal.SIGCONT)
-        engine.close()
 
 
 def test_a_closed_cache(tmp_path: Path) -> None:

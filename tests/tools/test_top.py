@@ -11,7 +11,14 @@ import pytest
 from rich.console import Console
 from support.cache_rig import call
 from support.metrics_server import metrics_server
-from support.path_cache import BLOCK, engine_on, fill_path, fill_two, of_version_2
+from support.path_cache import (
+    BLOCK,
+    engine_on,
+    fill_path,
+    fill_two,
+    of_version_2,
+    running_engine,
+)
 from support.path_engine import PathEngine
 
 from kvcascade.tiers.nvme.namespace import NamespaceKey
@@ -135,13 +142,8 @@ def test_figures_that_are_no_numbers_are_left_out(engine: tuple[str, list[str]])
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[PathEngine]:
     """An engine with a process of its own, and 20 blocks."""
-    engine = engine_on(tmp_path / "kv", is_thread=False)
-    engine.put(range(20))
-    try:
+    with running_engine(tmp_path / "kv", 20) as engine:
         yield engine
-    finally:
-        engine.signal(signal.SIGCONT)
-        engine.close()
 
 
 def test_from_a_path(tmp_path: Path) -> None:

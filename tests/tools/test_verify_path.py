@@ -17,6 +17,7 @@ from support.path_cache import (
     folder_in,
     held_in,
     of_version_2,
+    running_engine,
 )
 
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
@@ -71,9 +72,7 @@ def test_a_flipped_payload_is_found_and_only_it_is_dropped(tmp_path: Path) -> No
 
 
 def test_beside_a_running_engine(tmp_path: Path) -> None:
-    engine = engine_on(tmp_path, is_thread=False)
-    try:
-        engine.put(range(BLOCKS))
+    with running_engine(tmp_path, BLOCKS) as engine:
         damage(folder_in(tmp_path), 5)
         answer = call("verify", tmp_path, "--repair", "--json")
         assert answer.one["is_live"] and answer.one["dropped"] == 1
@@ -81,8 +80,6 @@ def test_beside_a_running_engine(tmp_path: Path) -> None:
         assert answer.one["space_adds_up"] is None
         assert engine.holds(range(BLOCKS)) == [n for n in range(BLOCKS) if n != 5]
         assert call("verify", tmp_path).code == ExitCode.OK
-    finally:
-        engine.close()
 
 
 def test_a_damaged_header_is_named(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,10 +15,12 @@ from typing import Any
 
 import pytest
 from support.engine_rig import Engine, engine_options
+from support.network import other_host
 from support.remote_servers import HOST, ServerProcess, redis_server
 from support.waiting import wait_until
 
 from kvcascade.tools.dev.model import make_llama
+from kvcascade.tools.dev.other_host import OtherHost, neighbour_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -45,12 +48,14 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(1000) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
 
 
-def tiers(shared: str, port: int, nvme: Path | None, **options: Any) -> list[dict[str, Any]]:
+def tiers(
+    shared: str, port: int, nvme: Path | None, host: str = HOST, **options: Any
+) -> list[dict[str, Any]]:
     """A CPU tier, an NVMe tier in a folder if one is given, and the server."""
     cpu = {"type": "cpu", "capacity": 72 * BLOCK_BYTES * 4 + 4096, "arena_dir": shared}
     capacity = 320 * (BLOCK_BYTES + 4096) * 16 // 15
     disk = {"type": "nvme", "path": str(nvme), "capacity": capacity, "min_free": 0}
-    remote = {"type": "remote", "url": f"redis://{HOST}:{port}", **options}
+    remote = {"type": "remote", "url": f"redis://{host}:{port}", **options}
     return [cpu, *([] if nvme is None else [disk]), remote]
 
 
@@ -98,3 +103,38 @@ def test_a_second_engine_finds_what_the_first_one_computed(
             assert tokens(alone.generate(asked)) == expected
             alone.stop()
         assert not list(Path(shared).iterdir())
+
+
+def test_engines_in_networks_of_their_own(tmp_path: Path) -> None:
+    """Two hosts that reach nothing but the server, which is on a third one.
+
+    The second one finds as much as the first one has on its own.
+    """
+    model, asked = make_llama(tmp_path / "llama"), prompts()[:2]
+    given: dict[str, Any] = {"writes": "through", "insecure": True}
+    with ExitStack() as stack:
+        shared = stack.enter_context(TemporaryDirectory(dir="/dev/shm"))
+        third = stack.enter_context(other_host())
+        hosts = [stack.enter_context(neighbour_of(third, number)) for number in range(2)]
+        everywhere = ("--protected-mode", "no", "--bind", "0.0.0.0")
+        server = redis_server(*everywhere, host=third.address, within=third.within)
+        stack.callback(server.kill)
+
+        def engine(host: OtherHost) -> Engine:
+            extra: dict[str, Any] = {"load_or_recompute": False}
+            extra["tiers"] = tiers(shared, server.port, None, host.peer, **given)
+            return Engine(tmp_path / "engine.log", engine_options(model, 160, extra), host.network)
+
+        with engine(hosts[0]) as first:
+            expected = tokens(first.generate(asked))
+            blocks = len(asked) * (CACHED_TOKENS // BLOCK_TOKENS)
+            wait_until(lambda: has_written(first, blocks), ROUNDS_MAX, ROUND_S)
+            local = first.generate(asked)
+            first.stop()
+        with engine(hosts[1]) as second:
+            answers = second.generate(asked)
+            assert tokens(answers) == tokens(local) == expected
+            for found in (local, answers):
+                assert [answer["cached"] for answer in found] == [CACHED_TOKENS] * len(asked)
+            assert second.metrics()[READ] == blocks
+            second.stop()

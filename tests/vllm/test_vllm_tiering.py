@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from support.engine_rig import Answers, Engine, engine_options
 
-from kvcascade.tools.dev.bench.engine.engine_runs import CPU_TIERING
 from kvcascade.tools.dev.model import make_llama
-from kvcascade.tools.dev.server import is_on_cpu
+from kvcascade.tools.dev.server import is_on_cpu, tiering_options
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -24,12 +23,8 @@ TOKENS = 900
 
 def options(model: Path, disk: Path) -> dict[str, Any]:
     """`TieringOffloadingSpec` with our tier below and our policy above."""
-    theirs = {"spec_name": "TieringOffloadingSpec"}
-    if is_on_cpu():
-        theirs = {"spec_name": "CpuTieringSpec", "spec_module_path": CPU_TIERING}
     extra = {
-        **theirs,
-        "cpu_bytes_to_use": CPU_BLOCKS * BLOCK_BYTES,
+        **tiering_options(is_on_cpu(), CPU_BLOCKS * BLOCK_BYTES, disk),
         "eviction_policy": "S3FifoPolicy",
         "cache_policy_module_path": "kvcascade.vllm_policies",
         "secondary_tiers": [

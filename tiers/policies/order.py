@@ -1,7 +1,7 @@
 """The replacement half of a cache policy: an order over slot numbers, held in arrays.
 
-State is flat arrays, so that millions of slots cost bytes instead of objects and the arrays of a
-persistent tier can lie in a mapped file and survive a restart (`ArraySource`).
+State is flat arrays: millions of slots cost bytes instead of objects. The arrays of a persistent
+tier can lie in a mapped file and survive a restart (`ArraySource`).
 """
 
 from __future__ import annotations

@@ -16,6 +16,9 @@ import numpy as np
 
 HEADER_BYTES = 192
 """Bytes of every header."""
+MAX_COUNTER = (1 << 63) - 1
+"""Greatest value of a counter; headers and messages hold no greater one."""
+COUNTER_DIGITS = 20
 
 
 class RemoteOutcome(StrEnum):
@@ -109,6 +112,13 @@ class CounterAnswer:
     outcome: RemoteOutcome
     value: int = 0
     """Value of the counter; 0 unless the outcome is `OK`."""
+
+
+def counter_answer(stored: bytes) -> CounterAnswer:
+    """Return what a stored counter says: `CORRUPT` unless it is a number up to `MAX_COUNTER`."""
+    if stored.isdigit() and len(stored) <= COUNTER_DIGITS and int(stored) <= MAX_COUNTER:
+        return CounterAnswer(RemoteOutcome.OK, int(stored))
+    return CounterAnswer(RemoteOutcome.CORRUPT)
 
 
 Arrived = Callable[[int], None]

@@ -11,6 +11,9 @@ the server lost its counters. A mark is carried out once, whoever passes it on.
 Two hosts may reset at the same time. Blocks that one stored after its own reset may be older than
 the other's. So a host that finds a mark which it had not heard of before its reset keeps a smaller
 mark as its own. Its blocks then count as older than the last reset.
+
+A generation that is smaller than the mark, or than an earlier one, has blocks of before the last
+reset: that reset is half done, or the server went back to an older state. Who sees this raises it.
 """
 
 from __future__ import annotations
@@ -58,17 +61,23 @@ class Generation:
         marks_name: str,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
+        on_moved: Callable[[], None] = lambda: None,
     ) -> None:
         """`name`, `marks_name`: those of the counters of the generation and of the last mark.
 
-        `clock` is monotonic, `wall_clock` Unix time, in seconds.
+        `clock` is monotonic, `wall_clock` Unix time, in seconds. `on_moved` is called, on any
+        thread, when the generation is another one without a reset of this host.
         """
+        self._on_moved = on_moved
         self._engine = engine
         self._name = name
         self._marks_name = marks_name
         self._clock = clock
         self._wall_clock = wall_clock
         self._lock = threading.Lock()
+        """Held while the server is asked."""
+        self._changing = threading.Lock()
+        """Held while what is known changes; never while the server is asked."""
         self._value: int | None = None
         self._read_s = 0.0
         self._resets_wanted = 0
@@ -77,6 +86,8 @@ class Generation:
         """The last reset that is wanted."""
         self._told: _Told | None = None
         self._mark = 0
+        self._newest = 0
+        """Greatest generation that was read."""
         self._own_mark: int | None = None
         self._attempts = 0
         self._failure: CounterAnswer | None = None
@@ -113,11 +124,12 @@ class Generation:
         done if the namespace had a reset of this mark or a later one. `known`: greatest mark that
         the caller had heard of when the reset began; None: the greatest one heard of here.
         """
-        if self.is_reset_pending:
-            mark, is_new = max(mark, self._wanted.mark), is_new or self._wanted.is_new
-        self._wanted = ResetWanted(mark, is_new, self._mark if known is None else known)
-        self._resets_wanted += 1
-        self._value = self._own_mark = None
+        with self._changing:
+            if self.is_reset_pending:
+                mark, is_new = max(mark, self._wanted.mark), is_new or self._wanted.is_new
+            self._wanted = ResetWanted(mark, is_new, self._mark if known is None else known)
+            self._resets_wanted += 1
+            self._value = self._own_mark = None
 
     def current(self, limit_s: float) -> CounterAnswer:
         """Return the generation; reads or raises it first if that is due."""
@@ -135,23 +147,49 @@ class Generation:
                 answer, own_mark = self._raise(wanted, now, limit_s)
             else:
                 answer = self._engine.counter(self._name, now, limit_s)
-            marked = answer
-            if answer.outcome is RemoteOutcome.OK:  # read last: no older than the generation
-                marked = self._last_mark(limit_s)
-                answer = answer if marked.outcome is RemoteOutcome.OK else marked
+            mark = 0
+            if answer.outcome is RemoteOutcome.OK:
+                answer, mark = self._made_good(answer, now, limit_s)
             self._attempts += 1
             self._failure = None if answer.outcome is RemoteOutcome.OK else answer
             if self._failure is not None:
                 self._value = None
                 return answer
+            own_mark = mark if own_mark is None else own_mark
+            return self._take_in(answer, (mark, own_mark), wanted, self._clock())
+
+    def _take_in(
+        self, answer: CounterAnswer, marks: tuple[int, int], wanted: int, now_s: float
+    ) -> CounterAnswer:
+        """Note the generation and the marks, the last and the own one, of after so many resets."""
+        with self._changing:
             self._resets_done = wanted
             if self.is_reset_pending:  # another reset came meanwhile
                 return CounterAnswer(RemoteOutcome.BUSY)
-            self._mark = max(self._mark, marked.value)
-            if self._own_mark is None:
-                self._own_mark = marked.value if own_mark is None else own_mark
-            self._value, self._read_s = answer.value, self._clock()
+            if self._own_mark is not None and answer.value != self._newest:
+                self._on_moved()
+            self._mark = max(self._mark, marks[0])
+            self._own_mark = marks[1] if self._own_mark is None else self._own_mark
+            self._newest = max(self._newest, answer.value)
+            self._value, self._read_s = answer.value, now_s
             return answer
+
+    def _made_good(
+        self, answer: CounterAnswer, now: int, limit_s: float
+    ) -> tuple[CounterAnswer, int]:
+        """Return the generation, raised if it must be, and the mark of the last reset.
+
+        The mark is read after the generation, so that it is no older.
+        """
+        marked = self._last_mark(limit_s)
+        if marked.outcome is RemoteOutcome.OK and marked.value < self._mark:
+            marked = self._engine.advance(self._marks_name, self._mark, limit_s)
+        if marked.outcome is not RemoteOutcome.OK:
+            return marked, 0
+        if answer.value < max(self._newest, marked.value):
+            least = max(now, marked.value, self._newest + 1)
+            answer = self._engine.advance(self._name, least, limit_s)
+        return answer, marked.value
 
     def _raise(self, number: int, now: int, limit_s: float) -> tuple[CounterAnswer, int]:
         """Carry out the reset of this number: raise the mark, and then the generation.
@@ -183,7 +221,7 @@ class Generation:
         return raised, _Told(number, wanted.known if is_foreign else raised.value, True)
 
     def _last_mark(self, limit_s: float) -> CounterAnswer:
-        """Read the mark of the last reset; 0 if there was none."""
-        marked = self._engine.counter(self._marks_name, None, limit_s)
+        """Read the mark of the last reset; 0 if there was none. One that was lost is set again."""
+        marked = self._engine.counter(self._marks_name, self._mark or None, limit_s)
         is_none = marked.outcome is RemoteOutcome.ABSENT
         return CounterAnswer(RemoteOutcome.OK) if is_none else marked

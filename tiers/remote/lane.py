@@ -132,7 +132,7 @@ class Lane:
                 return
             try:
                 outcome = errand.run()
-            except Exception as error:  # an engine that breaks its contract
+            except BaseException as error:  # an engine that breaks its contract, or panics
                 _log.error("a remote engine raised %s; report it", type(error).__name__)
                 outcome = RemoteOutcome.IO_ERROR
                 errand.give_up(outcome)

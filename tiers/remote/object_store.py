@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
@@ -24,12 +24,16 @@ from urllib.parse import urlsplit
 from ...errors import ConfigError
 from .abilities import Cause, Listing, RemoteEntry
 from .base import (
+    COUNTER_DIGITS,
+    HEADER_BYTES,
+    MAX_COUNTER,
     Arrived,
     CounterAnswer,
     PrivateBuffer,
     RemoteEngine,
     RemoteObject,
     RemoteOutcome,
+    counter_answer,
     ignore,
 )
 
@@ -40,7 +44,6 @@ RENEW_AFTER_S = 6 * 3600.0
 """Age at which an object that is in use is written anew. Lifecycle rules count in days."""
 ADVANCE_TRIES = 16
 """Limit on the attempts to take the next value of a counter that others raise too."""
-_VALUE_DIGITS = 20
 _STATUS = re.compile(r"status code: (\d{3})")
 _OUTCOMES = {
     "AlreadyExistsError": RemoteOutcome.EXISTS,
@@ -165,6 +168,8 @@ class ObjectStoreEngine(RemoteEngine):
         self.timeout_s = timeout_s
         self._store = store
         self._obstore: Any = import_module("obstore")
+        self._largest: dict[str, str] = {}
+        """Largest value that was seen of each counter, as it is named: lists begin with it."""
         self._threads = ThreadPoolExecutor(REQUESTS_AT_A_TIME, "kvcascade-remote-request")
 
     def exist_many(self, names: Sequence[str], limit_s: float) -> list[RemoteOutcome]:
@@ -178,14 +183,17 @@ class ObjectStoreEngine(RemoteEngine):
         arrived: Arrived = ignore,
     ) -> list[RemoteOutcome]:
         def get(number: int) -> RemoteOutcome:
-            found: list[memoryview] = []
+            whole: list[bool] = []
 
             def read() -> None:
-                found.append(memoryview(self._obstore.get(self._store, names[number]).bytes()))
+                got = self._obstore.get(self._store, names[number])
+                buffer = buffers[number]
+                if got.meta["size"] == HEADER_BYTES + buffer.payload_bytes:  # else leave it there
+                    whole.append(buffer.adopt(memoryview(got.bytes())))
 
             outcome = self._tried(read)
             if outcome is RemoteOutcome.OK:
-                if not buffers[number].adopt(found[0]):
+                if whole != [True]:
                     return RemoteOutcome.CORRUPT
                 arrived(number)
             return outcome
@@ -207,7 +215,7 @@ class ObjectStoreEngine(RemoteEngine):
 
     def counter(self, name: str, first: int | None, limit_s: float) -> CounterAnswer:
         ends_s = time.monotonic() + limit_s
-        found = self._values(name)
+        found = self._values(name, ends_s)
         if found.outcome is not RemoteOutcome.ABSENT or first is None:
             return found
         if time.monotonic() >= ends_s:
@@ -216,17 +224,19 @@ class ObjectStoreEngine(RemoteEngine):
         begun = self._create(f"{name}/begin", str(first).encode())
         if begun not in (RemoteOutcome.OK, RemoteOutcome.EXISTS):
             return CounterAnswer(begun)
-        return self._values(name)
+        return self._values(name, ends_s)
 
     def advance(self, name: str, at_least: int, limit_s: float) -> CounterAnswer:
         ends_s = time.monotonic() + limit_s
         for _ in range(ADVANCE_TRIES):
-            found = self._values(name)
+            found = self._values(name, ends_s)
             if found.outcome not in (RemoteOutcome.OK, RemoteOutcome.ABSENT):
                 return found
             if time.monotonic() >= ends_s:
                 return CounterAnswer(RemoteOutcome.TIMED_OUT)
             value = max(found.value + 1, at_least)
+            if value > MAX_COUNTER:
+                return CounterAnswer(RemoteOutcome.CORRUPT)
             taken = self._create(_value_name(name, value), b"")
             if taken is RemoteOutcome.OK:
                 return CounterAnswer(RemoteOutcome.OK, value)
@@ -273,7 +283,7 @@ class ObjectStoreEngine(RemoteEngine):
             return [in_time(items[0])]
         try:
             return [*self._threads.map(in_time, items)]
-        except RuntimeError:  # closed meanwhile
+        except (RuntimeError, CancelledError):  # closed meanwhile
             return [RemoteOutcome.IO_ERROR] * len(items)
 
     def _exists(self, name: str) -> RemoteOutcome:
@@ -309,42 +319,61 @@ class ObjectStoreEngine(RemoteEngine):
         outcome = self._tried(lambda: self._obstore.delete(self._store, [name]))
         return RemoteOutcome.OK if outcome is RemoteOutcome.ABSENT else outcome
 
-    def _values(self, name: str) -> CounterAnswer:
-        """Return the largest value of a counter, from one listing of its folder."""
+    def _values(self, name: str, ends_s: float) -> CounterAnswer:
+        """Return the largest value of a counter, from a list of its folder.
+
+        A list that takes too long goes on with the next call.
+        """
+        known = self._largest.get(name)
         written_s: dict[str, float] = {}
 
         def look() -> None:
-            for batch in self._obstore.list(self._store, f"{name}/"):
+            size = LISTED_AT_A_TIME
+            # The names behind an offset do not include it.
+            offset = None if known is None else f"{name}/{known[:-1]}"
+            for batch in self._obstore.list(
+                self._store, f"{name}/", offset=offset, chunk_size=size
+            ):
                 for entry in batch:
                     word = str(entry["path"]).rpartition("/")[2]
                     written_s[word] = entry["last_modified"].timestamp()
+                if len(batch) == size and time.monotonic() >= ends_s:  # there may be more
+                    raise TimeoutError("timed out")
 
         outcome = self._tried(look)
+        values = [word for word in written_s if _is_value(word)]
+        largest = max(values, key=int, default="")
+        if largest:
+            self._largest[name] = largest
         if outcome is not RemoteOutcome.OK:
             missing = outcome is RemoteOutcome.ABSENT
             return CounterAnswer(RemoteOutcome.DENIED if missing else outcome)
-        values = [word for word in written_s if word.isdigit()]
+        if not values and known is not None:  # it was lost
+            self._largest.pop(name, None)
+            return self._values(name, ends_s)
         if not values and "begin" in written_s:
             return self._begun(name, written_s["begin"])
         if not values:
             return CounterAnswer(RemoteOutcome.ABSENT)
-        largest = max(values, key=int)
         self._keep(f"{name}/{largest}", b"", written_s[largest])
         return CounterAnswer(RemoteOutcome.OK, int(largest))
 
     def _begun(self, name: str, written_s: float) -> CounterAnswer:
-        found: list[bytes] = []
+        found = b""
 
         def read() -> None:
-            found.append(bytes(self._obstore.get(self._store, f"{name}/begin").bytes()))
+            nonlocal found
+            got = self._obstore.get(self._store, f"{name}/begin")
+            if got.meta["size"] <= COUNTER_DIGITS:
+                found = bytes(got.bytes())
 
         outcome = self._tried(read)
         if outcome is not RemoteOutcome.OK:
             return CounterAnswer(outcome)
-        if not found[0].isdigit() or len(found[0]) > _VALUE_DIGITS:
-            return CounterAnswer(RemoteOutcome.CORRUPT)
-        self._keep(f"{name}/begin", found[0], written_s)
-        return CounterAnswer(RemoteOutcome.OK, int(found[0]))
+        answer = counter_answer(found)
+        if answer.outcome is RemoteOutcome.OK:
+            self._keep(f"{name}/begin", found, written_s)
+        return answer
 
     def _keep(self, name: str, data: Any, written_s: float) -> RemoteOutcome:
         """Write an old object anew, because lifecycle rules count from its last writing."""
@@ -365,7 +394,11 @@ def _entry(listed: Mapping[str, Any]) -> RemoteEntry:
 
 
 def _value_name(name: str, value: int) -> str:
-    return f"{name}/{value:0{_VALUE_DIGITS}d}"
+    return f"{name}/{value:0{COUNTER_DIGITS}d}"
+
+
+def _is_value(word: str) -> bool:
+    return counter_answer(word.encode()).outcome is RemoteOutcome.OK
 
 
 def outcome_of(error: Exception) -> RemoteOutcome:

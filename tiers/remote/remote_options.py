@@ -118,6 +118,7 @@ def _open_valkey(options: RemoteTierOptions, environment: Mapping[str, str]) -> 
         options.username,
         password,
         int(parts.path.strip("/") or 0),
+        only_loopback=tls is None and not options.insecure,
     )
     address = Address(unquote(parts.hostname or ""), parts.port or DEFAULT_PORT)
     return ValkeyEngine(ValkeyOptions(address, login, options.ttl_s))

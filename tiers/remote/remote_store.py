@@ -124,15 +124,10 @@ class RemoteStore:
         self._options = options = options or StoreOptions()
         self._clock = clock
         self._on_ended = on_ended
-        self._link = Link(
-            engine,
-            objects,
-            Generation(engine, objects.counter_name, objects.marks_name, clock, wall_clock),
-            PresenceMemory(clock, options.held_s, options.absent_s),
-            RemoteCounters(),
-            RoundTrip(),
-            clock,
-        )
+        memory = PresenceMemory(clock, options.held_s, options.absent_s)
+        counters = objects.counter_name, objects.marks_name
+        generation = Generation(engine, *counters, clock, wall_clock, memory.forget)
+        self._link = Link(engine, objects, generation, memory, RemoteCounters(), RoundTrip(), clock)
         self._lookups, self._reads = Lookups(self._link), Reads(self._link)
         self._uploads = Uploads(
             self._link,
@@ -248,7 +243,7 @@ class RemoteStore:
         left_s = self._options.deadline_s if limit_s is None else limit_s
         job = ReadJob(ticket, keys, destinations, self._clock() + left_s, [None] * n, n)
         self._jobs[ticket] = job
-        if not keys:
+        if not keys and job.settle((), RemoteOutcome.OK):
             self._end_read(job)
             return
         if not self._reading.is_open:

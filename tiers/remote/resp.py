@@ -21,8 +21,11 @@ SEPARATE_BYTES = 16 << 10
 PIECES_PER_SEND = 512
 MAX_LINE_BYTES = 64 << 10
 MAX_DEPTH = 8
-MAX_ITEMS = 1 << 16
-"""Limit on the items of an array that `reply` returns."""
+MAX_REPLY_BYTES = 16 << 20
+"""Limit on what `reply` returns, its bytes and `ITEM_BYTES` for each item."""
+ITEM_BYTES = 64
+MAX_INTEGER = (1 << 63) - 1
+MAX_PORT = (1 << 16) - 1
 MAX_DRAINED_BYTES = 1 << 30
 """Longest value that is received only to be thrown away."""
 
@@ -63,7 +66,10 @@ class Login:
     tls: ssl.SSLContext | None = None
     username: str | None = None
     password: str | None = field(default=None, repr=False)
+    """Bytes that are no UTF-8 are surrogates."""
     database: int = 0
+    only_loopback: bool = False
+    """Whether nodes on other hosts are refused, because the connection has no TLS."""
 
 
 class RespConnection:
@@ -77,6 +83,8 @@ class RespConnection:
         self._buffer = bytearray(RECEIVE_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
+        self._reply_bytes = 0
+        """Size of the reply that is being received."""
         limit_s = min(login.connect_timeout_s, self._left_s())
         self._socket = socket.create_connection((address.host, address.port), limit_s)
         try:
@@ -91,7 +99,7 @@ class RespConnection:
     def _greet(self, login: Login) -> None:
         if login.password is not None:
             user = [login.username.encode()] if login.username else []
-            self.send([b"AUTH", *user, login.password.encode()])
+            self.send([b"AUTH", *user, login.password.encode(errors="surrogateescape")])
             self.expect(b"+OK")
         if login.database:
             self.send([b"SELECT", str(login.database).encode()])
@@ -160,14 +168,24 @@ class RespConnection:
         """Return an integer reply."""
         return _number(self.line(), b":")
 
-    def reply(self, depth: int = 0) -> Any:
+    def reply(self) -> Any:
         """Return a reply of any type: bytes, int, None or a list. Raises `RespError`."""
-        line = self.line()
+        self._reply_bytes = 0
+        return self._item(self.line(), 0)
+
+    def _item(self, line: bytes, depth: int) -> Any:
         kind = line[:1]
+        self._reply_bytes += ITEM_BYTES + len(line)
+        if depth > MAX_DEPTH or self._reply_bytes > MAX_REPLY_BYTES:
+            raise RespBrokenError("a reply is longer than expected")
         if kind == b"$":
-            return self._value(line)
-        if kind == b"*" and depth < MAX_DEPTH:
-            return [self.reply(depth + 1) for _ in range(min(_number(line, kind), MAX_ITEMS))]
+            value = self._value(line)
+            self._reply_bytes += len(value or b"")
+            return value
+        if kind == b"*":
+            return [self._item(self._line(), depth + 1) for _ in range(_number(line, kind))]
+        if kind == b"-":
+            raise RespBrokenError("the server sent an error inside of a reply")
         return _number(line, kind) if kind == b":" else line[1:]
 
     def integers(self, count: int) -> list[int | RespError]:
@@ -284,6 +302,9 @@ def _number(line: bytes, kind: bytes) -> int:
     if line[:1] != kind:
         raise RespBrokenError("the server sent a reply of another type")
     try:
-        return int(line[1:])
+        number = int(line[1:])
     except ValueError:
         raise RespBrokenError("the server sent a number that is none") from None
+    if abs(number) > MAX_INTEGER:
+        raise RespBrokenError("the server sent a number that is too large")
+    return number

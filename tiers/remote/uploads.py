@@ -197,7 +197,8 @@ class Uploads:
         if generation.outcome is not RemoteOutcome.OK:
             return generation.outcome, self.give_up(job, numbers, generation.outcome)
         own = link.generation.own_mark if job.mark is None else job.mark
-        if own is None or link.generation.mark > own:  # another host's reset came since
+        is_old = own is None or link.generation.mark > own  # another host's reset came since
+        if is_old or self.is_stale(job):
             return RemoteOutcome.OK, self.give_up(job, numbers, RemoteOutcome.DROPPED)
         keys = [job.keys[number] for number in numbers]
         names = [link.objects.name(key, generation.value) for key in keys]

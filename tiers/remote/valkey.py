@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from ssl import SSLError
 
+from ...config.remote import is_loopback
 from . import valkey_questions
 from .abilities import Cause, Listing
 from .base import (
@@ -28,11 +29,12 @@ from .base import (
     RemoteEngine,
     RemoteObject,
     RemoteOutcome,
+    counter_answer,
     ignore,
 )
-from .resp import Address, Argument, Login, RespBrokenError, RespConnection, RespError
+from .resp import MAX_PORT, Address, Argument, Login, RespBrokenError, RespConnection, RespError
 
-CLUSTER_SLOTS = 16384
+MAX_PORT_DIGITS = 5
 REDIRECTS_MAX = 4
 """Limit on how often one key is sent to another node of a cluster."""
 IDLE_CONNECTIONS_MAX = 16
@@ -85,6 +87,7 @@ class Nodes:
 
     def __init__(self, seed: Address, login: Login) -> None:
         self._login = login
+        self._seed = seed
         self._lock = threading.Lock()
         self._idle: dict[Address, list[RespConnection]] = {}
         self._known = [seed]
@@ -118,7 +121,12 @@ class Nodes:
                 idle = self._idle.get(address)
                 found = idle.pop() if idle else None
             if found is None:
-                return RespConnection(address, self._login, ends_s)
+                if self._login.only_loopback and not is_loopback(address.host):
+                    raise RespBrokenError("the address is that of another host, and without TLS")
+                try:
+                    return RespConnection(address, self._login, ends_s)
+                except ValueError:  # a name that no host can have, as a cluster may say it
+                    raise RespBrokenError("the address is none") from None
             found.ends_s = ends_s
             if not found.is_stale:
                 return found
@@ -145,19 +153,19 @@ class Nodes:
 
     def note_move(self, connection: RespConnection, slot: int, address: Address) -> None:
         """Read the map of the cluster after a node said that a slot is elsewhere."""
-        slots = {slot: address}
+        slots: dict[int, Address] = {}
         try:
-            connection.send([b"CLUSTER", b"SLOTS"])
-            for first, last, (host, port, *_), *_ in connection.reply():
-                node = Address(host.decode() or address.host, port)
-                slots |= dict.fromkeys(range(first, min(last, CLUSTER_SLOTS - 1) + 1), node)
-        except (RespError, ValueError, TypeError, AttributeError):
+            slots = valkey_questions.slots_of(connection, address)
+        except RespError:
             pass  # the one slot is known all the same
         with self._lock:
             self._slots = self._slots | slots | {slot: address}
-            self._known += sorted(
-                {*self._slots.values()} - {*self._known}, key=lambda a: (a.host, a.port)
-            )
+            nodes = sorted({*self._slots.values()}, key=lambda a: (a.host, a.port))
+            self._known = [*dict.fromkeys([self._known[0], self._seed, *nodes])]
+            gone = self._idle.keys() - {*self._known}
+            idle = [left for node in gone for left in self._idle.pop(node)]
+        for left in idle:
+            left.close()
 
     def close(self) -> None:
         """Close all idle connections; those that are in use are closed when they come back."""
@@ -287,13 +295,12 @@ class ValkeyEngine(RemoteEngine):
                 connection.send([b"SET", key, b"%d" % first, b"NX"])
                 connection.expect(*_NX_REPLIES)
             connection.send([b"GET", key])
-            value = connection.value()
-            if value is None:
+            stored = connection.value()
+            if stored is None:
                 answers[0] = RemoteOutcome.ABSENT
-            elif not value.isdigit():
-                answers[0] = RemoteOutcome.CORRUPT
             else:
-                values[0], answers[0] = int(value), RemoteOutcome.OK
+                found = counter_answer(stored)
+                values[0], answers[0] = found.value, found.outcome
 
         return self._about_counter(name, ask, values, limit_s)
 
@@ -310,7 +317,8 @@ class ValkeyEngine(RemoteEngine):
             if value < at_least:
                 connection.send([b"INCRBY", key, b"%d" % (at_least - value)])
                 value = connection.number()
-            values[0], answers[0] = value, RemoteOutcome.OK
+            values[0] = value
+            answers[0] = RemoteOutcome.OK if value >= at_least else RemoteOutcome.CORRUPT
 
         return self._about_counter(name, raise_it, values, limit_s)
 
@@ -474,7 +482,7 @@ class ValkeyEngine(RemoteEngine):
 
 def hash_slot(name: str) -> int:
     """Return the cluster's slot of a name."""
-    return crc_hqx(name.encode(), 0) % CLUSTER_SLOTS
+    return crc_hqx(name.encode(), 0) % valkey_questions.CLUSTER_SLOTS
 
 
 def _pair(name: str) -> tuple[bytes, bytes]:
@@ -541,9 +549,16 @@ def _transaction(connection: RespConnection) -> Answer | None:
         count = connection.length_of_array()
         if count != _PAIR:
             raise RespBrokenError("the server did not carry out a transaction of two commands")
-        written = [connection.expect(*_NX_REPLIES) == b"+OK" for _ in range(count)]
     except RespError as found:
         return _answer(error or found)
+    written: list[bool] = []
+    for _ in range(count):
+        try:
+            written.append(connection.expect(*_NX_REPLIES) == b"+OK")
+        except RespError as found:
+            error = error or found
+    if error is not None:
+        return _answer(error)
     if all(written):
         return RemoteOutcome.OK
     return None if any(written) else RemoteOutcome.EXISTS
@@ -553,6 +568,6 @@ def _answer(error: RespError) -> Answer:
     """Return what an error of the server means."""
     if error.code == "MOVED" and len(error.words) > 1:
         host, _, port = error.words[1].rpartition(":")
-        if port.isdigit() and host:
+        if host and port.isdigit() and len(port) <= MAX_PORT_DIGITS and 0 < int(port) <= MAX_PORT:
             return Address(host, int(port))
     return _OUTCOMES.get(error.code, RemoteOutcome.IO_ERROR)

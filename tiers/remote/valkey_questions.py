@@ -14,8 +14,9 @@ import time
 from dataclasses import dataclass
 
 from .abilities import Cause, RemoteEntry
-from .resp import Address, RespConnection, RespError
+from .resp import MAX_PORT, Address, RespBrokenError, RespConnection, RespError
 
+CLUSTER_SLOTS = 16384
 LISTED_AT_A_TIME = 256
 """Keys that one SCAN looks at. The server does nothing else meanwhile, for some 0.1 ms."""
 START = b"0"
@@ -33,30 +34,47 @@ class Page:
     entries: list[RemoteEntry]
 
 
+def slots_of(connection: RespConnection, asked: Address) -> dict[int, Address]:
+    """Return the node of each slot, as `asked` knows it. Raises `OSError` or `RespError`."""
+    connection.send([b"CLUSTER", b"SLOTS"])
+    found: dict[int, Address] = {}
+    try:
+        for first, last, (host, port, *_), *_ in connection.reply():
+            if not (0 <= first <= last < CLUSTER_SLOTS and 0 < port <= MAX_PORT) or first in found:
+                raise ValueError
+            node = Address((host or b"").decode() or asked.host, port)
+            found |= dict.fromkeys(range(first, last + 1), node)
+    except (TypeError, ValueError, AttributeError):
+        raise RespBrokenError("the server sent no map of a cluster") from None
+    return found
+
+
 def nodes_of(connection: RespConnection, asked: Address) -> list[Address]:
     """Return all nodes that have slots; `asked` alone without a cluster, or if nobody may know.
 
     Raises `OSError` or `RespError`.
     """
-    connection.send([b"CLUSTER", b"SLOTS"])
     try:
-        shards = connection.reply()
+        return [*dict.fromkeys(slots_of(connection, asked).values())]
     except RespError as error:
         if error.code in _NO_CLUSTER:
             return [asked]
         raise
-    nodes = [Address(host.decode() or asked.host, port) for _, _, (host, port, *_), *_ in shards]
-    return [*dict.fromkeys(nodes)]
 
 
 def scan(connection: RespConnection, cursor: bytes, prefix: str) -> Page:
     """Return the next objects of a node. Raises `OSError` or `RespError`."""
     match = b"{%s*" % prefix.encode()
     connection.send([b"SCAN", cursor, b"MATCH", match, b"COUNT", b"%d" % LISTED_AT_A_TIME])
-    cursor, keys = connection.reply()
+    try:
+        cursor, keys = connection.reply()
+        payloads = [key.removesuffix(HEADER_SUFFIX) for key in keys]
+        if not isinstance(cursor, bytes):
+            raise TypeError
+    except (TypeError, ValueError, AttributeError):
+        raise RespBrokenError("the server sent no page of a list") from None
     commands: list[list[bytes]] = []
-    for key in keys:
-        payload = key.removesuffix(HEADER_SUFFIX)
+    for key, payload in zip(keys, payloads, strict=True):
         commands += (
             [b"EXISTS", payload],
             [b"MEMORY", b"USAGE", payload],

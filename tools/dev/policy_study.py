@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from itertools import cycle
 from pathlib import Path
 
-from ...tiers.base import BlockHash, BlockStatus, CachePolicy
+from ...tiers.base import BlockHash, BlockStatus
 from ...tiers.policies import ORDERS, create
 from ..commands.picture import INK, LINES, head, label_lines, new_figure, save, tidy
 from ..replay.traces import Trace, read_trace
@@ -57,18 +57,23 @@ class StudyWorkload:
     name: str
     chains: list[list[BlockHash]]
     tokens: list[int]
+    arrived_s: list[float]
     block_tokens: float
 
     @classmethod
-    def of(cls, trace: Trace, name: str) -> StudyWorkload:
-        """Return a trace with a well-distributed hash per block id, like real hashes."""
+    def of(cls, trace: Trace, name: str, group: int = 1) -> StudyWorkload:
+        """Return a trace with a well-distributed hash per block id, like real hashes.
+
+        `group` blocks of the trace become one; blocks that fill no group are left out.
+        """
         known: dict[int, BlockHash] = {}
         chains = []
         for request in trace.requests:
-            ids = request.ids.tolist()
+            ids = request.ids[group - 1 :: group].tolist()
             chains.append([known.get(i) or known.setdefault(i, _hash(i)) for i in ids])
         tokens = [request.input_tokens for request in trace.requests]
-        return cls(name, chains, tokens, trace.block_tokens)
+        arrived_s = [request.arrived_s - trace.requests[0].arrived_s for request in trace.requests]
+        return cls(name, chains, tokens, arrived_s, trace.block_tokens * group)
 
     @property
     def distinct(self) -> int:
@@ -89,42 +94,58 @@ def _hash(block_id: int) -> BlockHash:
     return BlockHash((block_id * 0x9E3779B97F4A7C15 % (1 << 64)).to_bytes(8, "little") + bytes(8))
 
 
-def study(work: StudyWorkload, name: str, way: str, capacity: int) -> float:
-    """Return the share of the input tokens that a tier of `capacity` blocks would have cached."""
-    extra = max(map(len, work.chains)) if way == "late" else 0
-    policy = create(name, capacity + extra)
-    free = [BlockStatus(0, slot) for slot in range(capacity + extra)]
-    hits = 0.0
-    for request, chain in enumerate(work.chains):
-        hits += work.hit_tokens(request, _prefix(policy, chain))
-        kept = chain[: capacity + extra]
+class KeyTier:
+    """A tier of keys without bytes: a policy of the package, and its free slots."""
+
+    def __init__(self, name: str, capacity: int, spare: int = 0) -> None:
+        """`spare` slots may be used by a request until its end."""
+        self.policy = create(name, capacity + spare)
+        self._capacity, self._slots = capacity, capacity + spare
+        self._free = [BlockStatus(0, slot) for slot in range(capacity + spare)]
+
+    def has(self, block_hash: BlockHash) -> bool:
+        """Return True if the tier holds the block."""
+        return self.policy.get(block_hash) is not None
+
+    def prefix(self, chain: Sequence[BlockHash]) -> int:
+        """Return the number of blocks before the first missing one."""
+        for depth, block_hash in enumerate(chain):
+            if self.policy.get(block_hash) is None:
+                return depth
+        return len(chain)
+
+    def use(self, chain: Sequence[BlockHash]) -> None:
+        """Store the missing blocks of a prompt, as far as they fit, and touch the others."""
+        policy, kept = self.policy, chain[: self._slots]
         new = [h for h in kept if policy.get(h) is None]
         old = [h for h in kept if policy.get(h) is not None]
         policy.expect(new)
-        _make_room(policy, len(new) - len(free), set(kept), free)
+        self._make_room(len(new) - len(self._free), set(kept))
         if new:
-            policy.insert_many(new, [free.pop() for _ in new])
+            policy.insert_many(new, [self._free.pop() for _ in new])
         if policy.wants_chains:
             policy.note_chain(chain)
         else:
             policy.settle(new)
             policy.touch(old)
-        _make_room(policy, len(policy) - capacity, set(), free)
+        self._make_room(len(policy) - self._capacity, set())
+
+    def _make_room(self, n: int, kept: set[BlockHash]) -> None:
+        if n > 0:
+            evicted = self.policy.evict(n, kept)
+            assert evicted is not None, "nothing is pinned"
+            self._free += [status for _, status in evicted]
+
+
+def study(work: StudyWorkload, name: str, way: str, capacity: int) -> float:
+    """Return the share of the input tokens that a tier of `capacity` blocks would have cached."""
+    spare = max(map(len, work.chains)) if way == "late" else 0
+    tier = KeyTier(name, capacity, spare)
+    hits = 0.0
+    for request, chain in enumerate(work.chains):
+        hits += work.hit_tokens(request, tier.prefix(chain))
+        tier.use(chain)
     return hits / sum(work.tokens)
-
-
-def _prefix(policy: CachePolicy, chain: Sequence[BlockHash]) -> int:
-    for depth, block_hash in enumerate(chain):
-        if policy.get(block_hash) is None:
-            return depth
-    return len(chain)
-
-
-def _make_room(policy: CachePolicy, n: int, kept: set[BlockHash], free: list[BlockStatus]) -> None:
-    if n > 0:
-        evicted = policy.evict(n, kept)
-        assert evicted is not None, "nothing is pinned"
-        free += [status for _, status in evicted]
 
 
 def optimum(work: StudyWorkload, capacity: int) -> float:
@@ -220,12 +241,17 @@ def plot(name: str, found: Sequence[PolicyCell], path: Path) -> None:
     save(figure, path)
 
 
-def _load(text: str) -> StudyWorkload:
+def load_workload(text: str, block_tokens: float = 0) -> StudyWorkload:
+    """Read `FILE` or `FILE:FIRST:STOP`. Raises as `read_trace` does.
+
+    Blocks are merged as long as they have no more than `block_tokens` tokens.
+    """
     path, *part = text.split(":")
     first, stop = (int(part[0]), int(part[1])) if part else (0, None)
     trace = read_trace(Path(path), stop)
     name = Path(path).stem + (f"_{first}_{stop}" if part else "")
-    return StudyWorkload.of(Trace(trace.name, trace.block_tokens, trace.requests[first:]), name)
+    part_of = Trace(trace.name, trace.block_tokens, trace.requests[first:])
+    return StudyWorkload.of(part_of, name, max(1, int(block_tokens // trace.block_tokens)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -238,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     tables = []
     for text in options.traces:
-        work = _load(text)
+        work = load_workload(text)
         found = cells(work, options.policies.split(","))
         document = {"trace": work.name, "cells": [asdict(cell) for cell in found]}
         (options.out / f"{work.name}.json").write_text(json.dumps(document, indent=1) + "\n")

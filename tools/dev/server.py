@@ -57,6 +57,15 @@ GPU_OPTIONS: Mapping[str, Any] = {"gpu_memory_utilization": 0.3}
 vLLM does not start if less memory is free than its share, by default 0.92."""
 
 
+TIERING = "TieringOffloadingSpec"
+"""Name of vLLM's own tiering."""
+CPU_TIERING = {
+    "spec_name": "CpuTieringSpec",
+    "spec_module_path": "kvcascade.tools.dev.vllm_cpu_tiering",
+}
+"""vLLM's own tiering with a device copy that accepts CPU tensors."""
+
+
 class ServerError(Exception):
     """The server cannot continue; the message gives the reason and the file to look at."""
 
@@ -80,6 +89,15 @@ def is_on_cpu() -> bool:
     except PackageNotFoundError:
         return False
     return True
+
+
+def tiering_options(on_cpu: bool, cpu_bytes: int, folder: Path) -> dict[str, Any]:
+    """Return the `kv_connector_extra_config` of vLLM's own tiering with its `fs` tier."""
+    return {
+        **(CPU_TIERING if on_cpu else {"spec_name": TIERING}),
+        "cpu_bytes_to_use": cpu_bytes,
+        "secondary_tiers": [{"type": "fs", "root_dir": str(folder)}],
+    }
 
 
 def free_port() -> int:

@@ -17,18 +17,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -46,14 +42,22 @@ from ....tiers.remote.objects import ObjectFormat
 from ....tiers.remote.remote_store import RemoteEnded, RemoteStore, StoreOptions
 from ....tiers.remote.resp import Address, Login
 from ....tiers.remote.valkey import ValkeyEngine, ValkeyOptions
+from ..remote_server import (
+    BUCKET,
+    HOST,
+    REGION,
+    listening,
+    s3_server,
+    valkey_binary,
+    valkey_command,
+)
+from ..server import free_port
 
-HOST = "127.0.0.1"
 TIMEOUT_S = 30.0
 SIZES = {"512 KiB": 512 << 10, "2 MiB": 2 << 20}
 CHAIN, CHAIN_HELD = 1000, 613
 PIPELINE = 4
 POLL_S = 0.05
-START_LIMIT_S = 30.0
 OURS, BARE, LIBRARY = "ours", "bare", "valkey-py"
 Contender = Callable[[], None]
 Figure = tuple[float, float]
@@ -429,42 +433,15 @@ def lookup_rows(where: str, opened: Callable[[], RemoteEngine], repeats: int) ->
     yield from (took, asked, cold, asked_cold, presence)
 
 
-@contextmanager
-def process(command: Sequence[str], port: int) -> Iterator[int]:
-    """Run a server until the end."""
-    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        ends_s = time.monotonic() + START_LIMIT_S
-        while True:
-            try:
-                socket.create_connection((HOST, port), 1.0).close()
-                break
-            except OSError:
-                if running.poll() is not None or time.monotonic() > ends_s:
-                    raise SystemExit(f"{command[0]} does not start") from None
-                time.sleep(0.05)
-        yield port
-    finally:
-        running.kill()
-        running.wait()
-
-
-def free_port() -> int:
-    """Return a port that nobody listens to."""
-    with socket.create_server((HOST, 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 def of_valkey(options: argparse.Namespace) -> Iterator[Row]:
     """Measure a Valkey or Redis server, started here."""
-    binary = options.valkey_binary or shutil.which("valkey-server") or shutil.which("redis-server")
+    binary = options.valkey_binary or valkey_binary()
     if not binary:
         print("left out: Valkey, since no valkey-server or redis-server is on the PATH")
         return
     port = free_port()
-    command = [binary, "--port", str(port), "--bind", HOST, "--save", "", "--appendonly", "no"]
     at = ValkeyOptions(Address(HOST, port), Login(TIMEOUT_S, TIMEOUT_S))
-    with process(command, port):
+    with listening(valkey_command(binary, port), port):
         yield from valkey_rows(port, options.total_mib << 20, options.repeats, 2)
         yield from lookup_rows("Valkey", lambda: ValkeyEngine(at), options.repeats)
 
@@ -484,15 +461,10 @@ def of_s3(options: argparse.Namespace) -> Iterator[Row]:
     if find_spec("obstore") is None or find_spec("moto") is None:
         print("left out: S3, since obstore or moto is not installed")
         return
-    port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port)]
-    with process(command, port):
-        endpoint = f"http://{HOST}:{port}"
-        asked = urllib.request.Request(f"{endpoint}/bucket", method="PUT")
-        urllib.request.urlopen(asked, timeout=TIMEOUT_S).close()
+    with s3_server() as endpoint:
         secrets = {"access_key_id": "none", "secret_access_key": "none"}
         limits = (TIMEOUT_S, TIMEOUT_S)
-        bucket = ObjectStoreOptions("s3://bucket/p", *limits, endpoint, "us-east-1", secrets)
+        bucket = ObjectStoreOptions(f"s3://{BUCKET}/p", *limits, endpoint, REGION, secrets)
         total_bytes = options.total_mib << 18
         yield from object_rows("S3 (moto)", bucket, total_bytes, options.repeats, 8)
         yield from lookup_rows("S3 (moto)", lambda: open_object_store(bucket), options.repeats)

@@ -1,10 +1,11 @@
 """`kvcascade demo`: the main use with a real engine, end to end.
 
-A small Llama answers chats with long shared system prompts over HTTP, in four phases: without
-offloading, with the cascade, after SIGTERM, after `kill -9`. A table shows the sources of the
-prompt tokens and the time to the first token; the same data goes to `demo.json` and `demo.png`. The
-exit status is 0 only if no token differs from the reference, and blocks were read from NVMe in each
-phase that requires it.
+A small Llama answers chats with long shared system prompts over HTTP, in five phases: without
+offloading, with the cascade, after SIGTERM, after `kill -9`, and on another host, which shares
+only a remote tier with the others. vLLM's own tiering gets the requests of the phases on one host.
+A table shows the sources of the prompt tokens and the time to the first token; the same data goes
+to `demo.json` and `demo.png`. The exit status is 0 only if no token of kvcascade differs from the
+reference, and each phase read blocks from the tier that it is about.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 from ...commands.command_line import ExitCode, answering_apart, complain, emit, lacks, terminable
 
-NEEDED = ("vllm", "rich", "matplotlib")
+NEEDED = ("vllm", "rich", "matplotlib", "obstore")
 """Modules that the demo needs and the package does not."""
 
 
@@ -46,11 +47,14 @@ def run(out: Path, keep: bool, as_json: bool) -> int:
 
 def _run(out: Path, keep: bool) -> dict[str, Any]:
     """Run, print and save; return the saved document."""
+    from ....vllm.generation import counts_hits_by_source, has_tiering_spec
     from ..model import make_llama
+    from ..remote_server import remote_tier
     from ..server import (
         CPU_ENVIRONMENT,
         ENVIRONMENT,
         GPU_OPTIONS,
+        TIERING,
         ServerProcess,
         is_on_cpu,
         write_tokenizer,
@@ -67,13 +71,24 @@ def _run(out: Path, keep: bool) -> dict[str, Any]:
     model = make_llama(work / "model", vocab=shape.vocabulary)
     write_tokenizer(model, shape.vocabulary)
     on_cpu = is_on_cpu()
-    settings = Settings(model, kv, shape, engine_options=None if on_cpu else GPU_OPTIONS)
+    settings = Settings(
+        model,
+        kv,
+        shape,
+        on_cpu=on_cpu,
+        with_tiering=has_tiering_spec(TIERING) and counts_hits_by_source(),
+        engine_options=None if on_cpu else GPU_OPTIONS,
+    )
     environment = {**ENVIRONMENT, **(CPU_ENVIRONMENT if on_cpu else {})}
     reporter = DemoReporter()
-    reporter.say(f"kvcascade demo: four servers, one after another; their logs are in {work}")
+    count = "eight" if settings.with_tiering else "five"
+    reporter.say(f"kvcascade demo: {count} servers, one after another; their logs are in {work}")
+    if not settings.with_tiering:
+        reporter.say("vLLM's own tiering is left out: it needs vLLM 0.32, for its counts of hits")
     demo = Demo(
         settings,
         lambda name, options: ServerProcess(work / name, options, environment),
+        lambda: remote_tier(kv / "remote"),
         reporter,
     )
     try:
@@ -96,16 +111,7 @@ def _finish(
 
     result = document(phases, facts)
     (out / "demo.json").write_text(json.dumps(result, indent=1) + "\n")
-    settings, machine = facts["settings"], facts["machine"]
-    draw(
-        phases,
-        f"{facts['engine']} on {machine['cores']} cores, float32; device cache "
-        f"{settings['gpu_blocks']} blocks, CPU tier {settings['cpu_capacity']}, NVMe tier "
-        f"{settings['nvme_capacity']}; {settings['shape']['conversations']} conversations, "
-        f"{settings['shape']['prefixes']} system prompts; "
-        f"wrong tokens: {sum(phase.wrong_tokens for phase in phases)}",
-        out / "demo.png",
-    )
+    draw(phases, _subtitle(phases, facts["settings"]), _machine(facts), out / "demo.png")
     reporter.console.print(table(phases))
     reporter.say(f"{LEGEND}\nSaved {out / 'demo.json'} and {out / 'demo.png'}")
     for problem in result["problems"]:
@@ -113,6 +119,27 @@ def _finish(
     if not result["problems"]:
         reporter.say(f"Every token is right. {facts['seconds']:.0f} s in all.")
     return result
+
+
+def _subtitle(phases: Sequence[Any], settings: dict[str, Any]) -> str:
+    shape = settings["shape"]
+    device = settings["gpu_blocks"] * settings["block_bytes"] / 2**20
+    cpu, nvme = settings["cpu_bytes"] >> 20, settings["nvme_bytes"] >> 20
+    return (
+        f"Device cache {device:.1f} MiB, CPU tier {cpu} MiB, disk {nvme} MiB (vLLM's tiering: no "
+        f"limit), float32. "
+        f"{shape['conversations']} conversations, {shape['prefixes']} system prompts. "
+        f"Wrong tokens: {sum(phase.wrong_tokens for phase in phases)}"
+    )
+
+
+def _machine(facts: dict[str, Any]) -> str:
+    """Return the line that names the run."""
+    cores, load = facts["machine"]["cores"], facts["machine"]["load_average"]
+    return (
+        f"kvcascade demo: {facts['engine']} on {cores} cores, load {load:.1f} at the end; "
+        "times depend on the machine's other work"
+    )
 
 
 def _facts(engine: str, seconds: float) -> dict[str, Any]:
@@ -127,6 +154,7 @@ def _facts(engine: str, seconds: float) -> dict[str, Any]:
             "processor": platform.machine(),
             "cores": os.cpu_count(),
             "memory_bytes": psutil.virtual_memory().total,
+            "load_average": round(os.getloadavg()[0], 1),
         },
     }
 

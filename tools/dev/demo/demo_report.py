@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .demo_results import Phase, Times
+from .demo_results import Other, Phase, Times
 
 PLAIN_WIDTH = 100
 """Width in columns if the output is not a terminal."""
@@ -65,7 +65,8 @@ class DemoReporter:
 
 
 SAME = "–"
-"""Cell of the reference in rows that compare a phase with it."""
+"""Cell of a comparison that was not made."""
+WITHOUT, TIERING = "without offloading", "vLLM's tiering"
 
 
 def table(phases: Sequence[Phase]) -> Table:
@@ -87,6 +88,18 @@ def _both(values: Times) -> str:
     return f"{values.p50_s * 1000:.0f} / {values.p95_s * 1000:.0f}"
 
 
+def _reference(cell: Callable[[Other], str]) -> Callable[[Phase], str]:
+    return lambda phase: cell(phase.reference) if phase.needs else SAME
+
+
+def _tiering(cell: Callable[[Other], str]) -> Callable[[Phase], str]:
+    return lambda phase: SAME if phase.tiering is None else cell(phase.tiering)
+
+
+def _recomputed(other: Other) -> str:
+    return f"{other.sources.recomputed:,}"
+
+
 def _mebibytes(count: int) -> str:
     return f"{count / 2**20:,.1f}"
 
@@ -97,13 +110,23 @@ ROWS: tuple[tuple[str, Callable[[Phase], str]], ...] = (
     ("  from GPU cache", _tokens("gpu")),
     ("  from CPU tier", _tokens("cpu")),
     ("  from NVMe tier", _tokens("nvme")),
+    ("  from remote tier", _tokens("remote")),
     ("  recomputed", _tokens("recomputed")),
+    (f"    {WITHOUT}", _reference(_recomputed)),
+    (f"    {TIERING}", _tiering(_recomputed)),
     ("TTFT p50 / p95, ms", lambda phase: _both(phase.ttft)),
-    ("  same requests in (a)", lambda p: _both(p.reference_ttft) if p.needs_nvme else SAME),
+    (f"  {WITHOUT}", _reference(lambda other: _both(other.ttft))),
+    (f"  {TIERING}", _tiering(lambda other: _both(other.ttft))),
     ("MiB written to NVMe", lambda phase: _mebibytes(phase.written_bytes)),
     ("MiB read from NVMe", lambda phase: _mebibytes(phase.read_bytes)),
-    ("wrong tokens", lambda p: str(p.wrong_tokens) if p.needs_nvme else SAME),
+    ("MiB written to remote", lambda phase: _mebibytes(phase.remote_written_bytes)),
+    ("MiB read from remote", lambda phase: _mebibytes(phase.remote_read_bytes)),
+    ("wrong tokens", lambda p: str(p.wrong_tokens) if p.needs else SAME),
+    (f"  {TIERING}", _tiering(lambda other: str(other.wrong_tokens))),
 )
 """Rows of the table: title, and function that returns a phase's cell."""
 
-LEGEND = "TTFT: from a request's arrival at the engine's front end to its first token there."
+LEGEND = (
+    "TTFT: from sending a request to the arrival of its first token. Without offloading: the same\n"
+    "requests in (a). vLLM's tiering: the same requests to a server with vLLM's CPU and fs tiers."
+)

@@ -1,10 +1,14 @@
-"""The demo's four phases: their servers, their requests, and the end of each server.
+"""The demo's five phases: their servers, their requests, and the end of each server.
 
 (a) A server without offloading gives the reference. (b) A server with the cascade gets a workload
 that fits neither on the GPU nor in the CPU tier. It is stopped like an orchestrator stops it: by
 SIGTERM, with vLLM's default flags. (c) A new server finds the blocks again, adds a turn to every
 conversation, and is killed during a request. (d) One more server finds the blocks that the killed
-one had written.
+one had written. All these also write to a remote tier. (e) A server of another host, whose CPU and
+NVMe tiers are empty, finds the blocks there.
+
+A server with vLLM's own tiering gets the same requests, and ends the same way, before each of (b),
+(c) and (d). Its CPU tier has the same size; its disk tier has no limit.
 """
 
 from __future__ import annotations
@@ -16,22 +20,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..server import Completion
+from ..server import Completion, tiering_options
 from . import disk
 from .demo_report import DemoReporter
 from .demo_results import (
     READ_BYTES,
+    WRITTEN_BYTES,
     DemoError,
     Metrics,
+    Need,
+    Other,
     Phase,
     Reply,
     Sources,
+    device_sources,
     sources_of,
+    tiering_sources,
     times,
     wrong_tokens,
 )
 from .workload import ChatShape, Turn, Workload, waves
 
+KIB, MIB = 1 << 10, 1 << 20
 BLOCK_TOKENS = 32
 """Tokens per block; the engine on CPU requires multiples of 32."""
 WIDTH = 2
@@ -53,17 +63,22 @@ class Settings:
 
     model: Path
     kv: Path
-    """Folder of the NVMe tier."""
+    """Folder of the NVMe tiers, one for each host."""
     shape: ChatShape
+    on_cpu: bool = True
+    with_tiering: bool = True
+    """True if vLLM's own tiering is run too."""
     gpu_blocks: int = 92
-    cpu_capacity: str = "20MiB"
-    nvme_capacity: str = "96MiB"
-    segment_size: str = "16MiB"
+    block_bytes: int = 128 * KIB
+    """Bytes of one block of the model that `make_llama` writes by default."""
+    cpu_bytes: int = 20 * MIB
+    nvme_bytes: int = 96 * MIB
+    segment_bytes: int = 16 * MIB
     engine_options: Mapping[str, Any] | None = None
     """Further arguments for the engine, such as its share of the GPU."""
 
-    def server(self, has_cascade: bool) -> dict[str, Any]:
-        """Return the arguments of the server."""
+    def server(self, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the arguments of a server: with offloading if there are options for it."""
         options: dict[str, Any] = {
             "model": str(self.model),
             "dtype": "float32",
@@ -74,27 +89,33 @@ class Settings:
             "num_gpu_blocks_override": self.gpu_blocks,
             **(self.engine_options or {}),
         }
-        if has_cascade:
+        if extra is not None:
             options["kv_transfer_config"] = {
                 "kv_connector": "OffloadingConnector",
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": self._cascade(),
+                "kv_connector_extra_config": extra,
             }
         return options
 
-    def _cascade(self) -> dict[str, Any]:
+    def tiering(self) -> dict[str, Any]:
+        """Return the options of vLLM's own tiering."""
+        return tiering_options(self.on_cpu, self.cpu_bytes, self.kv / "vllm")
+
+    def cascade(self, nvme: Path, remote: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of kvcascade with three tiers."""
         return {
             "spec_name": "CascadeOffloadingSpec",
             "spec_module_path": "kvcascade.spec",
             "dirty_age_s": DIRTY_AGE_S,
             "tiers": [
-                {"type": "cpu", "capacity": self.cpu_capacity},
+                {"type": "cpu", "capacity": self.cpu_bytes},
                 {
                     "type": "nvme",
-                    "capacity": self.nvme_capacity,
-                    "path": str(self.kv),
-                    "segment_size": self.segment_size,
+                    "capacity": self.nvme_bytes,
+                    "path": str(nvme),
+                    "segment_size": self.segment_bytes,
                 },
+                {"type": "remote", "writes": "through", **remote},
             ],
         }
 
@@ -139,6 +160,18 @@ class Server(Protocol):
 
 Launch = Callable[[str, Mapping[str, Any]], AbstractContextManager[Server]]
 """Function that starts a server, given the name of its log and its arguments."""
+StartRemote = Callable[[], AbstractContextManager[Mapping[str, Any]]]
+"""Function that starts a server for blocks; it yields the options of a remote tier there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What one server answered and counted."""
+
+    replies: Sequence[Reply]
+    metrics: Metrics
+    start_s: float
+    leftovers: Sequence[str]
 
 
 class Demo:
@@ -148,6 +181,7 @@ class Demo:
         self,
         settings: Settings,
         launch: Launch,
+        start_remote: StartRemote,
         reporter: DemoReporter,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -156,20 +190,25 @@ class Demo:
         self.engine_version = ""
         self._workload = Workload(settings.shape)
         self._launch = launch
+        self._start_remote = start_remote
         self._reporter = reporter
         self._pause = pause
         self._reference: dict[Turn, Reply] = {}
 
     def run(self) -> list[Phase]:
-        """Run all four phases; raise `DemoError` if one cannot be run."""
+        """Run all five phases; raise `DemoError` if one cannot be run."""
+        host, other_host = self.settings.kv / "host", self.settings.kv / "other-host"
         order, turns = self._workload.order, self.settings.shape.turns
         most = [turn for number in range(1, turns) for turn in order(number)]
         last = order(turns)
-        self._phase("a", "no offloading", [*most, *last], has_cascade=False)
-        self._phase("b", "cascade", most)
-        again = order(turns - 1, "again")
-        self._phase("c", "after SIGTERM", [*again, *last], is_killed=True)
-        self._phase("d", "after kill -9", order(turns, "again"))
+        self._phase("a", "no offloading", [*most, *last], needs=Need.NOTHING)
+        with self._start_remote() as remote:
+            self._phase("b", "cold", most, host, remote)
+            again = order(turns - 1, "again")
+            self._phase("c", "after SIGTERM", [*again, *last], host, remote, is_killed=True)
+            again = order(turns, "again")
+            self._phase("d", "after kill -9", again, host, remote)
+            self._phase("e", "another host", again, other_host, remote, needs=Need.REMOTE)
         return self.phases
 
     def _phase(
@@ -177,42 +216,78 @@ class Demo:
         key: str,
         title: str,
         turns: Sequence[Turn],
+        nvme: Path | None = None,
+        remote: Mapping[str, Any] | None = None,
         *,
-        has_cascade: bool = True,
+        needs: Need = Need.NVME,
         is_killed: bool = False,
     ) -> None:
+        """Run kvcascade, or no offloading without a folder and a remote tier."""
+        extra = None if nvme is None or remote is None else self.settings.cascade(nvme, remote)
+        tiering = self._tiering(key, title, turns, is_killed) if needs is Need.NVME else None
+        written = 0 if nvme is None else disk.written_bytes(nvme)
+        served = self._serve(f"server-{key}", f"({key}) {title}", turns, extra, is_killed)
+        metrics = served.metrics
+        before = [self._reference[turn] for turn in turns]
+        phase = Phase(
+            key=key,
+            title=title,
+            replies=served.replies,
+            sources=_sources(key, served.replies, metrics),
+            wrong_tokens=self._wrong_tokens(served.replies),
+            reference=Other(device_sources(before), times(reply.ttft_s for reply in before)),
+            start_s=served.start_s,
+            written_bytes=0 if nvme is None else disk.written_bytes(nvme) - written,
+            read_bytes=int(metrics.get(READ_BYTES, tier="nvme")),
+            remote_written_bytes=int(metrics.get(WRITTEN_BYTES, tier="remote")),
+            remote_read_bytes=int(metrics.get(READ_BYTES, tier="remote")),
+            needs=needs,
+            tiering=tiering,
+            leftovers=served.leftovers,
+        )
+        self.phases.append(phase)
+        self._reporter.say(f"    {_summary(phase)}")
+
+    def _tiering(
+        self, key: str, title: str, turns: Sequence[Turn], is_killed: bool
+    ) -> Other | None:
+        """Send the requests of a phase to vLLM's own tiering; its files stay for the next phase."""
+        if not self.settings.with_tiering:
+            return None
+        name = f"({key}) {title}, vLLM's own tiering"
+        served = self._serve(f"server-{key}-vllm", name, turns, self.settings.tiering(), is_killed)
+        return Other(
+            tiering_sources(served.replies, served.metrics),
+            times(reply.ttft_s for reply in served.replies),
+            self._wrong_tokens(served.replies),
+        )
+
+    def _serve(
+        self,
+        log: str,
+        name: str,
+        turns: Sequence[Turn],
+        extra: Mapping[str, Any] | None,
+        is_killed: bool,
+    ) -> _Served:
+        """Run a server from its start to its end."""
         say = self._reporter.say
-        written = disk.written_bytes(self.settings.kv)
-        say(f"({key}) {title}: starting a server")
-        with self._launch(f"server-{key}.log", self.settings.server(has_cascade)) as server:
+        say(f"{name}: starting a server")
+        with self._launch(f"{log}.log", self.settings.server(extra)) as server:
             start_s = server.ready()
             self.engine_version = server.version()
             say(f"    ready after {start_s:.1f} s; {len(turns)} requests")
-            replies = self._answer(server, turns, is_reference=not has_cascade)
+            replies = self._answer(server, turns, is_reference=extra is None)
             metrics = Metrics(server.metrics())
             shared = disk.shared_memory_of(server.process_numbers())
-            if has_cascade:
+            if extra is not None:
                 self._pause(IDLE_BEFORE_STOP_S)
             if is_killed:
                 self._kill(server, turns)
             else:
                 say("    SIGTERM")
                 server.stop()
-        phase = Phase(
-            key=key,
-            title=title,
-            replies=replies,
-            sources=_sources(key, replies, metrics),
-            wrong_tokens=sum(wrong_tokens(r.tokens, self._tokens(r.turn)) for r in replies),
-            reference_ttft=times(self._reference[reply.turn].ttft_s for reply in replies),
-            start_s=start_s,
-            written_bytes=disk.written_bytes(self.settings.kv) - written,
-            read_bytes=int(metrics.get(READ_BYTES, tier="nvme")),
-            needs_nvme=has_cascade,
-            leftovers=disk.left_behind(shared),
-        )
-        self.phases.append(phase)
-        say(f"    {_summary(phase)}")
+        return _Served(replies, metrics, start_s, disk.left_behind(shared))
 
     def _answer(self, server: Server, turns: Sequence[Turn], is_reference: bool) -> list[Reply]:
         """Send all requests; the prompts of every phase contain the answers of the reference."""
@@ -241,8 +316,8 @@ class Demo:
         answers = {turn: reply.tokens for turn, reply in self._reference.items()}
         return [self._workload.prompt(turn, answers) for turn in turns]
 
-    def _tokens(self, turn: Turn) -> tuple[int, ...]:
-        return self._reference[turn].tokens
+    def _wrong_tokens(self, replies: Iterable[Reply]) -> int:
+        return sum(wrong_tokens(r.tokens, self._reference[r.turn].tokens) for r in replies)
 
 
 def _sources(key: str, replies: Sequence[Reply], metrics: Metrics) -> Sources:

@@ -45,7 +45,7 @@ Answer = dict[str, Any]
 def describe(writer: PathWriter, body: Answer) -> Answer:
     """Answer `namespace`. Raises a `KVCascadeError`."""
     namespace = _namespace(writer, body)
-    written, read = namespace.table.totals
+    written, read = namespace.totals()
     day = namespace.day_totals()
     return {
         "blocks": namespace.space.used,

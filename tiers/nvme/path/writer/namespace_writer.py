@@ -113,6 +113,12 @@ class NamespaceWriter:
         if 0 <= read_bytes <= MAX_READ_REPORT_BYTES:
             self._read_bytes = min(self._read_bytes + read_bytes, MAX_READ_REPORT_BYTES)
 
+    def totals(self) -> tuple[int, int]:
+        """Return the bytes (written, read) over the life of the namespace, with the reads that are
+        not written down yet."""
+        written, read = self.table.totals
+        return written, read + self._read_bytes
+
     def day_totals(self) -> DayTotals:
         """Return the totals of the last day, with the reads that are not written down yet."""
         totals = self.table.day_totals()

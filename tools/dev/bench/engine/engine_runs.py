@@ -25,14 +25,19 @@ from typing import Any
 
 from ....commands.bench.bench_results import NONE, OURS, VLLM, BenchError, quantile
 from ...demo import disk
-from ...server import CPU_ENVIRONMENT, ENVIRONMENT, GPU_OPTIONS, ServerError, ServerProcess
+from ...server import (
+    CPU_ENVIRONMENT,
+    ENVIRONMENT,
+    GPU_OPTIONS,
+    ServerError,
+    ServerProcess,
+    tiering_options,
+)
 from ..measurement import Say
 from ..scale import BLOCK_TOKENS, SUFFIX_BLOCKS, EngineScale
 
 ANSWER_TOKENS = 4
 FIRST_TOKEN = 3
-CPU_TIERING = "kvcascade.tools.dev.vllm_cpu_tiering"
-"""vLLM's own tiering with a device copy that accepts CPU tensors."""
 VOCABULARY = 1024
 DEVICE_SPARE_BLOCKS = 24
 """Blocks on the device beyond one prompt, for the rest of the previous prompt."""
@@ -203,14 +208,7 @@ class Servers:
         if contender == NONE:
             return None
         if contender == VLLM:
-            own = {"spec_name": "TieringOffloadingSpec"}
-            if self._on_cpu:
-                own = {"spec_name": "CpuTieringSpec", "spec_module_path": CPU_TIERING}
-            return {
-                **own,
-                "cpu_bytes_to_use": cpu_bytes,
-                "secondary_tiers": [{"type": "fs", "root_dir": str(folder)}],
-            }
+            return tiering_options(self._on_cpu, cpu_bytes, folder)
         assert contender == OURS
         tier = {"type": "nvme", "path": str(folder), "min_free": 0, **nvme}
         return {

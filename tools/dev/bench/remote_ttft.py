@@ -1,0 +1,222 @@
+"""Time to the first token beside a remote tier whose server stops, or whose link is slow.
+
+    python -m kvcascade.tools.dev.bench.remote_ttft --out FOLDER
+
+Two of vLLM's servers with a small model run side by side: "remote" has a CPU tier and a remote
+tier, "none" has the CPU tier alone. Each prompt goes to both in turn. A server before them has
+filled the remote tier. The tier's own server is on a host of its own, behind a link that can be
+limited. That needs root, `ip`, `tc`, and redis-server or valkey-server on the PATH (or --binary).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+from ..model import make_llama
+from ..other_host import OtherHost, other_host
+from ..remote_server import listening, valkey_binary, valkey_command
+from ..server import Completion, ServerProcess, free_port, is_on_cpu, write_tokenizer
+from .engine.engine_runs import (
+    ANSWER_TOKENS,
+    IDLE_AFTER_S,
+    VOCABULARY,
+    Prompt,
+    Servers,
+    fresh_prompts,
+)
+from .scale import EngineScale
+
+SCALE = EngineScale(prefix_blocks=31)
+DEVICE_BLOCKS = 100
+DEADLINE_S = 2.0
+SLOW_LINK = "100mbit"
+RECOVERY_LIMIT_S, RECOVERY_PAUSE_S = 20.0, 0.5
+RECOVERY_PROMPTS = 40
+WARM_UPS = 3
+WRITTEN = "vllm:kvcascade_demoted_blocks{tier=remote}"
+WRITE_LIMIT_S, WRITE_PAUSE_S = 60.0, 0.1
+REMOTE, NONE = "remote", "none"
+
+Row = dict[str, Any]
+Sleep = Callable[[float], None]
+
+
+class Asked(Protocol):
+    """What is asked of a server of vLLM."""
+
+    def complete(self, prompt: Sequence[int], answer_tokens: int) -> Completion:
+        """Return the answer to a prompt."""
+
+
+class Link(Protocol):
+    """A link whose rate can be limited."""
+
+    def limit(self, rate: str | None) -> None:
+        """Let no more than this rate through; None: no limit."""
+
+
+class Pair:
+    """Both servers."""
+
+    def __init__(self, servers: Mapping[str, Asked], sleep: Sleep = time.sleep) -> None:
+        self._servers = servers
+        self._sleep = sleep
+
+    def row(self, case: str, asked: Sequence[Prompt]) -> Row:
+        """Send prompts; return times to the first token, cached tokens and wrong answers."""
+        found: dict[str, list[Completion]] = {REMOTE: [], NONE: []}
+        for number, prompt in enumerate(asked):
+            for name in (REMOTE, NONE) if number % 2 else (NONE, REMOTE):
+                self._sleep(IDLE_AFTER_S)
+                found[name].append(self._servers[name].complete(prompt, ANSWER_TOKENS))
+        ms = {name: [1e3 * each.ttft_s for each in answers] for name, answers in found.items()}
+        pairs = zip(found[REMOTE], found[NONE], strict=True)
+        return {
+            "case": case,
+            "ttft_ms": ms,
+            "median_ms": {name: median(values) for name, values in ms.items()},
+            "ratio": median(ms[REMOTE]) / median(ms[NONE]),
+            "cached_tokens": sum(each.cached_tokens for each in found[REMOTE]),
+            "prompt_tokens": sum(map(len, asked)),
+            "wrong_answers": sum(one.tokens != other.tokens for one, other in pairs),
+        }
+
+    def recovery(self, case: str, asked: Sequence[Prompt]) -> Row:
+        """Return the seconds until a prompt comes from the remote tier; None: not in time."""
+        began_s = time.monotonic()
+        for prompt in asked:
+            if self._servers[REMOTE].complete(prompt, ANSWER_TOKENS).cached_tokens:
+                return {"case": case, "recovery_s": time.monotonic() - began_s}
+            if time.monotonic() - began_s > RECOVERY_LIMIT_S:
+                break
+            self._sleep(RECOVERY_PAUSE_S)
+        return {"case": case, "recovery_s": None}
+
+
+def measure(
+    pair: Pair, link: Link, signal_server: Callable[[int], None], held: Sequence[Prompt], each: int
+) -> Iterator[Row]:
+    """Yield the rows. `held`: prompts that are in the remote tier, 4 * `each` and some more."""
+
+    def new(name: str, prompts: int) -> list[Prompt]:
+        return fresh_prompts(SCALE, name, prompts)
+
+    yield pair.row("in the remote tier", held[:each])
+    yield pair.row("new prompts", new("new", each))
+    link.limit(SLOW_LINK)
+    yield pair.row(f"in the remote tier, link of {SLOW_LINK}", held[each : 3 * each])
+    link.limit(None)
+    yield pair.row("in the remote tier, link mended", held[3 * each : 4 * each])
+    signal_server(signal.SIGSTOP)
+    try:
+        yield pair.row("server stopped, first prompt", new("first", 1))
+        yield pair.row("server stopped, next prompts", new("next", 2 * each))
+    finally:
+        signal_server(signal.SIGCONT)
+    yield pair.recovery("server goes on, s until a hit", held[4 * each :])
+
+
+class Engines:
+    """Servers of vLLM over one model."""
+
+    def __init__(self, folder: Path, remote: Mapping[str, Any]) -> None:
+        """`remote`: options of the remote tier."""
+        self._servers = Servers(folder, is_on_cpu(), lambda line: None)
+        self._remote = remote
+        self._model = make_llama(
+            folder / "model",
+            layers=SCALE.layers,
+            hidden=SCALE.hidden,
+            vocab=VOCABULARY,
+            max_positions=SCALE.prompt_tokens_max,
+        )
+        write_tokenizer(self._model, VOCABULARY)
+
+    def started(self, name: str, stack: ExitStack) -> ServerProcess:
+        """Start a server, which has answered some prompts; it stops at the end of `stack`."""
+        tiers = [{"type": "cpu", "capacity": "2GiB"}, *([] if name == NONE else [self._remote])]
+        extra = {"spec_name": "CascadeOffloadingSpec", "spec_module_path": "kvcascade.spec"}
+        options = self._servers.options(
+            self._model, SCALE.prompt_tokens_max, DEVICE_BLOCKS, {**extra, "tiers": tiers}
+        )
+        warm_up = fresh_prompts(SCALE, f"warm up {name}", WARM_UPS)
+        return stack.enter_context(self._servers.running(name, options, warm_up))
+
+    def fill(self, held: Sequence[Prompt]) -> None:
+        """Have a server compute prompts, and wait until their blocks are in the remote tier."""
+        with ExitStack() as stack:
+            server = self.started("first", stack)
+            for number, prompt in enumerate(held, start=1):
+                server.complete(prompt, ANSWER_TOKENS)
+                ends_s = time.monotonic() + WRITE_LIMIT_S
+                while server.metrics().get(WRITTEN, 0) < number * SCALE.prefix_blocks:
+                    if time.monotonic() > ends_s:
+                        raise SystemExit("the remote tier does not take the blocks")
+                    time.sleep(WRITE_PAUSE_S)
+
+
+def shown(row: Row) -> str:
+    """Return a line of the table."""
+    if "recovery_s" in row:
+        return f"| {row['case']} | {row['recovery_s']} | | | |"
+    figures = row["median_ms"]
+    return (
+        f"| {row['case']} | {figures[REMOTE]:.0f} | {figures[NONE]:.0f} | {row['ratio']:.2f} "
+        f"| {row['cached_tokens']} of {row['prompt_tokens']} |"
+    )
+
+
+def stored_server(
+    binary: str, host: OtherHost, stack: ExitStack
+) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
+    """Start a server on a host; also return the options of a remote tier there."""
+    port = free_port()
+    command = [*host.within, *valkey_command(binary, port, host.address), "--protected-mode", "no"]
+    running = stack.enter_context(listening(command, port, host.address))
+    url = f"redis://{host.address}:{port}"
+    options = {"type": "remote", "url": url, "insecure": True, "writes": "through"}
+    return running, {**options, "deadline_s": DEADLINE_S}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print a table, and write `remote-ttft.json`."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the JSON file")
+    parser.add_argument("--binary", default=valkey_binary(), help="path of the server")
+    parser.add_argument("--each", type=int, default=6, help="prompts of a row")
+    options = parser.parse_args(argv)
+    if not options.binary:
+        raise SystemExit("no valkey-server or redis-server is on the PATH; give --binary")
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        host = stack.enter_context(other_host())
+        server, remote = stored_server(options.binary, host, stack)
+        engines = Engines(folder, remote)
+        held = fresh_prompts(SCALE, "held", 4 * options.each + RECOVERY_PROMPTS)
+        engines.fill(held)
+        pair = Pair({name: engines.started(name, stack) for name in (REMOTE, NONE)})
+        print("| case | remote, ms | none, ms | ratio | cached tokens |\n|---|---|---|---|---|")
+        for row in measure(pair, host, server.send_signal, held, options.each):
+            rows.append(row)
+            print(shown(row), flush=True)
+    described = {"cpus": os.cpu_count(), "load": os.getloadavg(), "rows": rows}
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "remote-ttft.json").write_text(json.dumps(described, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
