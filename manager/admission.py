@@ -1,4 +1,4 @@
-"""Admission to a lower tier, its write budget, and the warning about useless writes."""
+"""Admission to a lower tier, and the warning about useless writes."""
 
 from __future__ import annotations
 
@@ -118,32 +118,6 @@ class PastUses:
                 self._oldest = (self._oldest + 1) % self._tags.entries
             entry = self._tags.add(tag)
         self._uses[entry] = min(USES_MAX, uses)
-
-
-class WriteBudget:
-    """Limit of `bytes_per_day` over any sliding day, for all writers of the tier together.
-
-    The tier records the bytes written, so the budget survives restarts. Writes in flight count in
-    addition until they end.
-    """
-
-    def __init__(self, bytes_per_day: int, totals: Callable[[], DayTotals]) -> None:
-        """`totals` returns the tier's recorded totals of the last day."""
-        self._bytes_per_day = bytes_per_day
-        self._totals = totals
-        self._in_flight_bytes = 0
-
-    def left_bytes(self) -> int:
-        """Return the number of bytes that may be written now."""
-        return max(0, self._bytes_per_day - self._totals().written - self._in_flight_bytes)
-
-    def started(self, size_bytes: int) -> None:
-        """Count a write that started."""
-        self._in_flight_bytes += size_bytes
-
-    def ended(self, size_bytes: int) -> None:
-        """Count a write that ended: it failed, or the tier has recorded it."""
-        self._in_flight_bytes -= size_bytes
 
 
 class EnduranceWatch:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..config.schema import OnReset, WriteMode
 from ..tiers.base import BlockHash, BlockStatus, LoadStoreSpec
@@ -106,7 +107,8 @@ class CascadingOffloadingManager(OffloadingManager):
         self.counters = flow.counters
         mode, deadline_s = options.write_mode, options.promotion_deadline_s
         age_s = 0.0 if mode is WriteMode.THROUGH else options.dirty_age_s
-        self._aging = Aging(clock, flow.top.capacity, age_s)
+        is_aging = mode is not WriteMode.DEMOTE and not flow.is_single
+        aging = Aging(clock, flow.top.capacity, age_s) if is_aging else None
         self._demoter = Demoter(
             flow.top,
             below,
@@ -114,8 +116,7 @@ class CascadingOffloadingManager(OffloadingManager):
             flow.tickets,
             clock,
             Watermarks(options.low_watermark, options.high_watermark),
-            slots=flow.top.capacity,
-            aging=None if mode is WriteMode.DEMOTE else self._aging,
+            aging,
         )
         worth = _worth_of(flow, options)
         workers = WorkerTransfers(flow.top.backend, options.steps_until_flushed)
@@ -136,13 +137,11 @@ class CascadingOffloadingManager(OffloadingManager):
             workers,
             self.lookups.answers,
             worth,
-            self._aging,
-            mode,
             options.offered_once,
         )
         self._workers, self._holds = workers, holds
         self._loads = Loads(flow, promoter, claims, workers, options.served_end)
-        self._request_ends = RequestEnds(flow, self._aging, mode, counts_uses=admission.counts_uses)
+        self._request_ends = RequestEnds(flow, aging, counts_uses=admission.counts_uses)
         self._resets = Resets(
             flow,
             self._demoter,
@@ -150,9 +149,9 @@ class CascadingOffloadingManager(OffloadingManager):
             claims,
             self.lookups,
             workers,
-            self._aging,
             options.on_reset,
         )
+        self._collect = partial(collect, flow, promoter, self._demoter)
         self._closing = Closing(flow, self._demoter, workers, holds, pause)
 
     # ---- questions -----------------------------------------------------------------------
@@ -212,7 +211,7 @@ class CascadingOffloadingManager(OffloadingManager):
         Call it at any time after the last lookup of the step.
         """
         with self.lock:
-            self._stores.end_step()
+            self._workers.end_step()
             self._claims.end_step()
             self._maintain()
             self._flow.evicted.clear()
@@ -238,13 +237,9 @@ class CascadingOffloadingManager(OffloadingManager):
                 protected = set(self.lookups.answers.hits())
                 self._promoter.flush(protected, may_displace=self._claims.waiting > 0)
         self._demoter.keep_ahead()
-        if self._aging:
-            self._demoter.demote_due(self._aging)
+        self._demoter.demote_due()
         if may_evict:
             self._resets.maintain()
-
-    def _collect(self) -> None:
-        collect(self._flow, self._promoter, self._demoter)
 
     @property
     def waiting_requests(self) -> int:

@@ -26,7 +26,7 @@ Used under the manager's lock.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from ..tiers.base import BlockHash
@@ -116,18 +116,24 @@ class ClaimQueue:
         return True
 
     def want(
-        self, block_hash: BlockHash, level: int, request: Request, before: Iterable[BlockHash]
+        self,
+        block_hash: BlockHash,
+        level: int,
+        request: Request,
+        before: Callable[[], Iterable[BlockHash]],
     ) -> LookupState:
         """Add a block to the request's claim.
 
         `level` is the tier that holds it; 0 means that it is in flight, or that a worker is storing
-        it. `before`: the request's hits of this step, used if this is its first claim.
+        it. `before` returns the request's hits of this step; a new claim begins with them.
         """
         if level and not self._may_be_worth(level, request):
             return LookupState.MISS
         claim = request.claim
         if claim is None or claim.is_admitted:
-            claim = self._new_claim(request, before)
+            if claim is not None and not level and block_hash in claim.wanted:
+                return LookupState.PENDING
+            claim = self._new_claim(request, before())
         claim.wanted[block_hash] = level
         return LookupState.PENDING
 
@@ -167,6 +173,8 @@ class ClaimQueue:
     def end_step(self) -> None:
         """Reorder the queue: requests that asked in this step come first, in the order of their
         lookups."""
+        if self._worth is not None:
+            self._worth.prefill.end_step(self._flow.clock())
         self.room.end_step()
         if self._asked:
             first = [c for c in self._asked if c in self._queue]
@@ -354,29 +362,25 @@ class ClaimQueue:
 
     def _take_first(self, block_hashes: Sequence[BlockHash], claim: Claim, room: int) -> int:
         """Take blocks in order while `room` slots are left. Return the number taken."""
+        holds, promoter, request = self._holds, self._promoter, claim.request
+        get, find = self._top.policy.get, promoter.find
         for at, block_hash in enumerate(block_hashes):
-            if self._takes_slot(block_hash):
+            status, pending = get(block_hash), find(block_hash)
+            if status is not None and status.ref_cnt >= 0:
+                takes_slot = status.block_id not in holds
+            else:
+                takes_slot = status is None and pending is None
+            if takes_slot:
                 if room <= 0:
                     return at
                 room -= 1
-            self._take(block_hash, claim.wanted[block_hash], claim.request)
+            if status is not None and status.ref_cnt >= 0:
+                holds.pin(request, block_hash, status)
+            elif pending is None:
+                if status is None:  # otherwise a worker is storing it
+                    promoter.begin(block_hash, claim.wanted[block_hash], request)
+            elif pending.is_late:
+                request.missed.add(block_hash)
+            else:
+                promoter.join(block_hash, pending, request)
         return len(block_hashes)
-
-    def _takes_slot(self, block_hash: BlockHash) -> bool:
-        """True if the block needs a slot that no other request has taken."""
-        status = self._top.policy.get(block_hash)
-        if status is None:
-            return self._promoter.find(block_hash) is None
-        return status.ref_cnt >= 0 and status.block_id not in self._holds
-
-    def _take(self, block_hash: BlockHash, level: int, request: Request) -> None:
-        """Pin a block for the request, or queue its promotion."""
-        status, pending = self._top.policy.get(block_hash), self._promoter.find(block_hash)
-        if status is not None and status.ref_cnt >= 0:
-            self._holds.pin(request, block_hash, status)
-        elif pending is not None and pending.is_late:
-            request.missed.add(block_hash)
-        elif pending is not None:
-            self._promoter.join(block_hash, pending, request)
-        elif status is None:  # otherwise a worker is storing it
-            self._promoter.begin(block_hash, level, request)

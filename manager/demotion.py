@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from ..tiers.base import BlockHash, BlockOutcome
 from .admission import Admission
@@ -56,8 +57,7 @@ class Aging:
 
     def note(self, block_hashes: Iterable[BlockHash]) -> None:
         """Append blocks that are dirty from now on."""
-        now_s = self._clock()
-        self._stored.extend((now_s, block_hash) for block_hash in block_hashes)
+        self._stored.extend(zip(repeat(self._clock()), block_hashes, strict=False))
 
     def take_due(self, n: int) -> list[BlockHash]:
         """Remove and return up to `n` due blocks, without duplicates."""
@@ -80,9 +80,8 @@ class Aging:
 class ColdSearch:
     """Find the coldest dirty blocks of a level, and decide when the next scan is due."""
 
-    def __init__(self, level: Level, marks: Watermarks, slots: int) -> None:
-        """The watermarks `marks` are shares of `slots`."""
-        self._level = level
+    def __init__(self, level: Level, marks: Watermarks) -> None:
+        self._level, slots = level, level.capacity
         self._ahead = MAX_JOBS_IN_FLIGHT * batch_blocks(level.block_size)
         self._window = max(1, round(marks.high * slots))
         self._slack = max(1, round((marks.high - marks.low) * slots))
@@ -128,12 +127,13 @@ class ColdSearch:
 
     def dirty_among(self, block_hashes: Iterable[BlockHash]) -> Pairs:
         """Return those blocks that are in the level, ready and dirty."""
-        level = self._level
-        found = ((block_hash, level.policy.get(block_hash)) for block_hash in block_hashes)
+        get, is_dirty = self._level.policy.get, self._level.dirt.is_dirty
         return [
             (block_hash, status)
-            for block_hash, status in found
-            if status is not None and status.ref_cnt >= 0 and level.dirt.is_dirty(status.block_id)
+            for block_hash in block_hashes
+            if (status := get(block_hash)) is not None
+            and status.ref_cnt >= 0
+            and is_dirty(status.block_id)
         ]
 
     def most_useful(self, n: int, in_use: Sequence[BlockHash]) -> list[BlockHash]:
@@ -160,22 +160,18 @@ class Demoter:
         tickets: Iterator[int],
         clock: Clock,
         marks: Watermarks,
-        *,
-        slots: int,
-        aging: Aging | None = None,
+        aging: Aging | None,
     ) -> None:
-        """The watermarks `marks` are shares of `slots`.
-
-        `aging` receives the blocks to try again: their device failed, or only a part of their job
-        had room.
-        """
+        """`aging` has the blocks to write at a certain age; None: a block is written when cold."""
         self._level = level
         self._below = below
         self._admission = admission
         self._tickets = tickets
         self._clock = clock
-        self._aging = aging
-        self.search = ColdSearch(level, marks, slots)
+        self.aging = aging
+        """Blocks to write once they are due. Those to try again come back: their device failed, or
+        only a part of their job had room."""
+        self.search = ColdSearch(level, marks)
         self._batch = batch_blocks(level.block_size)
         self._jobs: dict[int, Transfer] = {}
         self.was_cut_short = False
@@ -215,11 +211,6 @@ class Demoter:
             return 0
         return min(len(self._level.policy), self._below.tiers[0].capacity)
 
-    @property
-    def room_blocks(self) -> int:
-        """Largest number of blocks whose write could start now."""
-        return (MAX_JOBS_IN_FLIGHT - self._counted_jobs) * self._batch if self._may_start() else 0
-
     def keep_ahead(self) -> None:
         """Clean the coldest blocks of the level if the low watermark may have been passed.
 
@@ -258,11 +249,15 @@ class Demoter:
         # settled blocks can be evicted at once
         return bool(self._level.policy.coldest(1, (), self._level.dirt.settled_mask))
 
-    def demote_due(self, aging: Aging) -> None:
-        """Start writing the due blocks."""
-        due = aging.take_due(self.room_blocks)  # bounds the work of one step
+    def demote_due(self) -> None:
+        """Start writing the due blocks, as many as the jobs that may start have room for."""
+        aging = self.aging
+        if not aging or not self._may_start():
+            return
+        due = aging.take_due((MAX_JOBS_IN_FLIGHT - self._counted_jobs) * self._batch)
         left = self.demote(due) if due else 0
-        aging.put_back(due[len(due) - left :])
+        if left:
+            aging.put_back(due[-left:])
 
     def demote(self, block_hashes: Sequence[BlockHash]) -> int:
         """Start writing those blocks that are in the level, ready and dirty.
@@ -312,6 +307,8 @@ class Demoter:
 
     def orphan(self) -> list[Transfer]:
         """Mark all writes in flight as orphans, because the level was reset. Return them."""
+        if self.aging is not None:
+            self.aging.clear()
         for job in self._jobs.values():
             job.is_orphan = True
         return self.jobs
@@ -352,8 +349,8 @@ class Demoter:
         return self._counted_jobs < MAX_JOBS_IN_FLIGHT and self._below.takes_puts
 
     def _retry_later(self, block_hashes: Iterable[BlockHash]) -> None:
-        if self._aging is not None:
-            self._aging.note(block_hashes)
+        if self.aging is not None:
+            self.aging.note(block_hashes)
 
     def _send(self, cold: Pairs) -> int | None:
         """Start one job. Return the number of blocks in it; None: no job can start now.

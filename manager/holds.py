@@ -48,7 +48,8 @@ class Holds:
             users = self._users.pop(status.block_id)
             if users > 1:
                 self._users[status.block_id] = users - 1
-        self._forget(request)
+        request.holds.clear()
+        del self._requests[request]
 
     def blocks(self) -> Iterator[BlockHash]:
         """Yield the held blocks in prefix order. A block held by several requests comes several
@@ -59,9 +60,6 @@ class Holds:
     def forget_all(self) -> None:
         """Forget every hold without unpinning, because the first tier was reset."""
         self._users.clear()
-        for request in list(self._requests):
-            self._forget(request)
-
-    def _forget(self, request: Request) -> None:
-        request.holds.clear()
-        del self._requests[request]
+        for request in self._requests:
+            request.holds.clear()
+        self._requests.clear()

@@ -124,7 +124,8 @@ class Lookups:
         request.missed_at = None
         self.answers.begin()
         if request.claim is not None:
-            self._is_waiting = self._must_wait(request, first)
+            with self._lock:
+                self._is_waiting = self._claims.must_wait(request.claim, first)
         else:
             self._is_waiting = request.asked is not None and self._must_answer(request)
         return self._is_waiting
@@ -172,11 +173,6 @@ class Lookups:
             if is_first and not request.is_computing:
                 self._missing.append(request)
 
-    def _must_wait(self, request: Request, first: BlockHash) -> bool:
-        assert request.claim is not None
-        with self._lock:
-            return self._claims.must_wait(request.claim, first)
-
     def _must_answer(self, request: Request) -> bool:
         """Return True if the answer about a block of an earlier step is still awaited."""
         assert request.asked is not None
@@ -203,7 +199,7 @@ class Lookups:
             medium = self._below.tiers[pending.tier - 1].medium
             if pending.is_late or not request.may_read(medium):
                 return LookupState.MISS
-            return self._want(block_hash, 0, request)
+            return self._claims.want(block_hash, 0, request, self.answers.of_request)
         if status is not None and may_read_top:
             return self._wait_for_store(block_hash, request)
         if self._looks >= MAX_LOOKS_PER_STEP and request.claim is None:
@@ -211,7 +207,7 @@ class Lookups:
         self._looks += 1
         tier = self._below.may_hold(block_hash, request.allowed_media)
         if tier:
-            return self._want(block_hash, tier, request)
+            return self._claims.want(block_hash, tier, request, self.answers.of_request)
         if request.recomputes:
             return LookupState.MISS
         if not self._below.is_asking(block_hash, request, request.allowed_media):
@@ -229,14 +225,6 @@ class Lookups:
         is_wanted = claim is not None and not claim.is_admitted and block_hash in claim.wanted
         return LookupState.RETRY if is_wanted else LookupState.MISS
 
-    def _want(self, block_hash: BlockHash, tier: int, request: Request) -> LookupState:
-        claim = request.claim
-        if claim is None or claim.is_admitted:
-            if tier == 0 and claim is not None and block_hash in claim.wanted:
-                return LookupState.PENDING
-            return self._claims.want(block_hash, tier, request, self.answers.of_request())
-        return self._claims.want(block_hash, tier, request, ())
-
     def _wait_for_store(self, block_hash: BlockHash, request: Request) -> LookupState:
         """Treat a block that a worker is storing as pending until the request's deadline."""
         if self._store_wait_s is None:
@@ -245,7 +233,7 @@ class Lookups:
         if request.storing_since_s is None:
             request.storing_since_s = now_s
         if now_s < request.storing_since_s + self._store_wait_s:
-            return self._want(block_hash, 0, request)
+            return self._claims.want(block_hash, 0, request, self.answers.of_request)
         request.missed.add(block_hash)
         self._flow.counters.recomputed_blocks[Reason.DEADLINE] += 1
         return LookupState.MISS

@@ -13,7 +13,7 @@ Used under the manager's lock.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -126,6 +126,8 @@ class Promoter:
         self._worth = worth
         self._top = flow.top
         self._pending: dict[BlockHash, Pending] = {}
+        self.find = self._pending.get
+        """Function that returns the state of a block's promotion; None if it is not promoted."""
         self.queues = [ReadQueue(tier, deadline_s) for tier in range(1, 1 + len(flow.below.tiers))]
         """One queue for each tier below, nearest first."""
         self.late_s = math.inf
@@ -152,10 +154,6 @@ class Promoter:
     def queued_blocks(self) -> list[int]:
         """Return the number of queued blocks by tier; index 0 stands for the first tier."""
         return [0, *(len(queue.queued) for queue in self.queues)]
-
-    def find(self, block_hash: BlockHash) -> Pending | None:
-        """Return the state of the block's promotion; None if it is not being promoted."""
-        return self._pending.get(block_hash)
 
     def begin(self, block_hash: BlockHash, tier: int, request: Request | None) -> None:
         """Queue a block that `tier` holds. Without a request the read is a probe."""
@@ -193,7 +191,7 @@ class Promoter:
         queue = self.queues[ended.tier - 1]
         job = queue.jobs.pop(ended.ticket)
         now_s = self._flow.clock()
-        arrived = sum(outcome is BlockOutcome.OK for outcome in ended.outcomes)
+        arrived = ended.outcomes.count(BlockOutcome.OK)
         if arrived:
             queue.moved_s = now_s
         if self._worth is not None:
@@ -210,7 +208,8 @@ class Promoter:
         """Turn late blocks into misses, and set `late_s`."""
         now_s, self.late_s = self._flow.clock(), math.inf
         for queue in self.queues:
-            self._fail_all(queue.take_late(now_s), Reason.DEADLINE)
+            for block_hash in queue.take_late(now_s):
+                self._fail(block_hash, Reason.DEADLINE)
             for job in queue.late_jobs(now_s):
                 for block_hash in job.hashes:
                     pending = self._pending.get(block_hash)
@@ -250,8 +249,9 @@ class Promoter:
             self._send(queue, queued[start : min(start + batch, room)])
         queue.queued = queued[room:]
         if room < wanted and not self._will_have_room(wanted - room, may_drop):
-            self._fail_all(queue.queued, Reason.BUDGET)
-            queue.queued = []
+            left, queue.queued = queue.queued, []
+            for block_hash in left:
+                self._fail(block_hash, Reason.BUDGET)
 
     def _will_have_room(self, n: int, may_drop: bool) -> bool:
         """Return True if slots will become free, or if blocks can be evicted after this step."""
@@ -281,10 +281,6 @@ class Promoter:
             speed = self._worth.links[queue.tier - 1]
             speed.started(len(present) * self._top.block_size, now_s)
         self._below.get(ticket, queue.tier, present, [status.block_id for status in targets])
-
-    def _fail_all(self, hashes: Iterable[BlockHash], reason: Reason) -> None:
-        for block_hash in hashes:
-            self._fail(block_hash, reason)
 
     def _fail(self, block_hash: BlockHash, reason: Reason | None = None) -> None:
         """Drop a promotion: its block is a miss for every waiting request."""
@@ -338,5 +334,5 @@ def collect(flow: Flow, promoter: Promoter, demoter: Demoter) -> None:
     demoter.collect_lost()
     if ended_jobs:
         flow.collect_events()
-    if ended_jobs or flow.clock() >= promoter.late_s:
+    if flow.clock() >= promoter.late_s:
         promoter.expire()

@@ -5,9 +5,6 @@ Used under the manager's lock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from ..config.schema import WriteMode
 from ..tiers.base import BlockHash
 from .demotion import Aging
 from .flow import Flow
@@ -17,12 +14,11 @@ from .request import Request, runs_from_the_end
 class RequestEnds:
     """Update the first tier when a request ends."""
 
-    def __init__(self, flow: Flow, aging: Aging, mode: WriteMode, *, counts_uses: bool) -> None:
+    def __init__(self, flow: Flow, aging: Aging | None, *, counts_uses: bool) -> None:
         """`counts_uses`: True if admission to the tier below depends on use counts."""
         self._flow = flow
         self._top = flow.top
         self._aging = aging
-        self._mode = mode
         self._counts_uses = counts_uses
 
     def end(self, request: Request) -> None:
@@ -42,14 +38,11 @@ class RequestEnds:
         if self._top.policy.wants_chains:
             self._top.policy.note_chain(in_order)
         else:
-            self._set_recency(in_order, used)
+            policy = self._top.policy
+            for is_new, run in runs_from_the_end(in_order, used.__getitem__):
+                (policy.settle if is_new else policy.touch)(run)
         if not self._flow.is_single and not all(used.values()):
             self._note_reuse([h for h in used if not used[h]])
-
-    def _set_recency(self, in_order: Sequence[BlockHash], is_new: Mapping[BlockHash, bool]) -> None:
-        """Set the recency of the tail first, so that the tail is evicted first."""
-        for new, run in runs_from_the_end(in_order, is_new.__getitem__):
-            (self._top.policy.settle if new else self._top.policy.touch)(run)
 
     def _note_reuse(self, reused: list[BlockHash]) -> None:
         top = self._top
@@ -59,7 +52,7 @@ class RequestEnds:
         refused = [
             (h, s.block_id) for h, s in found if settled[s.block_id] and self._may_be_taken(h)
         ]
-        if self._mode is not WriteMode.DEMOTE:
+        if self._aging is not None:
             self._aging.note([h for h, _ in refused])
         top.dirt.set_dirty([slot for _, slot in refused])
 

@@ -10,7 +10,7 @@ from itertools import chain
 
 from ..config.schema import OnReset
 from .claim_queue import ClaimQueue
-from .demotion import Aging, Demoter
+from .demotion import Demoter
 from .flow import Flow
 from .lookup import Lookups
 from .promotion import Promoter
@@ -28,7 +28,6 @@ class Resets:
         claims: ClaimQueue,
         lookups: Lookups,
         workers: WorkerTransfers,
-        aging: Aging,
         on_reset: OnReset,
     ) -> None:
         self._flow = flow
@@ -38,7 +37,6 @@ class Resets:
         self._claims = claims
         self._lookups = lookups
         self._workers = workers
-        self._aging = aging
         self._on_reset = on_reset
 
     def reset(self) -> None:
@@ -87,7 +85,6 @@ class Resets:
         if not is_own and self._flow.with_events:
             self._top.note_loss()
         self._top.empty(users)
-        self._aging.clear()
         self._lookups.end_step()
         if is_own:
             self._workers.forget(workers)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ..config.schema import WriteMode
 from ..tiers.base import BlockHash
 from .answers import Answers
 from .base import PrepareStoreOutput
 from .claim_queue import ClaimQueue
-from .demotion import Aging, Demoter
+from .demotion import Demoter
 from .flow import Flow
 from .promotion import Promoter, collect
 from .request import Request
@@ -36,8 +35,6 @@ class Stores:
         workers: WorkerTransfers,
         answers: Answers,
         worth: Worth | None,
-        aging: Aging,
-        mode: WriteMode,
         offered_once: tuple[bytes, ...],
     ) -> None:
         """`answers` holds the protected hits of this step; `worth` receives the offers of requests.
@@ -53,8 +50,7 @@ class Stores:
         self._workers = workers
         self._answers = answers
         self._worth = worth
-        self._aging = aging
-        self._is_aging = mode is not WriteMode.DEMOTE and not flow.is_single
+        self._aging = demoter.aging
         self._offered_once = offered_once
 
     def prepare(
@@ -119,16 +115,10 @@ class Stores:
         flow.emit(stored, removed=False)
         if self._worth is not None and not self._workers.stores:
             self._worth.prefill.all_stored(flow.clock())
-        if stored and self._is_aging:
+        if stored and self._aging is not None:
             # A worker reports a set; slots were taken in the order of the offers.
             in_order = [block_hash for _, block_hash in sorted(zip(slots, stored, strict=True))]
             self._aging.note(request.in_prompt_order(in_order) if request else in_order)
-
-    def end_step(self) -> None:
-        """End a step of the scheduler."""
-        self._workers.end_step()
-        if self._worth is not None:
-            self._worth.prefill.end_step(self._flow.clock())
 
     def _room_for(
         self, new: list[BlockHash], offered: Sequence[BlockHash], request: Request | None

@@ -143,27 +143,28 @@ class NodeKeeper:
         with self._lock:
             if not self._can_send:
                 self.poll()  # without jobs no other call receives `Ready`
-            if not self._can_send or len(self._jobs) >= JOBS_AT_MOST:
+            stream = self._stream
+            if stream is None or not self._can_send or len(self._jobs) >= JOBS_AT_MOST:
                 return False
             ticket = next(self._tickets)
-            if not self._jobs and self._stream is not None:
-                self._stream.heard_s = self._clock()
+            if not self._jobs:
+                stream.heard_s = self._clock()
             self._jobs[ticket] = on_end
-            self._enqueue(order(ticket))
+            stream.add(order(ticket))
             return True
 
     def tell(self, message: msgspec.Struct) -> None:
         """Send a message that has no answer; it is lost if the process is not up."""
         with self._lock:
-            if self._can_send:
-                self._enqueue(message)
+            if self._stream is not None and self._can_send:
+                self._stream.add(message)
 
     def flush(self) -> None:
         """Send what the socket takes now; never blocks."""
         stream = self._stream
         if stream is not None and stream.unsent:
             with self._lock:
-                stream.send()
+                stream.flush()
 
     def poll(self) -> None:
         """Receive messages, and restart a dead node. Takes microseconds and never blocks."""
@@ -173,11 +174,14 @@ class NodeKeeper:
             if stream is None:
                 self._start_if_allowed()
                 return
-            stream.send()
-            for message in stream.receive(now_s, to_the_end=self._is_closed):
+            stream.flush()
+            before = stream.received_bytes
+            for message in stream.receive(to_the_end=self._is_closed):
                 self._take(stream, message)
                 if stream.has_ended:
                     break
+            if stream.received_bytes > before:
+                stream.heard_s = now_s
             if not stream.has_ended and self._is_silent(stream, now_s):
                 _log.warning("the process that moves blocks says nothing any more; it is killed")
                 stream.has_ended = True
@@ -245,12 +249,6 @@ class NodeKeeper:
             poller.register(connection.socket, select.POLLIN)
         poller.poll(limit_s * 1000)
 
-    def _enqueue(self, message: msgspec.Struct) -> None:
-        stream = self._stream
-        assert stream is not None, "only a process that is up is sent to"
-        if stream.add(message) >= BATCH_BYTES or not self._options.is_batched:
-            stream.send()
-
     def _take(self, stream: NodeStream, message: Any) -> None:
         ticket = getattr(message, "ticket", None)
         if ticket is None:
@@ -280,12 +278,14 @@ class NodeKeeper:
 
     def _bury(self) -> None:
         """Kill the process of a closed connection. Once it is dead, fail its jobs and restart."""
-        connection = self._connection
-        assert connection is not None
+        connection, stream = self._connection, self._stream
+        assert connection is not None and stream is not None
         if not connection.has_died():
             connection.kill()
             if not connection.has_died():
                 return
+        if stream.error is not None:
+            _log.error("the process that moves blocks cannot be understood: %s", stream.error)
         connection.socket.close()
         self._connection = self._stream = None
         lost, self._jobs = self._jobs, {}
@@ -346,6 +346,10 @@ class NodeKeeper:
                 connection.has_ended_within(KILL_LIMIT_S)
             elif connection is not None:
                 self._connection = connection
-                decode = self._options.decode
-                self._stream = NodeStream(connection.socket, decode, self._clock())
+                self._stream = NodeStream(
+                    connection.socket,
+                    self._options.decode,
+                    self._clock(),
+                    BATCH_BYTES if self._options.is_batched else 0,
+                )
             self._changed.notify_all()

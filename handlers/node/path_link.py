@@ -1,25 +1,18 @@
-"""Frames over a stream socket that never block the thread that uses it, and a `Waker` for it."""
+"""A stream of messages that is registered in a selector, and a `Waker` for the selector."""
 
 from __future__ import annotations
 
 import os
 import selectors
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from ...tiers.nvme.path.frames import (
-    DECODE_ERRORS,
-    MAX_FRAME_BYTES,
-    RECEIVE_BYTES,
-    FrameReader,
-    frame,
-)
+from ...tiers.nvme.path.frames import MAX_FRAME_BYTES, MessageStream, frame
 
-RECEIVES_PER_CALL = 16
 MAX_UNSENT_BYTES = 64 << 20
 """Longest queue of a peer that does not read; beyond it the connection counts as broken."""
 
@@ -53,7 +46,7 @@ class Waker:
         os.close(self._fd)
 
 
-class FrameSocket:
+class FrameSocket(MessageStream):
     """One connection, registered in a selector. One thread."""
 
     def __init__(
@@ -69,64 +62,29 @@ class FrameSocket:
         A longer frame than `max_frame_bytes` breaks the connection.
         """
         connection.setblocking(False)
-        self._socket = connection
-        self._decode = decode
+        super().__init__(connection, decode, max_frame_bytes)
         self._selector = selector
-        self._reader = FrameReader(max_frame_bytes)
-        self._unsent = bytearray()
         self._events = selectors.EVENT_READ
         self._on_ready = on_ready
-        self.is_broken = False
-        """True once the other end closed the connection or sent nonsense."""
         selector.register(connection, self._events, on_ready)
 
     def send(self, message: msgspec.Struct) -> None:
         """Queue a message; `flush` sends it."""
-        if not self.is_broken:
-            self._unsent += frame(message)
-            self.is_broken = len(self._unsent) > MAX_UNSENT_BYTES
+        if not self.has_ended:
+            self.unsent += frame(message)
+            self.has_ended = len(self.unsent) > MAX_UNSENT_BYTES
 
     def flush(self) -> None:
         """Send what the socket takes now; the selector reports when it takes more."""
-        unsent = self._unsent
-        while unsent and not self.is_broken:
-            try:
-                sent = self._socket.send(unsent)
-            except BlockingIOError:
-                break
-            except OSError:
-                self.is_broken = True
-                return
-            del unsent[:sent]
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
-        if events != self._events and not self.is_broken:
+        super().flush()
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.unsent else 0)
+        if events != self._events and not self.has_ended:
             self._events = events
             self._selector.modify(self._socket, events, self._on_ready)
 
-    def receive(self) -> Iterator[Any]:
-        """Yield the messages that came; then see `is_broken`."""
-        for _ in range(RECEIVES_PER_CALL):
-            try:
-                data = self._reader.receive(self._socket)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = memoryview(b"")
-            if not data:
-                self.is_broken = True
-                return
-            try:
-                for body in self._reader.feed(data):
-                    yield self._decode(body)
-            except DECODE_ERRORS:
-                self.is_broken = True
-                return
-            if len(data) < RECEIVE_BYTES:  # the next call would find nothing
-                return
-
     def close(self) -> None:
         """Close the connection; idempotent."""
-        self.is_broken = True
+        self.has_ended = True
         with suppress(KeyError, ValueError):
             self._selector.unregister(self._socket)
         self._socket.close()

@@ -135,7 +135,7 @@ class WriterService:
                 link.send(message)
         for client, link in list(self._clients.items()):
             link.flush()
-            if link.is_broken:
+            if link.has_ended:
                 self._drop(client)
         self._check_place()
         if self._writer.wants_close:

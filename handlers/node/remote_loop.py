@@ -114,7 +114,7 @@ class RemoteLoop:
         self._tell(NodeReady())
         self._store.begin()
         try:
-            while not self._scheduler.is_broken:
+            while not self._scheduler.has_ended:
                 self._node.work()
                 self._complaints.note(sum(self._store.state().openings.values()))
                 self._scheduler.flush()

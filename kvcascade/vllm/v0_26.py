@@ -200,9 +200,9 @@ class CascadeManager(OffloadingManager):
         if output is None:
             return None
         return PrepareStoreOutput(
-            keys_to_store=_keys(output.block_hashes_to_store),
+            keys_to_store=cast(list[OffloadKey], output.block_hashes_to_store),
             store_spec=_to_vllm(output.store_spec),
-            evicted_keys=_keys(output.block_hashes_evicted),
+            evicted_keys=cast(list[OffloadKey], output.block_hashes_evicted),
         )
 
     def complete_store(
@@ -474,7 +474,7 @@ def to_vllm_event(event: BlockEvent) -> OffloadingEvent:
         "removal_expected": True,
     }
     return OffloadingEvent(
-        keys=_keys(list(event.block_hashes)),
+        keys=cast(list[OffloadKey], list(event.block_hashes)),
         medium=medium,
         removed=event.removed,
         **known_fields(OffloadingEvent, about),
@@ -506,10 +506,6 @@ def in_prompt_order(context: ReqContext, used: Collection[BlockHash]) -> list[Bl
 def _hashes(keys: Collection[OffloadKey]) -> list[BlockHash]:
     """Return vLLM's keys as our hashes; they differ only for the type checker."""
     return cast(list[BlockHash], keys if isinstance(keys, list) else list(keys))
-
-
-def _keys(hashes: list[BlockHash]) -> list[OffloadKey]:
-    return cast(list[OffloadKey], hashes)
 
 
 def _gpu_blocks(spec: GPULoadStoreSpec) -> GpuBlocks:

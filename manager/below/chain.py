@@ -70,6 +70,13 @@ class _Put:
     has_seen_loss: bool = False
     """True if a tier lost blocks since the begin: this put's may be among them."""
 
+    def end_part(self, number: int, ended: Ended) -> int:
+        """Note the end of a part. Return its number of blocks."""
+        part = self.parts[number]
+        part.ended = ended
+        self.open_parts -= 1
+        return len(part.at)
+
     def merged(self, ticket: int) -> Ended:
         """Return one end for the whole put.
 
@@ -229,7 +236,8 @@ class BelowChain(Below):
             port.is_asking for port in ports if type(port).is_asking is not Below.is_asking
         ]
         """Of the ports that do not know all their blocks."""
-        self._places = [port for port in ports for _ in port.tiers]
+        self._places = [(port, at) for port in ports for at in range(1, 1 + len(port.tiers))]
+        """For each tier, its port and its number there."""
         self._puts: dict[int, _Put] = {}
         self._left_early: list[BlockHash] = []
         """Blocks that a tier may have lost before another one had ended its part."""
@@ -268,8 +276,8 @@ class BelowChain(Below):
         return any(port.wants_again(key) for port in self._ports)
 
     def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
-        port = self._places[tier - 1]
-        port.get(ticket, tier - self._offset_of(tier), keys, slots)
+        port, number = self._places[tier - 1]
+        port.get(ticket, number, keys, slots)
 
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
         """See `Below`.
@@ -323,9 +331,14 @@ class BelowChain(Below):
         for number, port in enumerate(self._ports):
             for ended in port.poll():
                 if ended.is_get:
-                    found.append(replace(ended, tier=ended.tier + self._offsets[number]))
-                elif self._end_part(number, ended):
-                    put = self._puts.pop(ended.ticket)
+                    found.append(ended._replace(tier=ended.tier + self._offsets[number]))
+                    continue
+                put = self._puts[ended.ticket]
+                blocks = put.end_part(number, ended)
+                if number:
+                    self._lower[number - 1].in_flight -= blocks
+                if not put.open_parts:
+                    del self._puts[ended.ticket]
                     self._left_early += put.keys if put.has_seen_loss else ()
                     found.append(put.merged(ended.ticket))
         return found
@@ -366,10 +379,12 @@ class BelowChain(Below):
         return all(port.is_blocked for port in self._ports)
 
     def rests(self, tier: int) -> bool:
-        return self._places[tier - 1].rests(tier - self._offset_of(tier))
+        port, number = self._places[tier - 1]
+        return port.rests(number)
 
     def latency_s(self, tier: int) -> float:
-        return self._places[tier - 1].latency_s(tier - self._offset_of(tier))
+        port, number = self._places[tier - 1]
+        return port.latency_s(number)
 
     def write_state(self) -> WriteState:
         """Return the state of the nearest tier that takes writes; if none does, of the first that
@@ -422,9 +437,6 @@ class BelowChain(Below):
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _offset_of(self, tier: int) -> int:
-        return max(offset for offset in self._offsets if offset < tier)
-
     def _touch_from(self, number: int, keys: Sequence[BlockHash]) -> None:
         """Count a use in the nearest port from `number` on that holds a block."""
         for port in self._ports[number:]:
@@ -432,15 +444,6 @@ class BelowChain(Below):
                 return
             port.touch(keys)
             keys = [key for key in keys if not port.may_hold(key)]
-
-    def _end_part(self, number: int, ended: Ended) -> bool:
-        """Note the end of a part. Return True if it was the last one of its put."""
-        put = self._puts[ended.ticket]
-        put.parts[number].ended = ended
-        put.open_parts -= 1
-        if number:
-            self._lower[number - 1].in_flight -= len(put.parts[number].at)
-        return put.open_parts == 0
 
 
 _NO_PART = _Part((), Ended(0, False, 1, ()))

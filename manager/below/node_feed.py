@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -55,6 +56,10 @@ class NodeFeed(NodeInbox):
         self.misconfigured = ""
         """Sentence that says why the path refuses this engine's configuration; empty if it does
         not."""
+        self.can_write = False
+        """True if the node has a writer that answers."""
+        self.is_reporter = False
+        """True if this engine reports what concerns all engines of the tier."""
         self.folder: Path | None = None
         """First directory of the namespace; None while the node has not joined."""
         self.figures: TierFigures | None = None
@@ -72,16 +77,6 @@ class NodeFeed(NodeInbox):
         self._is_resetting = False
         self._names_changes = True
         """False while a reset that the engine asked for is not answered."""
-
-    def process(self) -> None:
-        super().process()
-        if self._mapping is not None and self._mapping.done():
-            self._mapped(self._mapping)
-
-    @property
-    def is_reporter(self) -> bool:
-        """True if this engine reports what concerns all engines of the tier."""
-        return self.figures is not None and self.figures.is_reporter
 
     def day_totals(self) -> DayTotals:
         """Return the bytes that all engines wrote and read in the last day, as far as known."""
@@ -149,6 +144,7 @@ class NodeFeed(NodeInbox):
                 self.folder = Path(folder)
                 self.events.joined()
                 self._mapping = self._executor.submit(self._map_table, folder, slots)
+                self._mapping.add_done_callback(partial(self.end, self._mapped))
             case NodeNote():
                 if message.text:
                     _log.warning("tier %s: %s", self._name, message.text)
@@ -164,7 +160,7 @@ class NodeFeed(NodeInbox):
         if self.is_reporter and before is not None:
             more = figures.evicted_blocks - before.evicted_blocks
             self.departures.evicted_blocks += max(0, more)
-        self.figures = figures
+        self.figures, self.is_reporter = figures, figures.is_reporter
         if not self._is_resetting:
             self.blocks = figures.blocks
 
@@ -173,12 +169,14 @@ class NodeFeed(NodeInbox):
         self._look()
 
     def _look(self) -> None:
-        """Set `find` by the state."""
+        """Set `find` and `can_write` by the state."""
+        self.can_write = self.state in CAN_WRITE and self._table is not None
         is_readable = self.state in CAN_READ and not self._is_resetting
         self.find = self._table.find if is_readable and self._table is not None else find_nothing
 
     def _mapped(self, mapping: Future[PresenceTable]) -> None:
-        self._mapping = None
+        if mapping is not self._mapping:  # the node has joined again
+            return
         try:
             self._table = mapping.result()
         except (KVCascadeError, OSError) as error:
@@ -187,8 +185,3 @@ class NodeFeed(NodeInbox):
         if self._epoch is None:
             self._epoch = self._table.epoch
         self._look()
-
-    @property
-    def can_write(self) -> bool:
-        """True if the node has a writer that answers."""
-        return self.state in CAN_WRITE and self._table is not None

@@ -109,9 +109,7 @@ class NodeTier(SingleTier):
         return lost
 
     def take_events(self) -> list[BlockEvent]:
-        events = self.feed.events.take()
-        self._ask_for_keys()
-        return events
+        return self.feed.events.take()
 
     # -- whether it takes anything -----------------------------------------------------------
 
@@ -139,7 +137,9 @@ class NodeTier(SingleTier):
     def maintain(self) -> int:
         """See `Below`. Jobs and notes of the step are sent together here."""
         self._listen()
-        self._ask_for_keys()
+        question = self.feed.events.question()
+        if question is not None:
+            self._client.tell(question)
         if self.feed.is_reporter:  # the others would say the same
             self._watch.check()
         self._client.flush()
@@ -180,8 +180,3 @@ class NodeTier(SingleTier):
 
     def _after_reset(self, done: JobDone) -> None:
         self.feed.end_reset()
-
-    def _ask_for_keys(self) -> None:
-        question = self.feed.events.question()
-        if question is not None:
-            self._client.tell(question)

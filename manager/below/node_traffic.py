@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ...handlers.node.path_wire import GetJob, JobDone, PutJob, unpack_outcomes
 from ...tiers.base import BlockHash, BlockOutcome
@@ -30,6 +30,8 @@ LOST = frozenset({BlockOutcome.CORRUPT, BlockOutcome.GONE})
 """Outcomes of reads after which the block is not in the tier."""
 NO_ROOM_PAUSE_S = 0.05
 """Time for which no put is started after one that found no room."""
+DIED = JobDone(0)
+"""Stands for the answer of a node that died."""
 
 
 class NodeClient(Protocol):
@@ -84,8 +86,7 @@ class NodeFlow(Generic[Feed]):
     block_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Going:
+class Going(NamedTuple):
     """One job in flight."""
 
     ticket: int
@@ -124,20 +125,15 @@ class Traffic(ABC, Generic[Feed]):
     def _end(self, going: Going, done: JobDone | None) -> None:
         """Conclude a job, under the manager's lock."""
         del self.jobs[going.ticket]
-        self._land(going, done)
+        n = len(going.keys)
+        if done is None:
+            self._land(going, [BlockOutcome.IO_ERROR] * n, DIED)
+        else:
+            self._land(going, unpack_outcomes(done.outcomes, n), done)
 
     @abstractmethod
-    def _land(self, going: Going, done: JobDone | None) -> None:
-        """Count a job that ended, and report it; `done` is None if the node died."""
-
-    def _outcomes(self, going: Going, done: JobDone | None) -> list[BlockOutcome]:
-        n = len(going.keys)
-        return [BlockOutcome.IO_ERROR] * n if done is None else unpack_outcomes(done.outcomes, n)
-
-
-def is_whole(done: JobDone | None) -> bool:
-    """Return True if every block of a job is OK."""
-    return done is not None and not done.outcomes
+    def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
+        """Count a job that ended, and report it; `done` is `DIED` if the node died."""
 
 
 class NodeReads(Traffic[Feed]):
@@ -159,23 +155,21 @@ class NodeReads(Traffic[Feed]):
         """Return what builds the message of a job from its ticket; None: do not start it."""
         return lambda number: GetJob(number, list(keys), slots)
 
-    def _land(self, going: Going, done: JobDone | None) -> None:
+    def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
         flow, counters = self._flow, self._flow.counters
-        outcomes, time_s = self._outcomes(going, done), 0.0 if done is None else done.time_s
-        arrived = len(outcomes)
-        if not is_whole(done):
-            arrived = outcomes.count(BlockOutcome.OK)
+        arrived = outcomes.count(BlockOutcome.OK)
+        if arrived < len(outcomes):
             corrupt, gone = outcomes.count(BlockOutcome.CORRUPT), outcomes.count(BlockOutcome.GONE)
             counters.promote_corrupt_blocks += corrupt
             counters.promote_gone_blocks += gone
             counters.promote_failed_blocks += len(outcomes) - arrived - corrupt - gone
-        counters.promote_s += time_s
+        counters.promote_s += done.time_s
         counters.promote_latencies_s.append(flow.clock() - going.started_s)
         counters.promoted_blocks += arrived
         counters.promoted_bytes += arrived * flow.block_bytes
         self.breaker.ended(arrived == 0 and SILENCE.issuperset(outcomes))
         size_bytes = arrived * flow.block_bytes
-        self.ended.append(Ended(going.ticket, True, 1, outcomes, size_bytes, time_s))
+        self.ended.append(Ended(going.ticket, True, 1, outcomes, size_bytes, done.time_s))
 
 
 class NodeWrites(Traffic[NodeFeed]):
@@ -212,7 +206,7 @@ class NodeWrites(Traffic[NodeFeed]):
         new = [at for at, key in enumerate(keys) if key not in coming and find(key) < 0]
         if not new:
             return [Put.ALREADY] * len(keys)
-        room, answer = self.room(len(new)), self._refusal
+        room, answer = self.room(len(new)), Put.FULL if self._why is Why.FULL else Put.LATER
         left_bytes = self._budget_left_bytes()
         if room and left_bytes is not None and left_bytes < room * self._flow.block_bytes:
             room, answer = left_bytes // self._flow.block_bytes, Put.OVER_BUDGET
@@ -221,10 +215,6 @@ class NodeWrites(Traffic[NodeFeed]):
         if started and not self._start(ticket, keys, slots, started):
             started, answer = [], Put.NOT_TAKEN
         return answers_to_put(len(keys), new, started, answer)
-
-    @property
-    def _refusal(self) -> Put:
-        return Put.FULL if self._why is Why.FULL else Put.LATER
 
     def _budget_left_bytes(self) -> int | None:
         figures = self._flow.feed.figures
@@ -235,41 +225,40 @@ class NodeWrites(Traffic[NodeFeed]):
     def _start(
         self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int], started: list[int]
     ) -> bool:
-        named = [keys[at] for at in started]
-        going = Going(ticket, named, self._flow.clock())
-        packed = array("i", [slots[at] for at in started]).tobytes()
-        epoch = self._flow.feed.epoch
-        if self._submit(going, lambda number: PutJob(number, list(named), packed, epoch)):
-            self.coming.update(named)
+        if len(started) < len(keys):
+            keys, slots = [keys[at] for at in started], [slots[at] for at in started]
+        going = Going(ticket, keys, self._flow.clock())
+        packed, epoch = array("i", slots).tobytes(), self._flow.feed.epoch
+        if self._submit(going, lambda number: PutJob(number, list(keys), packed, epoch)):
+            self.coming.update(keys)
             return True
         self.breaker.trip()
         self.may_recover = True
         return False
 
-    def _land(self, going: Going, done: JobDone | None) -> None:
+    def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
         flow, counters = self._flow, self._flow.counters
-        outcomes, time_s = self._outcomes(going, done), 0.0 if done is None else done.time_s
         self.coming.difference_update(going.keys)
-        stored, failed, no_space = len(outcomes), 0, 0
-        if not is_whole(done):
-            stored, failed = outcomes.count(BlockOutcome.OK), outcomes.count(BlockOutcome.IO_ERROR)
+        stored, failed, no_space = outcomes.count(BlockOutcome.OK), 0, 0
+        if stored < len(outcomes):
+            failed = outcomes.count(BlockOutcome.IO_ERROR)
             no_space = outcomes.count(BlockOutcome.NO_SPACE)
             refused = outcomes.count(BlockOutcome.REFUSED)
             counters.demote_held_blocks += outcomes.count(BlockOutcome.HELD)
             counters.demote_no_space_blocks += refused + no_space
             counters.demote_failed_blocks += failed
-        counters.demote_s += time_s
+        counters.demote_s += done.time_s
         counters.demote_latencies_s.append(flow.clock() - going.started_s)
         counters.demoted_blocks += stored
         counters.demoted_bytes += stored * flow.block_bytes
         flow.feed.blocks += stored
-        self._why = Why.GRANTED if done is None else done.why
+        self._why = done.why
         if self._why is not Why.GRANTED:
             self._no_room_until_s = flow.clock() + NO_ROOM_PAUSE_S
         self.breaker.ended(self._is_failure(failed, no_space))
         self.may_recover = no_space == 0
         size_bytes = stored * flow.block_bytes
-        self.ended.append(Ended(going.ticket, False, 1, outcomes, size_bytes, time_s))
+        self.ended.append(Ended(going.ticket, False, 1, outcomes, size_bytes, done.time_s))
 
     def _is_failure(self, failed: int, no_space: int) -> bool:
         """Return True if blocks could not be written, and the tier has no other place to try.

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from ...tiers.base import BlockHash, BlockOutcome
 from ..base import BlockEvent
@@ -62,9 +63,8 @@ class TierFacts:
     """Capacity of the tier in slots."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """One `get` or `put` that ended."""
+class Ended(NamedTuple):
+    """One `get` or `put` that ended. A tuple, because the scheduler's thread makes one a job."""
 
     ticket: int
     is_get: bool

@@ -224,9 +224,6 @@ class RemoteTier(SingleTier):
 
     def _note_stored(self, keys: Sequence[BlockHash]) -> None:
         self._blocks += len(keys)
-        self._emit(keys)
-
-    def _emit(self, keys: Sequence[BlockHash]) -> None:
         if self._with_events and keys:
             self._events.append(BlockEvent(tuple(keys), self._medium, False, self.tiers[0].name))
 
@@ -251,10 +248,9 @@ class _RemoteReads(NodeReads[RemoteFeed]):
             return None
         return lambda number: FetchJob(number, list(keys), slots, limit_s)
 
-    def _land(self, going: Going, done: JobDone | None) -> None:
-        super()._land(going, done)
-        pairs = zip(going.keys, self.ended[-1].outcomes, strict=True)
-        lost = [key for key, outcome in pairs if outcome in LOST]
+    def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
+        super()._land(going, outcomes, done)
+        lost = [k for k, outcome in zip(going.keys, outcomes, strict=True) if outcome in LOST]
         self._memory.note(self._memory.epoch, (), lost)
 
 
@@ -307,13 +303,12 @@ class _RemoteWrites(Traffic[RemoteFeed]):
         self._flow.feed.unsent[Offer.RESTING.value] += len(started)
         return False
 
-    def _land(self, going: Going, done: JobDone | None) -> None:
+    def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
         flow, counters = self._flow, self._flow.counters
-        outcomes, time_s = self._outcomes(going, done), 0.0 if done is None else done.time_s
         self.rule.end(going.keys, [outcome in _THERE for outcome in outcomes])
         stored = [k for k, o in zip(going.keys, outcomes, strict=True) if o is BlockOutcome.OK]
         held = [k for k, o in zip(going.keys, outcomes, strict=True) if o in _THERE]
-        counters.demote_s += time_s
+        counters.demote_s += done.time_s
         counters.demote_latencies_s.append(flow.clock() - going.started_s)
         counters.demoted_blocks += len(stored)
         counters.demoted_bytes += len(stored) * flow.block_bytes
@@ -328,4 +323,4 @@ class _RemoteWrites(Traffic[RemoteFeed]):
         else:  # a reset came meanwhile
             outcomes = [BlockOutcome.GONE] * len(outcomes)
         given = [o if o in _THERE else BlockOutcome.REFUSED for o in outcomes]
-        self.ended.append(Ended(going.ticket, False, 1, given, size_bytes, time_s))
+        self.ended.append(Ended(going.ticket, False, 1, given, size_bytes, done.time_s))

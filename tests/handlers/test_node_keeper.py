@@ -14,9 +14,8 @@ from kvcascade.handlers.node import node_child as start_limits
 from kvcascade.handlers.node import node_keeper as limits
 from kvcascade.handlers.node.node_child import Connection
 from kvcascade.handlers.node.node_keeper import KeeperOptions, NodeKeeper
-from kvcascade.handlers.node.node_stream import RECEIVES_PER_POLL
 from kvcascade.handlers.node.path_wire import JobDone, NodeReady, PutJob, to_node
-from kvcascade.tiers.nvme.path.frames import FrameReader, frame
+from kvcascade.tiers.nvme.path.frames import RECEIVES_PER_CALL, FrameReader, frame
 
 
 class PlayedChild:
@@ -283,7 +282,7 @@ def test_upkeep_takes_answers_without_transfers(stage: Stage) -> None:
     for order in child.hear(limits.JOBS_AT_MOST):
         assert isinstance(order, PutJob)
         child.say(JobDone(order.ticket))
-    for _ in range(limits.JOBS_AT_MOST // RECEIVES_PER_POLL + 1):
+    for _ in range(limits.JOBS_AT_MOST // RECEIVES_PER_CALL + 1):
         stage.clock.advance(2 * limits.LISTEN_INTERVAL_S)
         stage.keeper.listen()
     assert limits.JOBS_AT_MOST == sum(stage.submit(str(i)) for i in range(limits.JOBS_AT_MOST))

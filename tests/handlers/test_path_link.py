@@ -61,7 +61,7 @@ def test_messages_come_whole_however_they_were_cut(pair: Pair) -> None:
         pair.theirs.sendall(data[at : at + 7])
         got += pair.link.receive()
     assert [len(message.keys[0]) for message in got] == [1, 2, 3, 4, 5]
-    assert not pair.link.is_broken and list(pair.link.receive()) == []
+    assert not pair.link.has_ended and list(pair.link.receive()) == []
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\x02\0\0\0\xc1\xc1", b""])
@@ -70,7 +70,7 @@ def test_nonsense_and_the_end_break_a_link(pair: Pair, data: bytes) -> None:
         pair.theirs.sendall(data)
     else:
         pair.theirs.close()
-    assert list(pair.link.receive()) == [] and pair.link.is_broken
+    assert list(pair.link.receive()) == [] and pair.link.has_ended
     pair.link.send(Removed([b"x"]))
     pair.link.flush()
 
@@ -85,7 +85,7 @@ def test_a_peer_that_does_not_read_blocks_nobody_and_is_dropped_in_the_end(
         pair.link.send(message)
         pair.link.flush()
         sent += 1
-    assert not pair.link.is_broken
+    assert not pair.link.has_ended
     (key,) = pair.selector.get_map().values()
     assert key.events & selectors.EVENT_WRITE, "it is told when the peer reads again"
     reader, got = FrameReader(), 0
@@ -95,7 +95,7 @@ def test_a_peer_that_does_not_read_blocks_nobody_and_is_dropped_in_the_end(
     for _ in range(200):
         pair.link.send(message)
         pair.link.flush()
-    assert pair.link.is_broken
+    assert pair.link.has_ended
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
         n = data.draw(st.integers(1, len(self.free)))
-        longest = self.pool.largest
+        longest = max((n for _, n in runs_of(self.free)), default=0)
         extents = self.pool.take(n)
         got = [slot for start, length in extents for slot in range(start, start + length)]
         assert len(got) == n and len(set(got)) == n and self.free.issuperset(got)
@@ -51,8 +51,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         assert len(self.pool) == len(self.free)
         assert self.pool.extents() == runs_of(self.free)
-        assert self.pool.largest == max((n for _, n in runs_of(self.free)), default=0)
-        again = ExtentPool([(int(start), int(n)) for start, n in self.pool.to_array()])
+        again = ExtentPool(self.pool.extents())
         assert again.extents() == self.pool.extents()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvcascade.manager.admission import WriteBudget
 from kvcascade.tiers.endurance import DayTotals, add, day_totals
 
 
@@ -25,13 +24,24 @@ class DayLog:
         return day_totals(self._record, self._clock())
 
 
-class NotedBudget(WriteBudget):
-    """A budget by such a record: every write that ends is in it, as if none failed."""
+class NotedBudget:
+    """A limit of bytes in any sliding day. Every write that ends is in the record, as if none
+    failed."""
 
     def __init__(self, bytes_per_day: int, log: DayLog) -> None:
-        super().__init__(bytes_per_day, log.totals)
+        self._bytes_per_day = bytes_per_day
         self._log = log
+        self._in_flight_bytes = 0
+
+    def left_bytes(self) -> int:
+        """So many bytes may be written now."""
+        return max(0, self._bytes_per_day - self._log.totals().written - self._in_flight_bytes)
+
+    def started(self, size_bytes: int) -> None:
+        """A write started."""
+        self._in_flight_bytes += size_bytes
 
     def ended(self, size_bytes: int) -> None:
-        super().ended(size_bytes)
+        """A write ended."""
+        self._in_flight_bytes -= size_bytes
         self._log.add(size_bytes)

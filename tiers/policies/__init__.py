@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
 from ..base import CachePolicy
-from .directory import BlockDirectory, DictDirectory
+from .directory import DictDirectory
 from .named_object import named_object
 from .order import ArraySource, EvictionOrder, heap_arrays
 from .ordered import OrderedPolicy
@@ -47,7 +47,6 @@ __all__ = [
     "ENTRY_POINTS",
     "ORDERS",
     "ArraySource",
-    "BlockDirectory",
     "DictDirectory",
     "EvictionOrder",
     "OrderedPolicy",
@@ -94,7 +93,7 @@ def _loaded(name: str, path: str) -> type[EvictionOrder]:
 def create(
     name: str,
     capacity: int,
-    directory: BlockDirectory | None = None,
+    directory: DictDirectory | None = None,
     arrays: ArraySource = heap_arrays,
     *,
     with_usage: bool = False,

@@ -6,7 +6,6 @@ time uses a directory, or several under one lock.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
 from ..base import BlockHash, BlockStatus
@@ -18,88 +17,35 @@ PIECE_BLOCKS = 32
 small. Larger pieces would more often span two parts of a prefix that were stored separately."""
 
 
-class BlockDirectory(ABC):
-    """Maps a block hash to its status, and a slot to its hash."""
-
-    ready_at: list[BlockHash] | None = None
-    """Hash of the ready block in each slot, by slot number; `NO_BLOCK` for other slots and in one
-    extra entry at the end. The hot path follows runs of adjacent slots in it. None if the directory
-    does not offer it."""
-
-    get: Callable[[BlockHash], BlockStatus | None]
-    """Returns the live status of a block, or None. It is an attribute so the hot path can bind
-    it."""
-
-    def get_many(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus | None]:
-        """Do `get` for many blocks."""
-        return list(map(self.get, block_hashes))
-
-    def slots_of(self, block_hashes: Sequence[BlockHash]) -> list[int]:
-        """Return the slots of the blocks that are present."""
-        return [status.block_id for status in map(self.get, block_hashes) if status is not None]
-
-    @abstractmethod
-    def put(self, block_hash: BlockHash, status: BlockStatus) -> None:
-        """Add a block that is absent."""
-
-    @abstractmethod
-    def pop(self, block_hash: BlockHash) -> BlockStatus | None:
-        """Remove a block. Return its status, or None if it was absent."""
-
-    def put_many(
-        self,
-        block_hashes: Sequence[BlockHash],
-        statuses: Sequence[BlockStatus],
-        slots: Sequence[int],
-    ) -> None:
-        """Do `put` for many blocks. `slots` are the slots of the statuses."""
-        for block_hash, status in zip(block_hashes, statuses, strict=True):
-            self.put(block_hash, status)
-
-    def pop_many(self, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
-        """Do `pop` for many blocks that are present, in these slots."""
-        for block_hash in block_hashes:
-            self.pop(block_hash)
-
-    def mark_ready(self, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
-        """Note that the bytes of these present blocks are complete until the blocks are popped."""
-        if self.ready_at is not None:
-            for block_hash, slot in zip(block_hashes, slots, strict=True):
-                self.ready_at[slot] = block_hash
-
-    @abstractmethod
-    def at_slot(self, slot: int) -> tuple[BlockHash, BlockStatus] | None:
-        """Return the block in a slot, or None if the slot holds none."""
-
-    @abstractmethod
-    def clear(self) -> None:
-        """Remove every block."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Return the number of blocks."""
-
-
-class DictDirectory(BlockDirectory):
-    """Directory of a tier in memory: a dict, and lists by slot."""
+class DictDirectory:
+    """Maps a block hash to its status, and a slot to its hash: a dict, and lists by slot."""
 
     def __init__(self, capacity: int) -> None:
         self._status_of: dict[BlockHash, BlockStatus] = {}
         self._hash_at: list[BlockHash | None] = [None] * capacity
         self._status_at: list[BlockStatus | None] = [None] * capacity
-        self._ready_at = self.ready_at = [NO_BLOCK] * (capacity + 1)
-        self.get = self._status_of.get
+        self.ready_at = [NO_BLOCK] * (capacity + 1)
+        """Hash of the ready block in each slot, by slot number; `NO_BLOCK` for other slots and in
+        one extra entry at the end. The hot path follows runs of adjacent slots in it."""
+        self.get: Callable[[BlockHash], BlockStatus | None] = self._status_of.get
+        """Returns the live status of a block, or None. It is an attribute so the hot path can bind
+        it."""
 
     def get_many(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus | None]:
+        """Do `get` for many blocks."""
         found: list[BlockStatus | None] = []
         for piece, run in self._runs(block_hashes):
             found += self._status_at[run] if run else map(self.get, piece)
         return found
 
     def slots_of(self, block_hashes: Sequence[BlockHash]) -> list[int]:
+        """Return the slots of the blocks that are present."""
         found: list[int] = []
         for piece, run in self._runs(block_hashes):
-            found += range(run.start, run.stop) if run else super().slots_of(piece)
+            if run:
+                found += range(run.start, run.stop)
+            else:
+                found += [status.block_id for status in map(self.get, piece) if status is not None]
         return found
 
     def _runs(
@@ -118,6 +64,7 @@ class DictDirectory(BlockDirectory):
             yield piece, run if run and self._hash_at[run] == piece else None
 
     def put(self, block_hash: BlockHash, status: BlockStatus) -> None:
+        """Add a block that is absent."""
         assert block_hash not in self._status_of, "a block may be inserted only once"
         slot = status.block_id
         self._status_of[block_hash] = status
@@ -130,6 +77,7 @@ class DictDirectory(BlockDirectory):
         statuses: Sequence[BlockStatus],
         slots: Sequence[int],
     ) -> None:
+        """Do `put` for many blocks. `slots` are the slots of the statuses."""
         status_of, hash_at, status_at = self._status_of, self._hash_at, self._status_at
         before = len(status_of)
         for block_hash, status, slot in zip(block_hashes, statuses, slots, strict=True):
@@ -139,28 +87,38 @@ class DictDirectory(BlockDirectory):
         assert len(status_of) == before + len(statuses), "a block may be inserted only once"
 
     def pop(self, block_hash: BlockHash) -> BlockStatus | None:
+        """Remove a block. Return its status, or None if it was absent."""
         status = self._status_of.pop(block_hash, None)
         if status is not None:
             slot = status.block_id
             self._hash_at[slot] = None
-            self._ready_at[slot] = NO_BLOCK
+            self.ready_at[slot] = NO_BLOCK
         return status
 
     def pop_many(self, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
-        status_of, hash_at, ready_at = self._status_of, self._hash_at, self._ready_at
+        """Do `pop` for many blocks that are present, in these slots."""
+        status_of, hash_at, ready_at = self._status_of, self._hash_at, self.ready_at
         for block_hash, slot in zip(block_hashes, slots, strict=True):
             del status_of[block_hash]
             hash_at[slot] = None
             ready_at[slot] = NO_BLOCK
 
+    def mark_ready(self, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
+        """Note that the bytes of these present blocks are complete until the blocks are popped."""
+        for block_hash, slot in zip(block_hashes, slots, strict=True):
+            self.ready_at[slot] = block_hash
+
     def at_slot(self, slot: int) -> tuple[BlockHash, BlockStatus] | None:
+        """Return the block in a slot, or None if the slot holds none."""
         block_hash, status = self._hash_at[slot], self._status_at[slot]
         return None if block_hash is None or status is None else (block_hash, status)
 
     def clear(self) -> None:
+        """Remove every block."""
         self._status_of.clear()
         self._hash_at = [None] * len(self._hash_at)
-        self._ready_at[:] = [NO_BLOCK] * len(self._ready_at)
+        self.ready_at[:] = [NO_BLOCK] * len(self.ready_at)
 
     def __len__(self) -> int:
+        """Return the number of blocks."""
         return len(self._status_of)

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Sequence
 from itertools import takewhile
 
 from ..base import BlockHash, BlockStatus, CachePolicy, SlotMask
-from .directory import BlockDirectory
+from .directory import DictDirectory
 from .order import EvictionOrder
 
 Pairs = list[tuple[BlockHash, BlockStatus]]
@@ -23,7 +23,7 @@ def tag_of(block_hash: BlockHash) -> int:
 class OrderedPolicy(CachePolicy):
     """Cache policy with any eviction order over any directory."""
 
-    def __init__(self, directory: BlockDirectory, order: EvictionOrder) -> None:
+    def __init__(self, directory: DictDirectory, order: EvictionOrder) -> None:
         self._directory = directory
         self._order = order
         self.wants_chains = order.wants_chains

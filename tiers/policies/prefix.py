@@ -131,7 +131,7 @@ class PrefixOrder(EvictionOrder):
     def chain(self, slots: Sequence[int], blocks: int) -> None:
         now = self._state[_NOW] = self._state[_NOW] + 1
         runs, chain = self._runs, np.asarray(slots, np.int32)
-        begin = self._depth_of_first(slots)
+        begin = runs.depth_of_first(slots)
         end, blocks = begin + len(slots), begin + blocks
         parts = self._owners(chain, begin)
         before, known = self._take_over(parts, blocks)
@@ -180,18 +180,8 @@ class PrefixOrder(EvictionOrder):
         mask: SlotMask | None = None,
         window: int | None = None,
     ) -> list[int]:
-        return list(islice(self._candidates(Search(wanted, mask, window)), max(limit, 0)))
-
-    def _candidates(self, search: Search) -> Iterator[int]:
-        for places in self._ranked():
-            for piece in self._runs.pieces(places):
-                if search.left <= 0:
-                    return
-                slots = piece[: search.left]
-                search.left -= len(slots)
-                if search.mask is not None:
-                    slots = slots[search.mask[slots]]
-                yield from filter(search.wanted, slots.tolist())
+        found = self._runs.search(self._ranked(), Search(wanted, mask, window))
+        return list(islice(found, max(limit, 0)))
 
     def _ranked(self) -> Iterator[Ints]:
         """Yield the places of all runs with slots in order of eviction, some at a time."""
@@ -230,12 +220,6 @@ class PrefixOrder(EvictionOrder):
 
     # ---- what a request tells ------------------------------------------------------------
 
-    def _depth_of_first(self, slots: Sequence[int]) -> int:
-        """Return the depth at which a chain begins; the engine's own blocks are not in it."""
-        runs = self._runs
-        is_known = bool(slots) and runs.class_of[int(runs.run_of[slots[0]])] != UNKNOWN
-        return int(runs.depth_of[slots[0]]) if is_known else 0
-
     def _owners(self, chain: Slots, begin: int) -> list[_Part]:
         """Return the runs that used a chain last; the chain's first block has depth `begin`.
 
@@ -245,7 +229,7 @@ class PrefixOrder(EvictionOrder):
         runs, latest = self._runs, 0
         steps: list[list[int]] = []
         """Last step first: the end of a part, the place of its run, and its blocks still here."""
-        for place, start, stop in reversed(self._segments(chain)):
+        for place, start, stop in reversed(runs.segments(chain)):
             is_known = runs.class_of[place] != UNKNOWN
             if is_known:
                 uses = [(stop, runs.number_of[place])]
@@ -265,15 +249,6 @@ class PrefixOrder(EvictionOrder):
             _Part(place, here, begin + end, int(chain[end - 1]))
             for end, place, here in reversed(steps)
         ]
-
-    def _segments(self, chain: Slots) -> list[tuple[int, int, int]]:
-        """Return `(place, start, stop)` for each stretch of a chain whose slots are of one run."""
-        if not len(chain):
-            return []
-        places = self._runs.run_of[chain]
-        starts = [0, *(np.flatnonzero(places[1:] != places[:-1]) + 1).tolist()]
-        stops = [*starts[1:], len(chain)]
-        return list(zip(places[starts].tolist(), starts, stops, strict=True))
 
     def _remembered(self, chain: Slots, start: int, stop: int) -> list[tuple[int, int]]:
         """Return `(end, number)` of runs that blocks belonged to before they left, last first."""
@@ -373,23 +348,12 @@ class PrefixOrder(EvictionOrder):
         oldest, stop = max(1, runs.next_number - runs.size + 1), runs.next_number
         for age_class, age in enumerate(AGES[:-1].tolist()):
             start = max(int(runs.looked_at[age_class]), oldest)
-            until = self._first_made_after(self._state[_NOW] - age, start, stop)
+            until = runs.first_made_after(self._state[_NOW] - age, start, stop)
             runs.looked_at[age_class] = until
             places = np.arange(start, until) % runs.size
             ended = runs.ended_at_age[places]
             waiting = places[(ended == 0) | (ended >= age)]
             self._model.note_aged(age_class, runs.class_[waiting])
-
-    def _first_made_after(self, time: int, start: int, stop: int) -> int:
-        """Return the number of the first run from `start` on newer than `time`, or `stop`."""
-        runs = self._runs
-        while start < stop:
-            middle = (start + stop) // 2
-            if runs.made_at_of[middle % runs.size] <= time:
-                start = middle + 1
-            else:
-                stop = middle
-        return start
 
     # ---- the rest ------------------------------------------------------------------------
 

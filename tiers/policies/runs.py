@@ -6,12 +6,12 @@ numbers only grow. A run without slots stays as a ghost until its record is reus
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from .log import RecencyLog
+from .log import RecencyLog, Search
 from .order import ArraySource, heap_arrays, scalars
 from .reuse import AGE_CLASSES, UNKNOWN, Ints
 
@@ -82,11 +82,6 @@ class Runs:
     def looked_at(self) -> Ints:
         """For each class of age, the number below which runs were counted at that age."""
         return self._state[1:]
-
-    def at(self, number: int) -> int | None:
-        """Return the place of a run's record, or None if the record was reused."""
-        place = number % self.size
-        return place if number > 0 and self.number_of[place] == number else None
 
     def held(self) -> Ints:
         """Return the places of all runs that hold slots, the oldest first, without `ANCIENT`."""
@@ -175,6 +170,42 @@ class Runs:
                 self.start[place] = at + (int(is_live.argmax()) if has_begun else len(slots))
             yield np.asarray(slots[is_live])
             at += PIECE
+
+    def search(self, ranked: Iterable[Ints], search: Search) -> Iterator[int]:
+        """Yield the slots that a search accepts, of runs in the order given, some at a time."""
+        for places in ranked:
+            for piece in self.pieces(places):
+                if search.left <= 0:
+                    return
+                slots = piece[: search.left]
+                search.left -= len(slots)
+                if search.mask is not None:
+                    slots = slots[search.mask[slots]]
+                yield from filter(search.wanted, slots.tolist())
+
+    def segments(self, chain: Slots) -> list[tuple[int, int, int]]:
+        """Return `(place, start, stop)` for each stretch of a chain whose slots are of one run."""
+        if not len(chain):
+            return []
+        places = self.run_of[chain]
+        starts = [0, *(np.flatnonzero(places[1:] != places[:-1]) + 1).tolist()]
+        stops = [*starts[1:], len(chain)]
+        return list(zip(places[starts].tolist(), starts, stops, strict=True))
+
+    def depth_of_first(self, chain: Sequence[int]) -> int:
+        """Return the depth at which a chain begins; the engine's own blocks are not in it."""
+        is_known = bool(chain) and self.class_of[int(self.run_of[chain[0]])] != UNKNOWN
+        return int(self.depth_of[chain[0]]) if is_known else 0
+
+    def first_made_after(self, time: int, start: int, stop: int) -> int:
+        """Return the number of the first run from `start` on newer than `time`, or `stop`."""
+        while start < stop:
+            middle = (start + stop) // 2
+            if self.made_at_of[middle % self.size] <= time:
+                start = middle + 1
+            else:
+                stop = middle
+        return start
 
     def clear(self) -> None:
         """Forget every slot, run and ghost."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from ....errors import CorruptionError
 
 DATA_NAME = "data.mdb"
-LOCK_NAME = "lock.mdb"
 MAX_FILE_BYTES = 1 << 62
 MAX_MISSING_BYTES = 64 << 20
 """Most bytes that may be missing at the end: LMDB need not have written its last pages. A larger
@@ -35,11 +34,9 @@ def check_file(path: Path) -> int | None:
     or `OSError`.
     """
     data = path / DATA_NAME
-    for name in (DATA_NAME, LOCK_NAME):  # LMDB would follow a link, and write to its target
-        if os.path.lexists(path / name):
-            _check_ours(path / name)
     if not os.path.lexists(data):
         return None
+    _check_ours(data)  # LMDB would follow a link, and write to its target
     descriptor = os.open(data, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size

@@ -1,10 +1,14 @@
-"""Frames of a stream socket: four bytes of length (little endian) and a MessagePack document."""
+"""Frames of a stream socket: four bytes of length (little endian) and a MessagePack document.
+
+`MessageStream` sends and receives them without ever blocking the thread that uses it.
+"""
 
 from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 
@@ -12,6 +16,8 @@ MAX_FRAME_BYTES = 64 << 20
 """Longest body that a reader accepts unless it was given another limit."""
 RECEIVE_BYTES = 256 << 10
 """Size of the buffer that a reader receives into."""
+RECEIVES_PER_CALL = 16
+"""Most buffers that one call of `MessageStream.receive` fills."""
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
 
@@ -59,3 +65,64 @@ class FrameReader:
             body = bytes(memoryview(self._buffer)[_LENGTH.size : end])
             del self._buffer[:end]
             yield body
+
+
+class MessageStream:
+    """Messages over one connection. One thread, or several under one lock."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        decode: Callable[[bytes], Any],
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+    ) -> None:
+        """`decode` turns the body of a frame into a message. A longer frame than `max_frame_bytes`
+        ends the stream."""
+        self.unsent = bytearray()
+        """Frames that `flush` sends."""
+        self.has_ended = False
+        """True once the other end closed the connection or sent nonsense."""
+        self.error: Exception | None = None
+        """Error of a message that could not be understood."""
+        self.received_bytes = 0
+        self._socket = connection
+        self._decode = decode
+        self._reader = FrameReader(max_frame_bytes)
+
+    def flush(self) -> None:
+        """Send what the socket takes now."""
+        unsent = self.unsent
+        while unsent and not self.has_ended:
+            try:
+                sent = self._socket.send(unsent)
+            except BlockingIOError:
+                return
+            except OSError:
+                self.has_ended = True
+                return
+            del unsent[:sent]
+
+    def receive(self, *, to_the_end: bool = False) -> Iterator[Any]:
+        """Yield the messages that came; then see `has_ended`.
+
+        `to_the_end` looks again after the last message, for the end of the stream.
+        """
+        for _ in range(RECEIVES_PER_CALL):
+            try:
+                data = self._reader.receive(self._socket)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = memoryview(b"")
+            if not data:
+                self.has_ended = True
+                return
+            self.received_bytes += len(data)
+            try:
+                for body in self._reader.feed(data):
+                    yield self._decode(body)
+            except DECODE_ERRORS as error:
+                self.error, self.has_ended = error, True
+                return
+            if len(data) < RECEIVE_BYTES and not to_the_end:
+                return  # that was all, or the next call finds the end of the stream

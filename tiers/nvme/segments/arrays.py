@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import xxhash
 
 from ....errors import NoSpaceError, os_errors
 from ....logs import get_logger
-from ..disk.filesystem import PAGE_BYTES, File, FileSystem
+from ..disk.filesystem import File, FileSystem
 
 HEADER_BYTES = 64
 MAX_ARRAY_BYTES = 1 << 40
@@ -54,18 +52,10 @@ class MappedArrays:
     `session` numbers the openings of the tier. An array that was not in use in the previous session
     is stale. Without a session, arrays are not sealed.
 
-    A file is created inside `claim(bytes)`. If that raises `NoSpaceError`, the array lives in
-    memory and is lost at the end.
+    If the disk has no room for a file, the array lives in memory and is lost at the end.
     """
 
-    def __init__(
-        self,
-        fs: FileSystem,
-        folder: Path,
-        session: int | None,
-        claim: Callable[[int], AbstractContextManager[None]] = lambda growth: nullcontext(),
-    ) -> None:
-        self._claim = claim
+    def __init__(self, fs: FileSystem, folder: Path, session: int | None) -> None:
         self._fs = fs
         self._folder = folder
         self._session = session
@@ -87,7 +77,8 @@ class MappedArrays:
             if old is None or len(old) != length:
                 self.was_replaced = True
                 try:
-                    self._rewrite(path, kind, length, old)
+                    with os_errors(f"making {path}"):
+                        self._rewrite(path, kind, length, old)
                 except NoSpaceError as error:
                     _log.warning("%s will not survive a restart: %s", path.name, error)
                     return np.zeros(length, dtype=kind)
@@ -97,13 +88,6 @@ class MappedArrays:
             if self._session is not None:
                 self._open[-1].write_header(self._session, checksum=0)
         return np.frombuffer(view, dtype=kind, count=length, offset=HEADER_BYTES)
-
-    def has(self, name: str, length: int, dtype: type[np.generic]) -> bool:
-        """Return True if the array exists with this length and type; changes nothing."""
-        path = self._folder / f"{name}.arr"
-        with os_errors(f"reading {path}"):
-            found = self._load(path, np.dtype(dtype), length)
-        return found is not None and len(found) == length
 
     def sync(self) -> None:
         """Seal all arrays with their checksums and make them durable. Raises a `KVCascadeError`.
@@ -153,19 +137,18 @@ class MappedArrays:
         if self._fs.exists(temporary):
             self._fs.unlink(temporary)
         size = HEADER_BYTES + length * kind.itemsize
-        with self._claim(-(-size // PAGE_BYTES) * PAGE_BYTES):
-            file = self._fs.open(temporary, create=True)
-            try:
-                file.preallocate(size)
-                header = _HEADER.pack(_MAGIC, _kind_name(kind), length, self._session or 0, 0)
-                file.pwritev([memoryview(header)], 0)
-                if old is not None:
-                    common = old[:length]
-                    file.pwritev([memoryview(common.tobytes())], HEADER_BYTES)
-                file.sync()
-            finally:
-                file.close()
-            self._fs.rename(temporary, path)
+        file = self._fs.open(temporary, create=True)
+        try:
+            file.preallocate(size)
+            header = _HEADER.pack(_MAGIC, _kind_name(kind), length, self._session or 0, 0)
+            file.pwritev([memoryview(header)], 0)
+            if old is not None:
+                common = old[:length]
+                file.pwritev([memoryview(common.tobytes())], HEADER_BYTES)
+            file.sync()
+        finally:
+            file.close()
+        self._fs.rename(temporary, path)
 
 
 def parse_header(data: bytes, file_bytes: int) -> tuple[np.dtype[Any], int, int] | None:

@@ -1,6 +1,6 @@
 """Free slots as runs of adjacent slots, so that blocks transferred together lie together.
 
-Used by one thread at a time (the manager's).
+Used by the writer's thread only.
 """
 
 from __future__ import annotations
@@ -33,12 +33,6 @@ class ExtentPool:
     def __len__(self) -> int:
         """Return the number of free slots."""
         return self._free
-
-    @property
-    def largest(self) -> int:
-        """Length of the longest run; 0 if there is none."""
-        self._drop_stale()
-        return -self._heap[0][0] if self._heap else 0
 
     def take(self, n: int) -> list[Extent]:
         """Take `n` slots, from the longest runs first; at least that many must be free."""
@@ -80,10 +74,6 @@ class ExtentPool:
     def extents(self) -> list[Extent]:
         """Return all runs, ascending."""
         return sorted(self._length_at.items())
-
-    def to_array(self) -> npt.NDArray[np.int32]:
-        """Return all runs, ascending: shape `(n, 2)`."""
-        return np.array(self.extents(), dtype=np.int32).reshape(-1, 2)
 
     def _add(self, start: int, length: int) -> None:
         self._length_at[start] = length

@@ -194,8 +194,9 @@ def commits(path: FilledPath) -> dict[str, float]:
             taken: list[float] = []
             for _ in range(rounds):
                 puts = [(key_of(next(path.unused)), slot, i) for i, slot in enumerate(free)]
-                first = random.randrange(path.blocks - 2 * batch)
-                used = [s for s in range(first, first + 2 * batch) if s not in set(free)][:batch]
+                first = random.randrange(path.blocks - batch)
+                held = presence.table.used_slots().nonzero()[0]  # not all: other sizes left holes
+                used = [int(slot) for slot in held[first : first + batch]]
                 began = perf_counter()
                 commit(table, presence, puts, used)
                 taken.append((perf_counter() - began) / batch * 1e6)

@@ -28,7 +28,8 @@ from ..path_messages import (
     Touch,
     Why,
 )
-from .namespace_writer import NamespaceWriter, is_within_limits, slots_of
+from .commit_batch import slots_of
+from .namespace_writer import NamespaceWriter, is_within_limits
 from .path_namespaces import PathNamespaces
 
 GRANT_WAIT_S = 1.0
@@ -99,12 +100,12 @@ class BlockMessages:
             outcomes = bytes([Committed.STALE]) * len(message.keys)
             self._send(client.number, CommitDone(message.request, outcomes))
             return
-        client.namespace.add_commit(client.number, message)
+        client.namespace.batch.add(client.number, message)
 
     def _release(self, client: Client, message: Release) -> None:
         if client.namespace is None:
             return
-        own = client.namespace.release(client.number, slots_of(message.slots))
+        own = client.namespace.space.release(client.number, slots_of(message.slots))
         if message.has_failed and own:
             for path in {self._path_of(client.namespace, slot) for slot in own}:
                 _log.warning(
@@ -114,7 +115,7 @@ class BlockMessages:
 
     def _bad(self, client: Client, message: Bad) -> None:
         if client.namespace is not None and is_within_limits(message.keys):
-            client.namespace.add_bad(message)
+            client.namespace.batch.add_bad(message)
 
     def _touch(self, client: Client, message: Touch) -> None:
         if client.namespace is not None and is_within_limits(message.keys):

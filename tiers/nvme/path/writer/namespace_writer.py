@@ -8,30 +8,21 @@ Used by the writer's thread only.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-
-import numpy as np
 
 from .....errors import KVCascadeError, os_errors
 from .....logs import get_logger
 from ....endurance import DayTotals
 from ..block_table import Applied, ApplyOutcome, BlockTable, Changes
-from ..path_messages import (
-    MAX_KEYS_PER_MESSAGE,
-    Bad,
-    Commit,
-    CommitDone,
-    Committed,
-    Grant,
-    Touch,
-)
+from ..path_messages import MAX_KEYS_PER_MESSAGE, Committed, Grant, Touch
 from ..presence_file import OpenPresence
+from .commit_batch import CommitBatch
 from .namespace_home import NamespaceHome
 from .prompt_log import PromptLog
 from .recency import Recency
+from .reset_messages import WaitingResets
 from .slot_space import SlotSpace
 from .waiting_grants import Reply, WaitingGrants
 
@@ -39,21 +30,9 @@ MAX_READ_REPORT_BYTES = 1 << 50
 """Most bytes that were read between two commits; more would overflow the totals."""
 MAX_EVICTIONS_PER_STEP = 4096
 """Most blocks that one commit evicts; more follow in the next step."""
-MAX_RESET_MARKS = 64
-"""Number of marks of resets that are remembered."""
 
 _FAILED = {ApplyOutcome.NO_SPACE: Committed.NO_SPACE}
 _log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PendingReset:
-    """A reset without an answer."""
-
-    client: int
-    request: int
-    mark: int
-    is_passed_on: bool
 
 
 @dataclass(slots=True)
@@ -63,16 +42,6 @@ class Settled:
     replies: list[Reply] = field(default_factory=list)
     stored: list[bytes] = field(default_factory=list)
     removed: list[bytes] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Puts:
-    """Blocks of the batch whose grants are valid."""
-
-    entries: list[tuple[bytes, int, int]] = field(default_factory=list)
-    """Key, slot and checksum of each."""
-    places: list[tuple[int, int]] = field(default_factory=list)
-    """For each the position of its message in the batch, and its own position in that."""
 
 
 class NamespaceWriter:
@@ -99,14 +68,10 @@ class NamespaceWriter:
         self.min_share_bytes = 0
         self.evicted_blocks = 0
         self.grants = WaitingGrants(self.presence, space, self._held)
-        self.pending_resets: list[PendingReset] = []
-        """Resets that the block table could not take yet."""
-        self.reset_marks: deque[int] = deque(maxlen=MAX_RESET_MARKS)
-        """Marks of resets that were begun, oldest first. A successor of this writer knows none: it
-        carries a mark out again."""
+        self.batch = CommitBatch(space)
+        """What the next commit takes in."""
+        self.resets = WaitingResets()
         self._presence = presence
-        self._commits: list[tuple[int, Commit]] = []
-        self._bads: list[Bad] = []
         self._read_bytes = 0
 
     @property
@@ -131,11 +96,6 @@ class NamespaceWriter:
             return []
         return [key for key, _ in found]
 
-    @property
-    def has_work(self) -> bool:
-        """True if `settle` has something to write."""
-        return bool(self._commits or self._bads)
-
     # -- gathering -----------------------------------------------------------------------------
 
     def add_grant(self, client: int, message: Grant, until_s: float) -> bool:
@@ -144,14 +104,6 @@ class NamespaceWriter:
             return False
         self.recency.expect(message.keys)
         return True
-
-    def add_commit(self, client: int, message: Commit) -> None:
-        """Take a `Commit` into the batch."""
-        self._commits.append((client, message))
-
-    def add_bad(self, message: Bad) -> None:
-        """Take a report of damaged blocks into the batch."""
-        self._bads.append(message)
 
     def add_read(self, read_bytes: int) -> None:
         """Count bytes that were read; they are written down with the next commit.
@@ -187,20 +139,20 @@ class NamespaceWriter:
 
     def settle(self, evictions: int = 0) -> Settled:
         """Commit the batch, with the removal of so many of the coldest blocks."""
-        result = Settled()
-        codes = [bytearray([Committed.STALE]) * len(m.keys) for _, m in self._commits]
-        puts = self._valid_puts()
-        self._sync_segments(puts, codes)
-        removals = self._damaged()
+        result, batch = Settled(), self.batch
+        self.batch = CommitBatch(self.space)
+        batch.check(-1 if self.resets else self.epoch)
+        self._sync_segments(batch)
+        removals = batch.damaged(self.table, self.presence)
         victims = self.recency.victims(min(evictions, MAX_EVICTIONS_PER_STEP))
-        if puts.entries or removals or victims:
-            applied = self._apply(puts.entries, removals, victims)
-            self._record(applied, puts, codes, result)
+        if batch.entries or removals or victims:
+            applied = self._apply(batch.entries, removals, victims)
             if applied.outcome is ApplyOutcome.DONE:
+                self._record(batch, applied, result)
                 self._forget(applied.removed, set(victims), result)
-        for (client, message), outcomes in zip(self._commits, codes, strict=True):
-            result.replies.append((client, CommitDone(message.request, bytes(outcomes))))
-        self._commits, self._bads = [], []
+            else:
+                batch.fail(_FAILED.get(applied.outcome, Committed.IO_ERROR))
+        result.replies += batch.replies()
         return result
 
     def remove_slots(self, slots: Sequence[int]) -> list[bytes] | None:
@@ -229,18 +181,12 @@ class NamespaceWriter:
 
     # -- clients -------------------------------------------------------------------------------
 
-    def release(self, client: int, slots: Sequence[int]) -> list[int]:
-        """End grants of a client; return those that were its own."""
-        own = [slot for slot in dict.fromkeys(slots) if self.space.grant_of(slot, client)]
-        self.space.give_back(own)
-        return own
-
     def leave(self, client: int) -> None:
         """Forget a client. Its commits in the batch must be settled before."""
         self.clients.discard(client)
         self.unsynced_clients.discard(client)
         self.grants.leave(client)
-        self.pending_resets = [each for each in self.pending_resets if each.client != client]
+        self.resets.leave(client)
         self.space.end_client(client)
 
     # -- end -----------------------------------------------------------------------------------
@@ -289,68 +235,19 @@ class NamespaceWriter:
         entries = self.table.get_many(maybe)
         return frozenset(k for k, entry in zip(maybe, entries, strict=True) if entry is not None)
 
-    def _valid_puts(self) -> _Puts:
-        """Return the blocks of the batch whose grants are valid; all other slots are freed."""
-        puts, seen = _Puts(), set[int]()
-        epoch = -1 if self.pending_resets else self.epoch
-        grant_of = self.space.grant_of
-        for reply, (client, message) in enumerate(self._commits):
-            slots, checksums = slots_of(message.slots), checksums_of(message.checksums)
-            if not len(slots) == len(checksums) == len(message.keys):
-                self.release(client, slots)
-                continue
-            blocks = zip(message.keys, slots, checksums, strict=True)
-            for place, entry in enumerate(blocks):
-                key, slot, _ = entry
-                grant = grant_of(slot, client)
-                if grant is None or slot in seen:
-                    continue
-                if grant.key == key and grant.epoch == message.epoch == epoch:
-                    seen.add(slot)
-                    puts.entries.append(entry)
-                    puts.places.append((reply, place))
-                else:
-                    self.space.give_back([slot])
-        return puts
-
-    def _sync_segments(self, puts: _Puts, codes: list[bytearray]) -> None:
+    def _sync_segments(self, batch: CommitBatch) -> None:
         """Sync what nodes wrote that joined before commits were to be durable.
 
         Their blocks may be offered by other nodes, to which "held already" means durable.
         """
         if not self.unsynced_clients:
             return
-        unsynced = [client in self.unsynced_clients for client, _ in self._commits]
-        size = self.space.slots_per_segment
-        places = zip(puts.entries, puts.places, strict=True)
-        numbers = {entry[1] // size for entry, (reply, _) in places if unsynced[reply]}
         try:
-            for number in numbers:
+            for number in batch.segments_of(self.unsynced_clients):
                 self.home.segments.sync(number)
         except OSError as error:
             _log.warning("%s: a segment could not be synced (%s)", self.home.name, error)
-            for reply, place in puts.places:
-                codes[reply][place] = Committed.IO_ERROR
-            self.space.give_back([slot for _, slot, _ in puts.entries])
-            puts.entries.clear()
-            puts.places.clear()
-
-    def _damaged(self) -> list[bytes]:
-        """Return the keys of reported blocks that are still in the same slot.
-
-        The checksum is that of the entry, or of a presence table that is damaged itself.
-        """
-        removals: list[bytes] = []
-        for bad in self._bads:
-            slots, checksums = slots_of(bad.slots), checksums_of(bad.checksums)
-            entries = self.table.get_many(bad.keys)
-            for key, slot, checksum, entry in zip(
-                bad.keys, slots, checksums, entries, strict=False
-            ):
-                if entry is not None and entry.slot == slot:
-                    if checksum in (entry.checksum, self.presence.checksum_of(slot)):
-                        removals.append(key)
-        return removals
+            batch.fail(Committed.IO_ERROR)
 
     def _apply(
         self,
@@ -376,34 +273,12 @@ class NamespaceWriter:
                 self.presence.apply(applied.journal)
         return applied
 
-    def _record(
-        self, applied: Applied, puts: _Puts, codes: list[bytearray], result: Settled
-    ) -> None:
-        """Turn the outcome of a commit into codes, used slots and recency."""
-        if applied.outcome is not ApplyOutcome.DONE:
-            failed = _FAILED.get(applied.outcome, Committed.IO_ERROR)
-            for reply, place in puts.places:
-                codes[reply][place] = failed
-            self.space.give_back([slot for _, slot, _ in puts.entries])
-            return
-        fresh: dict[int, tuple[list[bytes], list[int]]] = {}
-        already: list[int] = []
-        blocks = zip(puts.entries, puts.places, strict=True)
-        for position, ((key, slot, _), (reply, place)) in enumerate(blocks):
-            if position in applied.already:
-                codes[reply][place] = Committed.ALREADY
-                already.append(slot)
-                self._show(key)
-                continue
-            codes[reply][place] = Committed.OK
-            if reply not in fresh:
-                fresh[reply] = [], []
-            keys, slots = fresh[reply]
-            keys.append(key)
-            slots.append(slot)
-        self.space.give_back(already)
-        for keys, slots in fresh.values():
-            self.space.use(slots)
+    def _record(self, batch: CommitBatch, applied: Applied, result: Settled) -> None:
+        """Take in a commit of the batch: slots in use, recency, events."""
+        stored, held = batch.succeed(applied.already)
+        for key in held:
+            self._show(key)
+        for keys, slots in stored:
             self.recency.insert(keys, slots)
             result.stored.extend(keys)
 
@@ -430,16 +305,6 @@ class NamespaceWriter:
         if nameless:  # the index does not say whose they are: they stay in use, and out of order
             self.recency.remove(sorted(nameless))
         result.removed.extend(key for key, _ in gone)
-
-
-def slots_of(data: bytes) -> list[int]:
-    """Return the slots of a message. A length that is no multiple of four gives none."""
-    return [] if len(data) % 4 else np.frombuffer(data, dtype="<i4").tolist()
-
-
-def checksums_of(data: bytes) -> list[int]:
-    """Return the checksums of a message. A length that is no multiple of eight gives none."""
-    return [] if len(data) % 8 else np.frombuffer(data, dtype="<u8").tolist()
 
 
 def is_within_limits(keys: Sequence[bytes]) -> bool:

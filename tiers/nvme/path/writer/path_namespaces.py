@@ -34,11 +34,9 @@ from .path_budget import WriteBudget
 from .path_capacity import PathCapacity
 from .path_options import (
     POWER,
-    PathRecord,
     check_options,
-    check_paths,
     differences,
-    load_record,
+    record_in_force,
     save_record,
     was_reset,
 )
@@ -62,7 +60,7 @@ class PathNamespaces:
         """Put the options in force and record them; see `PathWriter`."""
         self.roots = tuple(roots)
         self._means = means
-        self.record = self._record_of(options)
+        self.record = record_in_force(means.fs, roots, options)
         in_force = self.record.options
         idle = IdleNamespaces(means, roots)
         idle.find(in_force.capacity_bytes, with_totals=in_force.write_budget_bytes is not None)
@@ -213,7 +211,7 @@ class PathNamespaces:
         """Remove namespaces that lost their last segment while no node has them open."""
         for name, namespace in list(self.open.items()):
             is_needed = namespace.clients or name in self._looked_at
-            if not is_needed and not self.space.segments_of(name):
+            if not is_needed and not self.space.files.numbers(name):
                 _log.warning("%s is removed: its room was needed", name)
                 self.remove(namespace)
 
@@ -259,27 +257,6 @@ class PathNamespaces:
         self.space.idle.close()
 
     # -- inside --------------------------------------------------------------------------------
-
-    def _record_of(self, options: PathOptions | None) -> PathRecord:
-        """Return paths and options in force, and record them if options are given."""
-        found = load_record(self.fs, self.roots[0])
-        if options is None:  # a tool may reach the paths by other names
-            if found is None or len(found.paths) != len(self.roots):
-                raise ConfigError(
-                    f"{self.roots[0]} has no record of {len(self.roots)} paths; give all paths of "
-                    "a tier that an engine has used"
-                )
-            return found
-        check_options(options)
-        paths = tuple(map(str, self.roots))
-        if found is not None:
-            check_paths(found.paths, paths)
-        record = PathRecord(paths, options)
-        if found is not None:
-            record.min_shares, record.epochs = found.min_shares, found.epochs
-        if found is None or found.options != options:
-            save_record(self.fs, self.roots[0], record)
-        return record
 
     def _begin_new(self, spec: NamespaceSpec, name: str) -> None:
         """Begin to open the namespace of a node, which may not exist. Raises `ConfigError`."""

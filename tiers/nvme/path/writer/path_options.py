@@ -99,6 +99,33 @@ def save_record(fs: FileSystem, root: Path, record: PathRecord) -> None:
         fs.replace(path, json.dumps(document, indent=2).encode() + b"\n")
 
 
+def record_in_force(
+    fs: FileSystem, roots: Sequence[Path], options: PathOptions | None
+) -> PathRecord:
+    """Return paths and options in force, and record them if options are given.
+
+    Raises a `KVCascadeError`, such as `ConfigError` if the tier has other paths.
+    """
+    found = load_record(fs, roots[0])
+    if options is None:  # a tool may reach the paths by other names
+        if found is None or len(found.paths) != len(roots):
+            raise ConfigError(
+                f"{roots[0]} has no record of {len(roots)} paths; give all paths of a tier that an "
+                "engine has used"
+            )
+        return found
+    check_options(options)
+    paths = tuple(map(str, roots))
+    if found is not None:
+        check_paths(found.paths, paths)
+    record = PathRecord(paths, options)
+    if found is not None:
+        record.min_shares, record.epochs = found.min_shares, found.epochs
+    if found is None or found.options != options:
+        save_record(fs, roots[0], record)
+    return record
+
+
 def check_paths(found: Sequence[str], given: Sequence[str]) -> None:
     """Raise `ConfigError` with both lists if an engine names other paths than the tier has."""
     if list(found) != list(given):

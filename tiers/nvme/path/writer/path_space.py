@@ -9,13 +9,11 @@ A namespace that needs room gets the first of these that is possible:
 A segment that is taken loses its blocks first. Then its file is deleted, and a segment of the
 namespace that needs it is made in its place.
 
-Files are made and deleted on I/O threads, one at a time for each namespace. Everything else runs on
-the writer's thread.
+`SegmentJobs` makes and deletes the files. Used by the writer's thread only.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -23,13 +21,11 @@ from pathlib import Path
 
 import numpy as np
 
-from .....errors import KVCascadeError
-from .....logs import get_logger
 from .idle_namespaces import IdleNamespaces
 from .namespace_openings import NamespaceOpenings
 from .namespace_writer import MAX_EVICTIONS_PER_STEP, NamespaceWriter
 from .path_capacity import PathCapacity
-from .path_plan import fixed_bytes
+from .segment_jobs import SegmentJobs
 
 PATIENCE_S = 5.0
 """Age of an attempt to make a segment after which blocks are evicted instead."""
@@ -39,8 +35,6 @@ MAX_EVICTED_AHEAD = 256
 """Most blocks that are evicted beyond the need, so that the next grants need no commit."""
 EVICTED_AHEAD_SHARE = 64
 """Part of its blocks, as a divisor, that a namespace evicts ahead at most."""
-
-_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +53,6 @@ class TakenSegment:
 
     name: str
     number: int
-
-
-@dataclass(slots=True)
-class _Files:
-    """Segment files of one namespace, with those that are being made or deleted."""
-
-    numbers: set[int]
-    file_bytes: int
-    making_since_s: float | None = None
-    """Time at which a segment began to be made; None if none is."""
 
 
 class PathSpace:
@@ -90,19 +74,13 @@ class PathSpace:
         self.idle = idle
         self.taking: TakenSegment | None = None
         """Segment that loses its blocks now."""
-        self._files: dict[str, _Files] = {}
+        self.files = SegmentJobs(capacity, executor, clock, self._after_deletion)
         self._openings = openings
         self._open_idle = open_idle
-        self._executor = executor
         self._clock = clock
-        self._done: deque[Callable[[], None]] = deque()
-        """Function that the writer's thread calls after a job on an I/O thread."""
         self._ranked_at_s: dict[str, float] = {}
         self._taken_for: tuple[str, float] = ("", 0.0)
         """Namespace for which a segment is taken, and the time of the beginning."""
-        self._deleting = 0
-        self._failing: set[int] = set()
-        """Paths in which the last attempt to make a segment failed; each is logged once."""
 
     def add(self, namespace: NamespaceWriter) -> None:
         """Count a namespace that was opened."""
@@ -110,39 +88,28 @@ class PathSpace:
         self.namespaces[home.name] = namespace
         self.idle.take(home.name)
         self._ranked_at_s.clear()  # its segments are compared from now on
-        numbers = set(home.segments.found())
-        self._files[home.name] = _Files(numbers, home.layout.file_bytes)
+        self.files.add(namespace)
 
     def forget(self, name: str) -> None:
         """Stop counting a namespace that was closed or removed."""
         self.namespaces.pop(name, None)
-        self._files.pop(name, None)
+        self.files.forget(name)
         if self.taking is not None and self.taking.name == name:
             self.taking = None
-
-    def segments_of(self, name: str) -> int:
-        """Return the number of segment files of a namespace, with those that are being made."""
-        return len(self._files[name].numbers)
 
     @property
     def has_jobs(self) -> bool:
         """True while a segment is being made, emptied or deleted, or a namespace opened."""
-        makes = any(files.making_since_s is not None for files in self._files.values())
-        return makes or self._deleting > 0 or self.taking is not None or len(self._openings) > 0
-
-    def poll(self) -> None:
-        """Take in what the I/O threads have done."""
-        while self._done:
-            self._done.popleft()()
+        return self.files.is_busy or self.taking is not None or len(self._openings) > 0
 
     def own_bytes(self, path: int) -> int:
         """Return the bytes of our namespaces in a path, all that they may take without asking."""
         total = self.idle.bytes_in(path) + self._openings.bytes_in(path)
-        return total + sum(self._bytes_in(name, path) for name in self.namespaces)
+        return total + sum(self.files.bytes_in(name, path) for name in self.namespaces)
 
     def bytes_of(self, name: str) -> int:
         """Return the bytes of an open namespace, all that it may take without asking."""
-        return sum(self._bytes_in(name, path) for path in range(self.capacity.paths))
+        return sum(self.files.bytes_in(name, path) for path in range(self.capacity.paths))
 
     # -- what is done for a need ----------------------------------------------------------------
 
@@ -155,7 +122,7 @@ class PathSpace:
                 self._take_colder(namespace)
         if free >= need:
             return Room()
-        since_s = self._files[name].making_since_s
+        since_s = self.files.making_since_s(name)
         if self._taken_for[0] == name:
             since_s = self._taken_for[1]
         if since_s is not None and self._clock() - since_s < PATIENCE_S:
@@ -200,11 +167,7 @@ class PathSpace:
     @property
     def is_taking(self) -> bool:
         """True while a segment loses its blocks or its file is being deleted."""
-        return self.taking is not None or self._deleting > 0
-
-    def has_segment(self, name: str, number: int) -> bool:
-        """Return True if an open namespace has a segment."""
-        return name in self._files and number in self._files[name].numbers
+        return self.taking is not None or self.files.is_deleting
 
     def take(self, name: str, number: int) -> bool:
         """Begin to take a segment of an open namespace. Return False if a node may write to it.
@@ -238,23 +201,17 @@ class PathSpace:
             is_empty = not len(namespace.space.used_in(taken.number))
         if is_empty:
             self.taking = None
-            self._delete(namespace, taken.number)
+            self.files.delete(namespace, taken.number)
         return taken, removed or [], is_empty
 
     # -- inside --------------------------------------------------------------------------------
-
-    def _bytes_in(self, name: str, path: int) -> int:
-        files, slots = self._files[name], self.namespaces[name].home.slots
-        here = sum(number % self.capacity.paths == path for number in files.numbers)
-        return here * files.file_bytes + fixed_bytes(slots, path)
 
     def _coldest_of(
         self, namespace: NamespaceWriter, paths: set[int], is_forced: bool
     ) -> tuple[float, int] | None:
         """Return age and number of the coldest segment that may be taken from a namespace."""
         space = namespace.space
-        size = self._files[namespace.home.name].file_bytes
-        left = (len(space.segments) - 1) * size
+        left = (len(space.segments) - 1) * self.files.file_bytes(namespace.home.name)
         if not is_forced and left < namespace.min_share_bytes:
             return None
         numbers = [n for n in space.segments if n % self.capacity.paths in paths]
@@ -271,7 +228,8 @@ class PathSpace:
             return
         if now_s < self._ranked_at_s.get(name, -RANK_EVERY_S) + RANK_EVERY_S:
             return
-        paths = {path for path in self.capacity.awake if self._missing(namespace, path) is not None}
+        missing = self.files.missing
+        paths = {path for path in self.capacity.awake if missing(name, path) is not None}
         if not paths:
             return
         self._ranked_at_s[name] = now_s
@@ -279,98 +237,32 @@ class PathSpace:
         if self.take_coldest(name, paths, -np.inf if age_s is None else age_s):
             self._taken_for = name, now_s
 
-    def _missing(self, namespace: NamespaceWriter, path: int) -> int | None:
-        """Return the lowest number in a path of which the namespace has no segment."""
-        numbers, paths = self._files[namespace.home.name].numbers, self.capacity.paths
-        total = namespace.home.slots // namespace.space.slots_per_segment
-        return next((n for n in range(path, total, paths) if n not in numbers), None)
-
     def _grow(self, namespace: NamespaceWriter) -> bool:
         """Make a segment if the capacity of some path allows it. Return True while it is made."""
-        files, capacity = self._files[namespace.home.name], self.capacity
-        if files.making_since_s is not None:
+        name, capacity, files = namespace.home.name, self.capacity, self.files
+        if files.making_since_s(name) is not None:
             return True
+        size = files.file_bytes(name)
         choices: list[tuple[int, int]] = []
         for path in capacity.awake:
-            number = self._missing(namespace, path) if capacity.may_try(path) else None
+            number = files.missing(name, path) if capacity.may_try(path) else None
             if number is None:
                 continue
-            if capacity.left_bytes(path, self.own_bytes(path)) >= files.file_bytes:
+            if capacity.left_bytes(path, self.own_bytes(path)) >= size:
                 choices.append((number // capacity.paths, number))
         if choices:
-            self._make(namespace, min(choices)[1])
+            number = min(choices)[1]
+            own_bytes = self.own_bytes(number % capacity.paths) + size
+            files.make(namespace, number, own_bytes, self._own_folders())
         return bool(choices)
 
-    def _make(self, namespace: NamespaceWriter, number: int) -> None:
-        home, capacity = namespace.home, self.capacity
-        files, path = self._files[home.name], number % capacity.paths
-        files.numbers.add(number)
-        files.making_since_s = self._clock()
-        own_bytes, own = self.own_bytes(path), self._own_folders()
-
-        def make() -> None:
-            try:
-                with capacity.claim(path, files.file_bytes, own_bytes, own) as foreign:
-                    home.segments.create(number)
-                self._done.append(lambda: self._made(namespace, number, foreign))
-            except (OSError, KVCascadeError) as error:
-                reason = error
-                self._done.append(lambda: self._failed(namespace, number, reason))
-
-        self._submit(make, lambda: self._failed(namespace, number, None))
-
-    def _made(self, namespace: NamespaceWriter, number: int, foreign: int) -> None:
-        path = number % self.capacity.paths
-        self._failing.discard(path)
-        self.capacity.note_foreign(path, foreign)
-        if self.namespaces.get(namespace.home.name) is namespace:
-            self._files[namespace.home.name].making_since_s = None
-            namespace.space.add_segment(number)
-
-    def _failed(self, namespace: NamespaceWriter, number: int, error: Exception | None) -> None:
-        path = number % self.capacity.paths
-        if error is not None and path not in self._failing:
-            self._failing.add(path)
-            _log.warning("no segment can be made for now: %s", error)
-        self.capacity.put_off(path)
-        if self.namespaces.get(namespace.home.name) is namespace:
-            files = self._files[namespace.home.name]
-            files.making_since_s = None
-            files.numbers.discard(number)
-
-    def _delete(self, namespace: NamespaceWriter, number: int) -> None:
-        self._deleting += 1
-
-        def delete() -> None:
-            try:
-                namespace.home.segments.remove(number)
-                self._done.append(lambda: self._deleted(namespace, number, True))
-            except (OSError, KVCascadeError) as error:
-                _log.warning("a segment could not be deleted: %s", error)
-                self._done.append(lambda: self._deleted(namespace, number, False))
-
-        self._submit(delete, lambda: self._deleted(namespace, number, False))
-
-    def _deleted(self, namespace: NamespaceWriter, number: int, is_gone: bool) -> None:
-        self._deleting -= 1
-        files = self._files.get(namespace.home.name)
-        if files is None:
-            return
-        if is_gone:
-            files.numbers.discard(number)
-        else:
-            namespace.space.add_segment(number)
+    def _after_deletion(self, is_gone: bool) -> None:
+        """Make a segment of the namespace for which one was taken."""
         needs = self.namespaces.get(self._taken_for[0])
         self._taken_for = "", 0.0
         if needs is not None and is_gone:
             self._ranked_at_s.pop(needs.home.name, None)
             self._grow(needs)
-
-    def _submit(self, job: Callable[[], None], refused: Callable[[], None]) -> None:
-        try:
-            self._executor.submit(job)
-        except RuntimeError:  # the executor is shutting down
-            self._done.append(refused)
 
     def _own_folders(self) -> frozenset[Path]:
         homes = [namespace.home for namespace in self.namespaces.values()]

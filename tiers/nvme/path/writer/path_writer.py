@@ -20,10 +20,7 @@ from pathlib import Path
 
 from .....errors import ConfigError, CorruptionError, KVCascadeError
 from .....logs import get_logger
-from ....base import new_reset_mark
 from ..path_messages import (
-    MAX_KEYS_PER_MESSAGE,
-    MAX_RESET_EVENTS,
     PROTOCOL,
     Ask,
     Epoch,
@@ -47,13 +44,10 @@ from .block_messages import BlockMessages, Client, Handle
 from .held_messages import HeldMessages, log_refusal, why_refused
 from .namespace_openings import BeingOpenedError
 from .namespace_start import StartMeans
-from .namespace_writer import (
-    NamespaceWriter,
-    PendingReset,
-    Settled,
-)
+from .namespace_writer import NamespaceWriter, Settled
 from .path_namespaces import PathNamespaces
 from .path_options import check_paths, is_stronger
+from .reset_messages import ResetMessages
 from .waiting_grants import Reply
 from .writer_questions import WriterQuestions
 
@@ -93,9 +87,10 @@ class PathWriter:
         self._out: list[Reply] = []
         self._upkeep_at_s = clock()
         self._questions = WriterQuestions(self, clock)
+        self._resets = ResetMessages(self._clients, self._settle, self._send)
         self._handlers: dict[type, Handle] = {
             Hello: self._hello,
-            Reset: self._reset,
+            Reset: self._resets.receive,
             Ask: self._ask,
             Retire: self._retire,
             **BlockMessages(self.path, clock, self._send).handlers,
@@ -144,15 +139,15 @@ class PathWriter:
         Raises `CorruptionError` if an index failed in a way that only opening it again can repair.
         The caller then closes the writer without `is_clean`, and lets another process lead.
         """
-        self.path.space.poll()
+        self.path.space.files.poll()
         ready, replies = self._held.take(self.path.take_opened())
         self._out += replies
         for client, message in ready:
             self.receive(client, message)
         for namespace in list(self.namespaces.values()):
-            if namespace.pending_resets:
-                self._reset_durably(namespace)
-            if namespace.grants or namespace.has_work:
+            if namespace.resets:
+                self._resets.proceed(namespace)
+            if namespace.grants or namespace.batch:
                 self._serve(namespace)
             if namespace.table.has_panicked:
                 raise CorruptionError(
@@ -168,7 +163,7 @@ class PathWriter:
     @property
     def wait_s(self) -> float:
         """Longest time until the next `step`, in seconds."""
-        is_waiting = any(n.grants or n.pending_resets for n in self.namespaces.values())
+        is_waiting = any(n.grants or n.resets for n in self.namespaces.values())
         is_busy = is_waiting or self.path.space.has_jobs or self._questions.is_busy
         return BUSY_WAIT_S if is_busy else FIGURES_EVERY_S
 
@@ -258,21 +253,6 @@ class PathWriter:
         )
         self._send_figures()
 
-    def _reset(self, client: Client, message: Reset) -> None:
-        namespace = client.namespace
-        if namespace is None:
-            return
-        mark = message.mark or new_reset_mark()
-        if mark in namespace.reset_marks and not namespace.is_resetting:
-            self._send(client.number, Epoch(namespace.epoch, message.request))
-            return
-        self._settle(namespace)
-        namespace.reset_marks.append(mark)
-        namespace.pending_resets.append(
-            PendingReset(client.number, message.request, mark, message.is_passed_on)
-        )
-        self._reset_durably(namespace)
-
     def _ask(self, client: Client, message: Ask) -> None:
         answer = self._questions.ask(client.number, message)
         if answer is not None:
@@ -306,7 +286,7 @@ class PathWriter:
         self._out += namespace.grants.serve(awake, allowed, why, may_wait, self._clock())
 
     def _settle(self, namespace: NamespaceWriter, evictions: int = 0) -> None:
-        if namespace.has_work or evictions:
+        if namespace.batch or evictions:
             result = namespace.settle(evictions)
             self._tell(namespace, result)  # first: an engine that got its answer knows the rest
             self._out += result.replies
@@ -318,32 +298,6 @@ class PathWriter:
                 self._send(number, Removed(result.removed))
             if result.stored and self._clients[number].wants_events:
                 self._send(number, Stored(result.stored))
-
-    def _reset_durably(self, namespace: NamespaceWriter) -> None:
-        """Reset a namespace, and answer everybody who asked for it once it is durable."""
-        asking = {each.client for each in namespace.pending_resets}
-        if not namespace.is_resetting:
-            own = {each.client for each in namespace.pending_resets if not each.is_passed_on}
-            self._tell_reset(namespace, namespace.clients.difference(own))
-        if not namespace.reset():
-            return
-        for each in namespace.pending_resets:
-            self._send(each.client, Epoch(namespace.epoch, each.request))
-        marks = [each.mark for each in namespace.pending_resets]
-        for number in namespace.clients.difference(asking):
-            self._send(number, Epoch(namespace.epoch, marks=marks))
-        namespace.pending_resets.clear()
-
-    def _tell_reset(self, namespace: NamespaceWriter, others: set[int]) -> None:
-        """Name the blocks that a reset removes to those of the nodes that publish events."""
-        wanting = [number for number in others if self._clients[number].wants_events]
-        last, left = b"", MAX_RESET_EVENTS
-        while wanting and left > 0:
-            keys = namespace.keys_after(last, min(left, MAX_KEYS_PER_MESSAGE))
-            if not keys:
-                return
-            self._out += [(number, Removed(keys)) for number in wanting]
-            last, left = keys[-1], left - len(keys)
 
     def _take_segments(self) -> None:
         """Go on with the segment that is taken, and begin with one if too much is stored."""

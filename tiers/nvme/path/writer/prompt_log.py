@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .....errors import KVCascadeError, os_errors
+from .....errors import KVCascadeError
 from .....logs import get_logger
 from ...disk.filesystem import FileSystem
 from ...segments.arrays import MappedArrays
@@ -52,8 +52,7 @@ class PromptLog:
 
     def _open(self) -> ChainBook | None:
         """Open the log. Its array is not sealed at the end, so that no start need read it."""
-        doing = f"making arrays in {self._folder}"
-        arrays = MappedArrays(self._fs, self._folder, None, lambda growth: os_errors(doing))
+        arrays = MappedArrays(self._fs, self._folder, None)
         try:
             cells = arrays(CHAINS, cells_for(self._slots), np.uint64)
         except KVCascadeError as error:

@@ -47,9 +47,7 @@ class Recency:
 
         Raises `ConfigError` for an unknown policy, or another `KVCascadeError`.
         """
-        doing = f"making arrays in {folder}"  # without room they live in memory
-        session = _next_session(fs, folder)
-        self._arrays = MappedArrays(fs, folder, session, lambda growth: os_errors(doing))
+        self._arrays = MappedArrays(fs, folder, _next_session(fs, folder))
         self._wall_clock = wall_clock
         self._is_used = is_used
         inner = order_class(policy)(len(is_used), self._arrays)

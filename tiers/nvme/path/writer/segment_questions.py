@@ -122,7 +122,7 @@ class SegmentQuestions:
         first = self._takes[0]
         if first.current is not None:
             number, blocks = first.current
-            if not self._writer.path.space.has_segment(first.name, number):
+            if number not in self._writer.path.space.files.numbers(first.name):
                 first.taken.append(number)
                 first.blocks += blocks
             first.current = None

@@ -103,6 +103,12 @@ class SlotSpace:
         self._end(slots)
         self._free(slots)
 
+    def release(self, client: int, slots: Iterable[int]) -> list[int]:
+        """End grants of a client; return those of the slots that were its own."""
+        own = [slot for slot in dict.fromkeys(slots) if self.grant_of(slot, client)]
+        self.give_back(own)
+        return own
+
     def unuse(self, slots: Sequence[int]) -> None:
         """Free slots whose blocks are removed from index and presence table."""
         if not len(slots):

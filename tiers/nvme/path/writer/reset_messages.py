@@ -1,0 +1,123 @@
+"""Resets of one namespace, and what the writer does with messages that ask for them. One thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ....base import new_reset_mark
+from ..path_messages import (
+    MAX_KEYS_PER_MESSAGE,
+    MAX_RESET_EVENTS,
+    Epoch,
+    FromWriter,
+    Removed,
+    Reset,
+)
+
+if TYPE_CHECKING:
+    from .block_messages import Client
+    from .namespace_writer import NamespaceWriter
+
+MAX_RESET_MARKS = 64
+"""Number of marks of resets that are remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingReset:
+    """A reset without an answer."""
+
+    client: int
+    request: int
+    mark: int
+    is_passed_on: bool
+
+
+class WaitingResets:
+    """Resets that the block table could not take yet; false if there are none."""
+
+    def __init__(self) -> None:
+        self.waiting: list[PendingReset] = []
+        self._begun: deque[int] = deque(maxlen=MAX_RESET_MARKS)
+        """Marks of resets that were begun, oldest first. A successor of this writer knows none: it
+        carries a mark out again."""
+
+    def __len__(self) -> int:
+        return len(self.waiting)
+
+    def was_begun(self, mark: int) -> bool:
+        """Return True if a reset with this mark waits, or was carried out."""
+        return mark in self._begun
+
+    def add(self, reset: PendingReset) -> None:
+        """Let a reset wait."""
+        self._begun.append(reset.mark)
+        self.waiting.append(reset)
+
+    def take(self) -> list[PendingReset]:
+        """Return all, because they were carried out; none waits any more."""
+        waiting, self.waiting = self.waiting, []
+        return waiting
+
+    def leave(self, client: int) -> None:
+        """Forget the resets of a client."""
+        self.waiting = [each for each in self.waiting if each.client != client]
+
+
+class ResetMessages:
+    """The handler of `Reset`."""
+
+    def __init__(
+        self,
+        clients: Mapping[int, Client],
+        settle: Callable[[NamespaceWriter], None],
+        send: Callable[[int, FromWriter], None],
+    ) -> None:
+        """`settle` commits what a namespace has gathered. `send` takes the number of a client."""
+        self._clients = clients
+        self._settle = settle
+        self._send = send
+
+    def receive(self, client: Client, message: Reset) -> None:
+        """Begin a reset, unless the namespace had one with this mark."""
+        namespace = client.namespace
+        if namespace is None:
+            return
+        mark = message.mark or new_reset_mark()
+        if namespace.resets.was_begun(mark) and not namespace.is_resetting:
+            self._send(client.number, Epoch(namespace.epoch, message.request))
+            return
+        self._settle(namespace)
+        namespace.resets.add(
+            PendingReset(client.number, message.request, mark, message.is_passed_on)
+        )
+        self.proceed(namespace)
+
+    def proceed(self, namespace: NamespaceWriter) -> None:
+        """Reset a namespace, and answer everybody who asked for it once it is durable."""
+        if not namespace.is_resetting:
+            waiting = namespace.resets.waiting
+            own = {each.client for each in waiting if not each.is_passed_on}
+            self._name_blocks(namespace, namespace.clients - own)
+        if not namespace.reset():
+            return
+        done = namespace.resets.take()
+        for each in done:
+            self._send(each.client, Epoch(namespace.epoch, each.request))
+        marks = [each.mark for each in done]
+        for number in namespace.clients - {each.client for each in done}:
+            self._send(number, Epoch(namespace.epoch, marks=marks))
+
+    def _name_blocks(self, namespace: NamespaceWriter, others: set[int]) -> None:
+        """Name the blocks that a reset removes to those of the nodes that publish events."""
+        wanting = [number for number in others if self._clients[number].wants_events]
+        last, left = b"", MAX_RESET_EVENTS
+        while wanting and left > 0:
+            keys = namespace.keys_after(last, min(left, MAX_KEYS_PER_MESSAGE))
+            if not keys:
+                return
+            for number in wanting:
+                self._send(number, Removed(keys))
+            last, left = keys[-1], left - len(keys)

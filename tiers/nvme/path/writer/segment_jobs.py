@@ -1,0 +1,181 @@
+"""Segment files of the open namespaces of a path: which exist, and which are made or deleted.
+
+Files are made and deleted on I/O threads, one at a time for each namespace. Everything else runs on
+the writer's thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+
+from .....errors import KVCascadeError
+from .....logs import get_logger
+from .namespace_writer import NamespaceWriter
+from .path_capacity import PathCapacity
+from .path_plan import fixed_bytes
+
+_log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Files:
+    """Segment files of one namespace, with those that are being made or deleted."""
+
+    namespace: NamespaceWriter
+    numbers: set[int]
+    file_bytes: int
+    making_since_s: float | None = None
+    """Time at which a segment began to be made; None if none is."""
+
+
+class SegmentJobs:
+    """Segment files of all open namespaces, by the name of the namespace's directory."""
+
+    def __init__(
+        self,
+        capacity: PathCapacity,
+        executor: Executor,
+        clock: Callable[[], float],
+        on_deleted: Callable[[bool], None],
+    ) -> None:
+        """`on_deleted` is called when a segment was deleted, or could not be. `clock` returns
+        monotonic seconds."""
+        self._capacity = capacity
+        self._executor = executor
+        self._clock = clock
+        self._on_deleted = on_deleted
+        self._files: dict[str, _Files] = {}
+        self._done: deque[Callable[[], None]] = deque()
+        """Functions that the writer's thread calls after jobs on an I/O thread."""
+        self._deleting = 0
+        self._failing: set[int] = set()
+        """Paths in which the last attempt to make a segment failed; each is logged once."""
+
+    def add(self, namespace: NamespaceWriter) -> None:
+        """Count the files of a namespace that was opened."""
+        home = namespace.home
+        numbers = set(home.segments.found())
+        self._files[home.name] = _Files(namespace, numbers, home.layout.file_bytes)
+
+    def forget(self, name: str) -> None:
+        """Stop counting the files of a namespace."""
+        self._files.pop(name, None)
+
+    def numbers(self, name: str) -> set[int]:
+        """Return the segments of a namespace, with those that are being made or deleted."""
+        files = self._files.get(name)
+        return set() if files is None else files.numbers
+
+    def file_bytes(self, name: str) -> int:
+        """Return the size of a segment of a namespace."""
+        return self._files[name].file_bytes
+
+    def making_since_s(self, name: str) -> float | None:
+        """Return the time at which a segment of a namespace began to be made; None if none is."""
+        return self._files[name].making_since_s
+
+    @property
+    def is_deleting(self) -> bool:
+        """True while a file is being deleted."""
+        return self._deleting > 0
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a file is being made or deleted."""
+        makes = any(files.making_since_s is not None for files in self._files.values())
+        return makes or self.is_deleting
+
+    def bytes_in(self, name: str, path: int) -> int:
+        """Return the bytes of a namespace in a path, all that it may take without asking."""
+        files = self._files[name]
+        here = sum(number % self._capacity.paths == path for number in files.numbers)
+        return here * files.file_bytes + fixed_bytes(files.namespace.home.slots, path)
+
+    def missing(self, name: str, path: int) -> int | None:
+        """Return the lowest number in a path of which the namespace has no segment."""
+        files, paths = self._files[name], self._capacity.paths
+        total = files.namespace.home.slots // files.namespace.space.slots_per_segment
+        return next((n for n in range(path, total, paths) if n not in files.numbers), None)
+
+    def poll(self) -> None:
+        """Take in what the I/O threads have done."""
+        while self._done:
+            self._done.popleft()()
+
+    def make(
+        self, namespace: NamespaceWriter, number: int, own_bytes: int, own: frozenset[Path]
+    ) -> None:
+        """Begin to make a segment; for `own_bytes` and `own` see `PathCapacity.claim`."""
+        home, capacity = namespace.home, self._capacity
+        files, path = self._files[home.name], number % capacity.paths
+        files.numbers.add(number)
+        files.making_since_s = self._clock()
+
+        def make() -> None:
+            try:
+                with capacity.claim(path, files.file_bytes, own_bytes, own) as foreign:
+                    home.segments.create(number)
+                self._done.append(lambda: self._made(files, number, foreign))
+            except (OSError, KVCascadeError) as error:
+                reason = error
+                self._done.append(lambda: self._failed(files, number, reason))
+
+        self._submit(make, lambda: self._failed(files, number, None))
+
+    def delete(self, namespace: NamespaceWriter, number: int) -> None:
+        """Begin to delete a segment without blocks."""
+        files = self._files[namespace.home.name]
+        self._deleting += 1
+
+        def delete() -> None:
+            try:
+                namespace.home.segments.remove(number)
+                self._done.append(lambda: self._deleted(files, number, True))
+            except (OSError, KVCascadeError) as error:
+                _log.warning("a segment could not be deleted: %s", error)
+                self._done.append(lambda: self._deleted(files, number, False))
+
+        self._submit(delete, lambda: self._deleted(files, number, False))
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _is_open(self, files: _Files) -> bool:
+        return self._files.get(files.namespace.home.name) is files
+
+    def _made(self, files: _Files, number: int, foreign: int) -> None:
+        path = number % self._capacity.paths
+        self._failing.discard(path)
+        self._capacity.note_foreign(path, foreign)
+        if self._is_open(files):
+            files.making_since_s = None
+            files.namespace.space.add_segment(number)
+
+    def _failed(self, files: _Files, number: int, error: Exception | None) -> None:
+        path = number % self._capacity.paths
+        if error is not None and path not in self._failing:
+            self._failing.add(path)
+            _log.warning("no segment can be made for now: %s", error)
+        self._capacity.put_off(path)
+        if self._is_open(files):
+            files.making_since_s = None
+            files.numbers.discard(number)
+
+    def _deleted(self, files: _Files, number: int, is_gone: bool) -> None:
+        self._deleting -= 1
+        if not self._is_open(files):
+            return
+        if is_gone:
+            files.numbers.discard(number)
+        else:
+            files.namespace.space.add_segment(number)
+        self._on_deleted(is_gone)
+
+    def _submit(self, job: Callable[[], None], refused: Callable[[], None]) -> None:
+        try:
+            self._executor.submit(job)
+        except RuntimeError:  # the executor is shutting down
+            self._done.append(refused)
