@@ -146,6 +146,7 @@ class Cache(Protocol):
 
     def ask(self, keys: Sequence[Key]) -> list[int]:
         """Ask for each block by itself; return the numbers of those loaded to the device."""
+        ...
 
     def close(self) -> None:
         """Close the cache."""

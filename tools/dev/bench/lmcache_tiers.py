@@ -8,6 +8,7 @@ JSON: the numbers of the blocks that were written or loaded, with the `wall_s` a
 took.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import json
