@@ -73,6 +73,11 @@ class PresenceMemory:
             for key in [*self._until][: max(0, excess)]:
                 del self._until[key]
 
+    def forget(self) -> None:
+        """Forget everything; answers on their way are kept."""
+        with self._lock:
+            self._until = {}
+
     def clear(self) -> None:
         """Forget everything; answers on their way are not kept either."""
         with self._lock:
