@@ -37,12 +37,12 @@ from .engine.engine_runs import (
 )
 from .scale import EngineScale
 
-SCALE = EngineScale(prefix_blocks=31)
+SCALE = EngineScale(layers=4, hidden=256, prefix_blocks=31)
 DEVICE_BLOCKS = 100
 DEADLINE_S = 2.0
 SLOW_LINK = "100mbit"
-RECOVERY_LIMIT_S, RECOVERY_PAUSE_S = 20.0, 0.5
-RECOVERY_PROMPTS = 40
+RECOVERY_PROMPTS, RECOVERY_PAUSE_S = 15, 1.0
+"""One prompt is sent after each pause, until one comes from the remote tier."""
 WARM_UPS = 3
 WRITTEN = "vllm:kvcascade_demoted_blocks{tier=remote}"
 WRITE_LIMIT_S, WRITE_PAUSE_S = 60.0, 0.1
@@ -93,14 +93,12 @@ class Pair:
         }
 
     def recovery(self, case: str, asked: Sequence[Prompt]) -> Row:
-        """Return the seconds until a prompt comes from the remote tier; None: not in time."""
+        """Return the seconds until a prompt came from the remote tier; None: none did."""
         began_s = time.monotonic()
         for prompt in asked:
+            self._sleep(RECOVERY_PAUSE_S)
             if self._servers[REMOTE].complete(prompt, ANSWER_TOKENS).cached_tokens:
                 return {"case": case, "recovery_s": time.monotonic() - began_s}
-            if time.monotonic() - began_s > RECOVERY_LIMIT_S:
-                break
-            self._sleep(RECOVERY_PAUSE_S)
         return {"case": case, "recovery_s": None}
 
 
