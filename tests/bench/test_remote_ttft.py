@@ -9,21 +9,22 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvcascade.tools.dev.bench import remote_ttft
-from kvcascade.tools.dev.bench.engine.engine_runs import ANSWER_TOKENS, IDLE_AFTER_S, fresh_prompts
+from kvcascade.tools.dev.bench.engine.engine_runs import ANSWER_TOKENS, IDLE_AFTER_S
 from kvcascade.tools.dev.bench.remote_ttft import (
     NONE,
+    OUTAGES,
     RECOVERY_PAUSE_S,
     REMOTE,
-    SCALE,
     SLOW_LINK,
     Pair,
+    held_prompts,
     measure,
     shown,
 )
 from kvcascade.tools.dev.server import Completion
 
 EACH = 2
-HELD = fresh_prompts(SCALE, "held", 4 * EACH + 5)
+HELD = held_prompts(EACH)
 
 
 @dataclass
@@ -33,7 +34,7 @@ class World:
     events: list[str] = field(default_factory=list)
     is_stopped: bool = False
     rests: int = 2
-    """Number of prompts after the stop that the tier does not look at."""
+    """Number of prompts after an outage that the tier does not look at."""
 
     def limit(self, rate: str | None) -> None:
         self.events.append(f"link {rate}")
@@ -77,15 +78,18 @@ def pair(world: World, slept: list[float], tokens: tuple[int, ...] = (1, 2)) -> 
 def test_the_rows_and_what_happens_between_them() -> None:
     world, slept = World(), list[float]()
     rows = list(measure(pair(world, slept), world, world.signal, HELD, EACH))
-    hits, new, slow, mended, first, later, recovery = rows
+    hits, new, slow, mended, first, later, recovery, *others = rows
+    assert len(others) == 3 * (OUTAGES - 1)
     assert [row["ratio"] for row in (hits, slow, mended)] == [0.25] * 3
     assert [row["ratio"] for row in (new, first, later)] == [1.0] * 3
-    assert [len(row["ttft_ms"][REMOTE]) for row in rows[:-1]] == [2, 2, 4, 2, 1, 4]
+    prompts = [len(row["ttft_ms"][REMOTE]) for row in rows if "ttft_ms" in row]
+    assert prompts == [2, 2, 4, 2, *[1, 2] * OUTAGES]
     assert hits["cached_tokens"] == hits["prompt_tokens"] - EACH and not new["cached_tokens"]
-    assert recovery["recovery_s"] is not None and slept.count(RECOVERY_PAUSE_S) == 3
-    assert slept.count(IDLE_AFTER_S) == 2 * sum((2, 2, 4, 2, 1, 4))
+    assert recovery["recovery_s"] is not None and slept.count(RECOVERY_PAUSE_S) == 2 + OUTAGES
+    assert slept.count(IDLE_AFTER_S) == 2 * sum(prompts)
     happened = [event for event in world.events if event not in (REMOTE, NONE)]
-    assert happened == [f"link {SLOW_LINK}", "link None", "SIGSTOP", "SIGCONT"]
+    outages = ["SIGSTOP", "SIGCONT"] * OUTAGES
+    assert happened == [f"link {SLOW_LINK}", "link None", *outages]
 
 
 def test_answers_that_differ_are_counted() -> None:

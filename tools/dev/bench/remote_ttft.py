@@ -41,6 +41,7 @@ SCALE = EngineScale(layers=4, hidden=256, prefix_blocks=31)
 DEVICE_BLOCKS = 100
 DEADLINE_S = 2.0
 SLOW_LINK = "100mbit"
+OUTAGES = 3
 RECOVERY_PROMPTS, RECOVERY_PAUSE_S = 15, 1.0
 """One prompt is sent after each pause, until one comes from the remote tier."""
 WARM_UPS = 3
@@ -105,7 +106,7 @@ class Pair:
 def measure(
     pair: Pair, link: Link, signal_server: Callable[[int], None], held: Sequence[Prompt], each: int
 ) -> Iterator[Row]:
-    """Yield the rows. `held`: prompts that are in the remote tier, 4 * `each` and some more."""
+    """Yield the rows. `held`: prompts that are in the remote tier, `held_prompts(each)`."""
 
     def new(name: str, prompts: int) -> list[Prompt]:
         return fresh_prompts(SCALE, name, prompts)
@@ -116,13 +117,20 @@ def measure(
     yield pair.row(f"in the remote tier, link of {SLOW_LINK}", held[each : 3 * each])
     link.limit(None)
     yield pair.row("in the remote tier, link mended", held[3 * each : 4 * each])
-    signal_server(signal.SIGSTOP)
-    try:
-        yield pair.row("server stopped, first prompt", new("first", 1))
-        yield pair.row("server stopped, next prompts", new("next", 2 * each))
-    finally:
-        signal_server(signal.SIGCONT)
-    yield pair.recovery("server goes on, s until a hit", held[4 * each :])
+    for outage in range(OUTAGES):
+        signal_server(signal.SIGSTOP)
+        try:
+            yield pair.row("server stopped, first prompt", new(f"first {outage}", 1))
+            yield pair.row("server stopped, next prompts", new(f"next {outage}", each))
+        finally:
+            signal_server(signal.SIGCONT)
+        left = held[4 * each + outage * RECOVERY_PROMPTS :][:RECOVERY_PROMPTS]
+        yield pair.recovery("server goes on, s until a hit", left)
+
+
+def held_prompts(each: int) -> list[Prompt]:
+    """Return the prompts that are to be in the remote tier."""
+    return fresh_prompts(SCALE, "held", 4 * each + OUTAGES * RECOVERY_PROMPTS)
 
 
 class Engines:
@@ -204,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         host = stack.enter_context(other_host())
         server, remote = stored_server(options.binary, host, stack)
         engines = Engines(folder, remote)
-        held = fresh_prompts(SCALE, "held", 4 * options.each + RECOVERY_PROMPTS)
+        held = held_prompts(options.each)
         engines.fill(held)
         pair = Pair({name: engines.started(name, stack) for name in (REMOTE, NONE)})
         print("| case | remote, ms | none, ms | ratio | cached tokens |\n|---|---|---|---|---|")

@@ -1,10 +1,10 @@
 """vLLM's `obj` tier and a remote tier of ours on the same S3 server.
 
-    python -m kvcascade.tools.dev.bench.remote_obj --out FOLDER
+    python -m kvcascade.tools.dev.bench.vllm_obj --out FOLDER
 
 Both ask whether 1,000 blocks are there, then read them into memory that stands for the arena, and
 take turns. Ours verifies every block; theirs has no checksums. The server is moto, started here.
-vLLM's tier needs `nixl` (`pip install nixl`), and a machine without a GPU will do.
+vLLM's tier needs `nixl` (`pip install nixl`), but no GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from .vllm_engines import offloading_config
 BLOCKS = 1000
 VLLM = "vLLM obj"
 POLL_S = 0.001
+Contender = Callable[[], tuple[float, float]]
+"""Returns the seconds of a lookup of all blocks, and those of reading them."""
 GOALS = {"lookup": 10.0, "load": 1.0, "lookup and load": 1.3}
 
 
@@ -40,6 +42,7 @@ class Theirs:
     """vLLM's tier, called as its manager calls it."""
 
     def __init__(self, endpoint: str, block_bytes: int, blocks: int, threads: int) -> None:
+        os.environ.setdefault("NIXL_TELEMETRY_ENABLE", "y")  # else its reads end with an error
         where = {"bucket": BUCKET, "endpoint_override": endpoint, "region": REGION}
         secrets = {"access_key": "none", "secret_key": "none"}
         tier = {"type": "obj", "store_config": {**where, **secrets}, "io_threads": threads}
@@ -138,11 +141,10 @@ def _timed(look: Callable[[], int], read: Callable[[], None]) -> tuple[float, fl
     return looked_s - begun_s, time.perf_counter() - looked_s
 
 
-def measure(turns: Turns, repeats: int) -> list[Row]:
+def measure(contenders: Mapping[str, Contender], repeats: int) -> list[Row]:
     """Return the rows; figures are rates, so that a ratio above 1 means that ours is faster."""
     rows = [Row(case, "per s", goals={VLLM: goal}) for case, goal in GOALS.items()]
     for repeat in range(repeats):
-        contenders = {OURS: turns.ours, VLLM: turns.theirs}
         for name in [*contenders][:: 1 if repeat % 2 else -1]:
             looked_s, read_s = contenders[name]()
             for row, took_s in zip(rows, (looked_s, read_s, looked_s + read_s), strict=True):
@@ -151,7 +153,7 @@ def measure(turns: Turns, repeats: int) -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print a table, and write `remote-obj.json`."""
+    """Measure, print a table, and write `vllm-obj.json`."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -165,14 +167,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         endpoint = stack.enter_context(s3_server())
         turns = Turns(endpoint, options.size, options.blocks, options.threads)
         stack.enter_context(closing(turns))
-        rows = measure(turns, options.repeats)
+        rows = measure({OURS: turns.ours, VLLM: turns.theirs}, options.repeats)
     print("| case | median | ours | |\n|---|---|---|---|")
     for row in rows:
         print(shown(row))
     described: dict[str, Any] = {"cpus": os.cpu_count(), "load": os.getloadavg()}
     described["rows"] = [row.figures() for row in rows]
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "remote-obj.json").write_text(json.dumps(described, indent=1) + "\n")
+    (options.out / "vllm-obj.json").write_text(json.dumps(described, indent=1) + "\n")
 
 
 if __name__ == "__main__":
