@@ -42,9 +42,10 @@ DEVICE_BLOCKS = 100
 DEADLINE_S = 2.0
 SLOW_LINK = "100mbit"
 OUTAGES = 3
-RECOVERY_PROMPTS, RECOVERY_PAUSE_S = 15, 1.0
+RECOVERY_PROMPTS, RECOVERY_PAUSE_S = 12, 1.0
 """One prompt is sent after each pause, until one comes from the remote tier."""
-WARM_UPS = 3
+WARM_UPS = 12
+"""The speed of computing, which the engine measures, is that of a warm engine after so many."""
 WRITTEN = "vllm:kvcascade_demoted_blocks{tier=remote}"
 WRITE_LIMIT_S, WRITE_PAUSE_S = 60.0, 0.1
 REMOTE, NONE = "remote", "none"
@@ -136,7 +137,7 @@ def held_prompts(each: int) -> list[Prompt]:
 class Engines:
     """Servers of vLLM over one model."""
 
-    def __init__(self, folder: Path, remote: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, remote: Mapping[str, Any], kv_heads: int) -> None:
         """`remote`: options of the remote tier."""
         self._servers = Servers(folder, is_on_cpu(), lambda line: None)
         self._remote = remote
@@ -144,6 +145,7 @@ class Engines:
             folder / "model",
             layers=SCALE.layers,
             hidden=SCALE.hidden,
+            kv_heads=kv_heads,
             vocab=VOCABULARY,
             max_positions=SCALE.prompt_tokens_max,
         )
@@ -203,6 +205,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the JSON file")
     parser.add_argument("--binary", default=valkey_binary(), help="path of the server")
     parser.add_argument("--each", type=int, default=6, help="prompts of a row")
+    parser.add_argument(
+        "--kv-heads",
+        type=int,
+        default=8,
+        help="of 8: with fewer of them a slow link is less slow beside computing",
+    )
     options = parser.parse_args(argv)
     if not options.binary:
         raise SystemExit("no valkey-server or redis-server is on the PATH; give --binary")
@@ -211,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         host = stack.enter_context(other_host())
         server, remote = stored_server(options.binary, host, stack)
-        engines = Engines(folder, remote)
+        engines = Engines(folder, remote, options.kv_heads)
         held = held_prompts(options.each)
         engines.fill(held)
         pair = Pair({name: engines.started(name, stack) for name in (REMOTE, NONE)})
