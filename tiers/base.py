@@ -235,9 +235,13 @@ class CachePolicy(ABC):
             self.insert(block_hash, status)
 
 
+RESET_TICKS_PER_S = 1_000_000
+"""Units of a reset's mark per second."""
+
+
 def new_reset_mark() -> int:
     """Return a number that names a reset for all tiers and engines; later ones are greater.
 
-    It is the wall-clock time in microseconds.
+    It is the wall-clock time.
     """
-    return time.time_ns() // 1000
+    return time.time_ns() * RESET_TICKS_PER_S // 1_000_000_000

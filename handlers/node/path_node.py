@@ -147,8 +147,8 @@ class PathNode:
         self._resets: dict[int, list[int]] = {}
         """Tickets of the scheduler by request of a `Reset` that was not answered; 0 is the request
         of those that could not be sent."""
-        self._reset_mark = 0
-        """Mark of the last reset that the scheduler asked for."""
+        self._reset = ResetJob(0)
+        """The last reset that the scheduler asked for."""
         self._since = _Since(clock())
         self._is_linked = False
         self._is_leader = False
@@ -183,7 +183,7 @@ class PathNode:
                 self._send(message)
             case ResetJob():
                 self._gets.forget()
-                self._reset_mark = message.mark
+                self._reset = message
                 self._send_reset([message.ticket])
 
     # -- from the path -------------------------------------------------------------------------
@@ -313,7 +313,7 @@ class PathNode:
         request = 0 if self._welcome is None else next(self._requests)
         self._resets.setdefault(request, []).extend(tickets)
         if request:
-            self._means.send(Reset(request, self._reset_mark))
+            self._means.send(Reset(request, self._reset.mark, self._reset.is_passed_on))
 
     def _welcomed(self, welcome: Welcome) -> None:
         try:

@@ -101,7 +101,8 @@ class ResetJob(msgspec.Struct, frozen=True, array_like=True, tag=67):
 
     ticket: int
     mark: int = 0
-    """See `Reset`."""
+    is_passed_on: bool = False
+    """See `Reset` for both."""
 
 
 class UseNote(msgspec.Struct, frozen=True, array_like=True, tag=68):

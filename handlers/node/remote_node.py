@@ -18,8 +18,8 @@ from ...tiers.base import BlockHash, BlockOutcome
 from ...tiers.remote.base import RemoteOutcome
 from ...tiers.remote.remote_store import EndedKind, RemoteEnded, RemoteState, RemoteStore
 from ...tiers.remote.uploads import Offer
-from .path_wire import JobDone, PutJob, ResetJob, pack_outcomes, unpack_slots
-from .remote_wire import AskJob, FetchJob, PassOnJob, RemoteNote, ResetDone, VerbTotals
+from .path_wire import JobDone, PutJob, pack_outcomes, unpack_slots
+from .remote_wire import AskJob, FetchJob, RemoteNote, RemoteResetJob, ResetDone, VerbTotals
 
 NOTE_INTERVAL_S = 1.0
 """Shortest time between two notes whose totals alone differ."""
@@ -113,8 +113,8 @@ class RemoteNode:
                 self._get(message)
             case PutJob():
                 self._put(message)
-            case ResetJob() | PassOnJob():
-                self._store.reset(message.mark, is_new=isinstance(message, ResetJob))
+            case RemoteResetJob():
+                self._store.reset(message.mark, is_new=message.is_new, known=message.known)
                 self._resets.append(message.ticket)
 
     def work(self) -> None:
@@ -125,6 +125,7 @@ class RemoteNode:
             for ticket in self._resets:
                 self._tell(ResetDone(ticket, state.own_mark))
             self._resets.clear()
+            self._noted = RemoteNote(None)  # the scheduler ignored notes until now
         self._note(state)  # before the answers, so that no one asks a server that rests
         for ended in all_ended:
             self._ended(ended)

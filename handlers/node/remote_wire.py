@@ -1,6 +1,6 @@
 """Messages between the scheduler's process and the node of a remote tier, over a stream socket.
 
-`PutJob`, `ResetJob`, `JobDone` and `NodeReady` are those of `path_wire`. An `AskJob` is
+`PutJob`, `JobDone` and `NodeReady` are those of `path_wire`. An `AskJob` is
 answered by a `JobDone`: OK for a block that is there, GONE for one that is absent. Any other
 outcome says that it could not be found out. The epoch of a `PutJob` is the mark of the last reset
 before its blocks were stored. So no block crosses a reset by another host.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .path_wire import JobDone, NodeReady, PutJob, ResetJob
+from .path_wire import JobDone, NodeReady, PutJob
 
 
 class RemoteSetup(msgspec.Struct, frozen=True, array_like=True, tag=96):
@@ -49,19 +49,24 @@ class FetchJob(msgspec.Struct, frozen=True, array_like=True, tag=101):
     """What is left of the deadline, of which the lookup took a part. What is late is not read."""
 
 
-class PassOnJob(msgspec.Struct, frozen=True, array_like=True, tag=100):
-    """Carry out a reset that another tier had, unless the namespace had it or a later one."""
+class RemoteResetJob(msgspec.Struct, frozen=True, array_like=True, tag=100):
+    """Reset the namespace for all hosts."""
 
     ticket: int
     mark: int
+    is_new: bool
+    """False: another tier had the reset. It is done if the namespace had it or a later one."""
+    known: int
+    """Greatest mark that the engine had heard of when its reset began."""
 
 
 class ResetDone(msgspec.Struct, frozen=True, array_like=True, tag=99):
-    """Answer to a `ResetJob`: the server was told."""
+    """Answer to a `RemoteResetJob`: the server was told."""
 
     ticket: int
     mark: int
-    """Mark of the reset."""
+    """Mark of what the engine stored since the reset began: smaller than the last reset's if
+    another host may have reset the namespace meanwhile."""
 
 
 class VerbTotals(msgspec.Struct, frozen=True, array_like=True):
@@ -96,7 +101,7 @@ class RemoteNote(msgspec.Struct, frozen=True, array_like=True, tag=98):
     """Seconds of each call since the last note, by verb."""
 
 
-RemoteOrder = AskJob | FetchJob | PutJob | ResetJob | PassOnJob
+RemoteOrder = AskJob | FetchJob | PutJob | RemoteResetJob
 FromRemoteNode = NodeReady | JobDone | ResetDone | RemoteNote
 
 to_remote_node: msgspec.msgpack.Decoder[RemoteSetup | RemoteOrder] = msgspec.msgpack.Decoder(

@@ -70,6 +70,8 @@ class NodeFeed(NodeInbox):
         self._table: PresenceTable | None = None
         self._epoch: int | None = None
         self._is_resetting = False
+        self._names_changes = True
+        """False while a reset that the engine asked for is not answered."""
 
     def process(self) -> None:
         super().process()
@@ -86,17 +88,23 @@ class NodeFeed(NodeInbox):
         day = None if self.figures is None else self.figures.day
         return DayTotals() if day is None else DayTotals(day[1], day[2], bool(day[0]))
 
-    def begin_reset(self) -> None:
-        """Find nothing until `end_reset`, and forget what older blocks became."""
+    def begin_reset(self, *, is_own: bool = True) -> None:
+        """Find nothing until `end_reset`, and forget what older blocks became.
+
+        `is_own`: the engine asked for the reset, so routers know that nothing is left. Otherwise
+        each block is named to them.
+        """
         self._is_resetting = True
         self.find = find_nothing
         self.blocks = 0
         self.lost.clear()
-        self.events.clear()
+        if is_own:
+            self._names_changes = False
+            self.events.clear()
 
     def end_reset(self) -> None:
         """Find blocks again; those of older epochs are gone."""
-        self._is_resetting = False
+        self._is_resetting, self._names_changes = False, True
         self._look()
 
     @property
@@ -118,18 +126,20 @@ class NodeFeed(NodeInbox):
 
     def _note(self, message: Any) -> None:
         match message:
-            case Removed() if not self._is_resetting:
-                self.blocks = max(0, self.blocks - len(message.keys))
-                self.lost += cast(list[BlockHash], message.keys)
+            case Removed() if self._names_changes:
                 self.events.changed(message.keys, removed=True)
-            case Stored() if not self._is_resetting:
+                if not self._is_resetting:
+                    self.blocks = max(0, self.blocks - len(message.keys))
+                    self.lost += cast(list[BlockHash], message.keys)
+            case Stored() if self._names_changes:
                 self.events.changed(message.keys, removed=False)
-            case KeysListed() if not self._is_resetting:
+            case KeysListed() if self._names_changes:
                 self.events.listed(message)
             case TierFigures():
                 self._count(message)
             case Epoch() if self._is_resetting and message.request:
                 self._epoch = message.epoch
+                self.events.end_list()
             case Epoch():  # of another engine; the presence table has it, too
                 self.events.end_list()
                 self.marks += message.marks[: MAX_MARKS - len(self.marks)]

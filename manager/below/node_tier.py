@@ -146,10 +146,10 @@ class NodeTier(SingleTier):
         return 1 if self.feed.was_reset() else 0
 
     def reset(self, mark: int = 0) -> None:
-        self.feed.begin_reset()
-        self._coming.clear()
-        self._begin_reset(lambda ticket: ResetJob(ticket, mark))
-        self._client.flush()
+        self._reset_to(mark, is_own=True)
+
+    def pass_on(self, mark: int) -> None:
+        self._reset_to(mark, is_own=False)
 
     def state(self) -> list[TierState]:
         (facts,), figures = self.tiers, self.feed.figures
@@ -171,6 +171,12 @@ class NodeTier(SingleTier):
         ]
 
     # -- inside ------------------------------------------------------------------------------
+
+    def _reset_to(self, mark: int, *, is_own: bool) -> None:
+        self.feed.begin_reset(is_own=is_own)
+        self._coming.clear()
+        self._begin_reset(lambda ticket: ResetJob(ticket, mark, not is_own))
+        self._client.flush()
 
     def _after_reset(self, done: JobDone) -> None:
         self.feed.end_reset()

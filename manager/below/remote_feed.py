@@ -13,13 +13,16 @@ import msgspec
 
 from ...handlers.node.path_wire import JobDone, unpack_outcomes
 from ...handlers.node.remote_wire import AskJob, RemoteNote, VerbTotals
-from ...tiers.base import BlockHash, BlockOutcome, new_reset_mark
+from ...tiers.base import RESET_TICKS_PER_S, BlockHash, BlockOutcome
 from ...tiers.remote.presence import MAX_REMEMBERED, PresenceMemory
 from ...tiers.remote.remote_counters import Verb
 from ..counters import latencies
 from .node_inbox import MAX_MARKS, NodeInbox
 from .node_traffic import NodeClient
 
+CLOCK_SKEW_TICKS = 60 * RESET_TICKS_PER_S
+"""Greatest difference of two hosts' clocks. An engine that stored blocks before it heard of a reset
+keeps them only if the reset is older than the engine by more than that."""
 GROUP_BYTES = 4
 """Length of the KV group's number, with which a key ends."""
 
@@ -30,8 +33,8 @@ _NO_ANSWER = frozenset({BlockOutcome.IO_ERROR, BlockOutcome.CANCELLED})
 class RemoteFeed(NodeInbox):
     """Notes of a node."""
 
-    def __init__(self, memory: PresenceMemory) -> None:
-        """`memory` has what the server answered."""
+    def __init__(self, began: int, memory: PresenceMemory) -> None:
+        """`began`: mark of a reset that begins now; `memory` has what the server answered."""
         super().__init__()
         self._memory = memory
         self.unsent: Counter[str] = Counter()
@@ -52,7 +55,9 @@ class RemoteFeed(NodeInbox):
         or older blocks are not forgotten yet."""
         self.has_blocks = False
         """True once this engine may have blocks."""
-        self._began = new_reset_mark()
+        self._began = began
+        self.known = 0
+        """Greatest mark that was heard of."""
         self._newest = 0
         """Mark of a reset by another host that was not taken in yet."""
         self._is_resetting = False
@@ -110,11 +115,13 @@ class RemoteFeed(NodeInbox):
         self.latency_s = note.latency_s or self.latency_s
         for verb, samples_s in note.samples_s.items():
             self.calls_s[verb].extend(samples_s)
+        self.known = max(self.known, note.mark or 0)
         if note.mark is None or self._is_resetting:
             return
+        is_late = note.mark > self._began - CLOCK_SKEW_TICKS
         if self._was_reset:
             self._newest = max(self._newest, note.mark)
-        elif self.mark is None and not (self.has_blocks and note.mark > self._began):
+        elif self.mark is None and not (self.has_blocks and is_late):
             self.mark = note.mark
         elif self.mark is None or note.mark > self.mark:  # before this engine's blocks, perhaps
             self.mark, self._was_reset, self._newest = None, True, note.mark

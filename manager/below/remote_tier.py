@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from ...handlers.node.path_wire import JobDone, PutJob, ResetJob
-from ...handlers.node.remote_wire import FetchJob, PassOnJob, ResetDone
-from ...tiers.base import BlockHash, BlockOutcome
+from ...handlers.node.path_wire import JobDone, PutJob
+from ...handlers.node.remote_wire import FetchJob, RemoteResetJob, ResetDone
+from ...tiers.base import BlockHash, BlockOutcome, new_reset_mark
 from ...tiers.breaker import Breaker
 from ...tiers.remote.presence import PresenceMemory
 from ...tiers.remote.remote_store import StoreOptions
@@ -60,6 +60,8 @@ class RemoteTierParts:
     stall_s: float
     """Time limit for stalled reads in seconds."""
     with_events: bool = True
+    new_mark: Callable[[], int] = new_reset_mark
+    """Function that returns the mark of a reset that begins now."""
 
 
 class RemoteTier(SingleTier):
@@ -77,7 +79,7 @@ class RemoteTier(SingleTier):
         """
         facts, limits = parts.facts, parts.store
         memory = PresenceMemory(clock, limits.held_s, limits.absent_s)
-        feed = RemoteFeed(memory)
+        feed = RemoteFeed(parts.new_mark(), memory)
         client = client_of(feed.take)
         super().__init__(client, feed, facts, Departures(), clock)
         self.feed: RemoteFeed = feed
@@ -91,6 +93,7 @@ class RemoteTier(SingleTier):
         )
         self.writes: _RemoteWrites = _RemoteWrites(flow, rule, memory, self._note_stored)
         self._with_events = parts.with_events
+        self._new_mark = parts.new_mark
         self._events: list[BlockEvent] = []
         self._blocks = 0
         """Number of blocks that this engine stored since the last reset."""
@@ -175,7 +178,7 @@ class RemoteTier(SingleTier):
         return 1
 
     def reset(self, mark: int = 0) -> None:
-        self._reset_to(mark, is_new=True)
+        self._reset_to(mark or self._new_mark(), is_new=True)
 
     def pass_on(self, mark: int) -> None:
         self._reset_to(mark, is_new=False)
@@ -208,8 +211,8 @@ class RemoteTier(SingleTier):
         self._forget()
         self._events.clear()
         self.feed.begin_reset()
-        order = ResetJob if is_new else PassOnJob
-        self._begin_reset(lambda ticket: order(ticket, mark))
+        known = self.feed.known
+        self._begin_reset(lambda ticket: RemoteResetJob(ticket, mark, is_new, known))
 
     def _after_reset(self, done: ResetDone) -> None:
         self.feed.end_reset(done.mark)

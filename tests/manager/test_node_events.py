@@ -136,6 +136,22 @@ def test_a_reset_by_another_engine_removes_what_was_named(is_listed: bool) -> No
     assert first.held == second.held == set(keys(4))
 
 
+def test_a_reset_that_another_tier_had_removes_what_was_named() -> None:
+    """The engine did not ask for it, so its routers were not told either."""
+    rig = NodesRig(is_real=True)
+    first, second = join(rig), join(rig)
+    put(first.node, FOUND, 1)
+    drain(rig, first, second)
+    assert first.held == second.held == set(keys(len(FOUND)))
+    first.node.tier.pass_on(77)
+    second.node.tier.pass_on(77)
+    drain(rig, first, second)
+    assert first.held == second.held == set()
+    put(first.node, range(4), 2)
+    drain(rig, first, second)
+    assert first.held == second.held == set(keys(4))
+
+
 def test_without_events_nothing_is_asked_for() -> None:
     events = node_events.NodeEvents("nvme", "NVME", is_wanted=False)
     events.joined()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.clock import ManualClock
 from support.keys import key, keys
 from support.remote_rig import THROUGH
 from support.remote_tier_rig import RemoteTierRig
@@ -300,6 +301,50 @@ class TestResets:
         other.tier.pass_on(78)
         other.pump()
         assert rig.twin.counters != generation
+
+    def test_of_two_resets_at_once_both_hosts_forget_what_is_between_them(
+        self, rig: RemoteTierRig
+    ) -> None:
+        other = RemoteTierRig(rig.twin, rig.clock)
+        for each in (rig, other):
+            each.pump()
+        rig.twin.fails["advance"] = RemoteOutcome.IO_ERROR
+        rig.tier.reset()
+        rig.pump()
+        assert put(rig, 1, 1) == [Put.STARTED]  # after this host's reset, before the other's
+        rig.clock.advance(1.0)
+        other.tier.reset()
+        rig.twin.fails.clear()
+        rig.clock.advance(60.0)
+        other.pump()
+        rig.pump()
+        assert rig.tier.maintain() == 1, "its blocks may be older than the other's reset"
+        rig.clock.advance(6.0)
+        other.tier.is_asking(key(0), "request")
+        other.tier.maintain()
+        other.pump()
+        assert not other.tier.may_hold(key(0)) and not rig.twin.held
+
+    @pytest.mark.parametrize(("age_s", "is_kept"), [(30.0, False), (90.0, True)])
+    def test_blocks_of_before_the_first_answer_outlive_old_resets_only(
+        self, age_s: float, is_kept: bool
+    ) -> None:
+        """Clocks of hosts differ, so a reset shortly before the engine's start counts."""
+        twin, clock = RemoteTwin(), ManualClock()
+        first = RemoteTierRig(twin, clock)
+        first.tier.reset()
+        first.pump()
+        clock.advance(age_s)
+        twin.fails["counter"] = RemoteOutcome.IO_ERROR
+        late = RemoteTierRig(twin, clock)
+        late.pump()
+        late.tier.is_asking(key(0), "request")
+        twin.fails.clear()
+        clock.advance(60.0)
+        late.tier.is_asking(key(1), "request")
+        late.tier.maintain()
+        late.pump()
+        assert late.tier.maintain() == (0 if is_kept else 1)
 
     def test_a_server_that_lost_everything_was_not_reset(self, rig: RemoteTierRig) -> None:
         rig.tier.reset(77)

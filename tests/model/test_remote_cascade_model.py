@@ -176,6 +176,8 @@ def run(seed: int, asks_in_one_trip: bool) -> World:
 @pytest.mark.parametrize("asks_in_one_trip", [True, False])
 @given(st.integers(0, 2**32))
 @example(65)  # a node that dies while another host resets
+@example(773)  # both hosts reset while the server fails
+@example(7776)  # a host that stored blocks before it heard of the other one's reset
 @settings(max_examples=40)
 def test_nothing_wrong_is_ever_loaded(asks_in_one_trip: bool, seed: int) -> None:
     run(seed, asks_in_one_trip)

@@ -99,6 +99,8 @@ class MemoryNode:
             case GetJob():
                 return self._get(message, on_end)
             case ResetJob():
+                if message.is_passed_on and self.presence.slots:
+                    self._on_note(Removed([*self.presence.slots]))
                 self._forget()
                 self._on_note(Epoch(self.presence.epoch, ticket))
                 on_end(JobDone(ticket))

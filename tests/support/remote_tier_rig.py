@@ -22,12 +22,13 @@ from kvcascade.manager.below.remote_tier import (
     RemoteTier,
     RemoteTierParts,
 )
+from kvcascade.tiers.base import RESET_TICKS_PER_S
 from kvcascade.tiers.remote.remote_store import StoreOptions
 
 from .clock import ManualClock
 from .executors import SteppingExecutor
 from .memory_backend import MemoryBackend
-from .remote_rig import PAYLOAD_BYTES, THROUGH, RemoteRig
+from .remote_rig import PAYLOAD_BYTES, THROUGH, WALL_S, RemoteRig
 from .remote_twin import RemoteTwin
 
 ARENA_SLOTS = 64
@@ -55,8 +56,14 @@ class RemoteTierRig:
         self.start_node()
         facts = TierFacts("remote", MEDIUM, PAYLOAD_BYTES, UNBOUNDED_BLOCKS)
         self.tier = RemoteTier(
-            self._client_of, RemoteTierParts(facts, options, stall_s=10.0), self.clock
+            self._client_of,
+            RemoteTierParts(facts, options, stall_s=10.0, new_mark=self._new_mark),
+            self.clock,
         )
+
+    def _new_mark(self) -> int:
+        """The time; no two hosts reset in the same microsecond."""
+        return int((WALL_S + self.clock.now_s) * RESET_TICKS_PER_S) + next(self.twin.ticks)
 
     def start_node(self) -> None:
         """A new node; what an earlier one had is lost."""

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 
 from kvcascade.tiers.remote.abilities import Cause, Listing, RemoteEntry
 from kvcascade.tiers.remote.base import (
@@ -50,6 +51,8 @@ class RemoteTwin(RemoteEngine):
         self.before: Callable[[str], None] = lambda method: None
         """Called at the begin of each method, in the thread of the caller."""
         self.is_closed = False
+        self.ticks = count()
+        """Microseconds that went by unnoticed, for all hosts."""
         self._late: list[PrivateBuffer] = []
         self._lock = threading.Lock()
 

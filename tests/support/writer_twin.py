@@ -296,6 +296,8 @@ class WriterTwin:
             self._say(client, Epoch(self.presence.epoch, reset.request))
             return
         self._marks.append(mark)
+        if reset.is_passed_on and self.held:
+            self._say(client, Removed([*self.held]))
         self.held.clear()
         self.presence.clear(self.presence.epoch + 1)
         self._say(client, Epoch(self.presence.epoch, reset.request))

@@ -7,18 +7,45 @@ returns to a generation that had blocks.
 A second counter holds the mark of the last reset: about the time at which it began. It is raised
 before the generation. A host that sees another generation thus learns whether that was a reset, or
 the server lost its counters. A mark is carried out once, whoever passes it on.
+
+Two hosts may reset at the same time. Blocks that one stored after its own reset may be older than
+the other's. So a host that finds a mark which it had not heard of before its reset keeps a smaller
+mark as its own. Its blocks then count as older than the last reset.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from ..base import RESET_TICKS_PER_S
 from .base import CounterAnswer, RemoteEngine, RemoteOutcome
 
 GENERATION_FRESH_S = 5.0
 """Age after which the generation is read again. Another host's reset is seen no later."""
-TICKS_PER_S = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ResetWanted:
+    """A reset that the server is to be told."""
+
+    mark: int
+    """0: the time at which the server is told."""
+    is_new: bool
+    known: int
+    """Greatest mark that this host had heard of when the reset began."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A reset whose mark is at the server."""
+
+    number: int
+    own_mark: int
+    """Mark of what this host stored since the reset began."""
+    is_raised: bool
+    """False if the namespace had this reset already."""
 
 
 class Generation:
@@ -46,10 +73,9 @@ class Generation:
         self._read_s = 0.0
         self._resets_wanted = 0
         self._resets_done = 0
-        self._wanted = (0, True)
-        """Mark of the last reset that is wanted, and whether it is a new one."""
-        self._told: tuple[int, int] | None = None
-        """Number of the reset whose mark was raised, and that mark."""
+        self._wanted = ResetWanted(0, True, 0)
+        """The last reset that is wanted."""
+        self._told: _Told | None = None
         self._mark = 0
         self._own_mark: int | None = None
         self._attempts = 0
@@ -80,15 +106,16 @@ class Generation:
         """
         return self._own_mark
 
-    def reset(self, mark: int = 0, *, is_new: bool = True) -> None:
+    def reset(self, mark: int = 0, *, is_new: bool = True, known: int | None = None) -> None:
         """Make the generation unknown until it was raised. Returns at once.
 
         `mark`: that of the reset; 0: the time. Without `is_new` it came from another tier, and is
-        done if the namespace had a reset of this mark or a later one.
+        done if the namespace had a reset of this mark or a later one. `known`: greatest mark that
+        the caller had heard of when the reset began; None: the greatest one heard of here.
         """
         if self.is_reset_pending:
-            mark, is_new = max(mark, self._wanted[0]), is_new or self._wanted[1]
-        self._wanted = mark, is_new
+            mark, is_new = max(mark, self._wanted.mark), is_new or self._wanted.is_new
+        self._wanted = ResetWanted(mark, is_new, self._mark if known is None else known)
         self._resets_wanted += 1
         self._value = self._own_mark = None
 
@@ -102,11 +129,16 @@ class Generation:
             is_fresh = self._clock() - self._read_s < GENERATION_FRESH_S
             if value is not None and is_fresh and not self.is_reset_pending:
                 return CounterAnswer(RemoteOutcome.OK, value)
-            now = int(self._wall_clock() * TICKS_PER_S)
+            now = int(self._wall_clock() * RESET_TICKS_PER_S)
+            own_mark: int | None = None
             if self.is_reset_pending:
-                answer, mark = self._raise(wanted, now, limit_s)
+                answer, own_mark = self._raise(wanted, now, limit_s)
             else:
-                answer, mark = self._read(now, limit_s)
+                answer = self._engine.counter(self._name, now, limit_s)
+            marked = answer
+            if answer.outcome is RemoteOutcome.OK:  # read last: no older than the generation
+                marked = self._last_mark(limit_s)
+                answer = answer if marked.outcome is RemoteOutcome.OK else marked
             self._attempts += 1
             self._failure = None if answer.outcome is RemoteOutcome.OK else answer
             if self._failure is not None:
@@ -115,33 +147,40 @@ class Generation:
             self._resets_done = wanted
             if self.is_reset_pending:  # another reset came meanwhile
                 return CounterAnswer(RemoteOutcome.BUSY)
-            self._mark = max(self._mark, mark)
-            self._own_mark = mark if self._own_mark is None else self._own_mark
+            self._mark = max(self._mark, marked.value)
+            if self._own_mark is None:
+                self._own_mark = marked.value if own_mark is None else own_mark
             self._value, self._read_s = answer.value, self._clock()
             return answer
 
-    def _read(self, now: int, limit_s: float) -> tuple[CounterAnswer, int]:
-        """Read both counters: the mark last, so that it is no older than the generation."""
-        answer = self._engine.counter(self._name, now, limit_s)
-        if answer.outcome is not RemoteOutcome.OK:
-            return answer, 0
-        marked = self._last_mark(limit_s)
-        return (answer if marked.outcome is RemoteOutcome.OK else marked), marked.value
-
     def _raise(self, number: int, now: int, limit_s: float) -> tuple[CounterAnswer, int]:
-        """Carry out the reset of this number: raise the mark, and then the generation."""
-        mark, is_new = self._wanted
-        if self._told is None or self._told[0] != number:
-            marked = self._last_mark(limit_s)
-            if marked.outcome is not RemoteOutcome.OK:
+        """Carry out the reset of this number: raise the mark, and then the generation.
+
+        Return the generation, and the mark of what this host stored since the reset began.
+        """
+        told = self._told
+        if told is None or told.number != number:
+            marked, told = self._tell(number, now, limit_s)
+            if told is None:
                 return marked, 0
-            if not is_new and marked.value >= mark:
-                return self._engine.counter(self._name, now, limit_s), marked.value
-            marked = self._engine.advance(self._marks_name, mark or now, limit_s)
-            if marked.outcome is not RemoteOutcome.OK:
-                return marked, 0
-            self._told = number, marked.value
-        return self._engine.advance(self._name, now, limit_s), self._told[1]
+            self._told = told
+        if told.is_raised:
+            return self._engine.advance(self._name, now, limit_s), told.own_mark
+        return self._engine.counter(self._name, now, limit_s), told.own_mark
+
+    def _tell(self, number: int, now: int, limit_s: float) -> tuple[CounterAnswer, _Told | None]:
+        """Raise the mark, unless the namespace had this reset. Return None if that failed."""
+        wanted = self._wanted
+        last = self._last_mark(limit_s)
+        if last.outcome is not RemoteOutcome.OK:
+            return last, None
+        is_foreign = last.value > wanted.known and last.value != wanted.mark
+        if not wanted.is_new and last.value >= wanted.mark:
+            return last, _Told(number, wanted.mark if is_foreign else last.value, False)
+        raised = self._engine.advance(self._marks_name, wanted.mark or now, limit_s)
+        if raised.outcome is not RemoteOutcome.OK:
+            return raised, None
+        return raised, _Told(number, wanted.known if is_foreign else raised.value, True)
 
     def _last_mark(self, limit_s: float) -> CounterAnswer:
         """Read the mark of the last reset; 0 if there was none."""

@@ -354,13 +354,13 @@ class RemoteStore:
             found.append(ended)
         return found
 
-    def reset(self, mark: int = 0, *, is_new: bool = True) -> None:
+    def reset(self, mark: int = 0, *, is_new: bool = True, known: int | None = None) -> None:
         """Make every older block unreachable, for all hosts as soon as the server is told.
 
         Until it is told, this store neither reads nor writes. For the rest see `Generation.reset`.
         """
         self._link.memory.clear()
-        self._link.generation.reset(mark, is_new=is_new)
+        self._link.generation.reset(mark, is_new=is_new, known=known)
         for ask in self._asks.values():
             self._end_ask(ask, [RemoteOutcome.ABSENT] * len(ask.keys))
         for job in self._jobs.values():

@@ -29,8 +29,8 @@ MAX_FRAME_BYTES = 8 << 20
 MAX_CHAIN_HEADS = 1 << 16
 """Most blocks of a prompt whose order is noted; longer prompts are cut."""
 MAX_RESET_EVENTS = 1 << 18
-"""Most blocks of a reset that are sent to the other nodes as `Removed`. Listing them takes the
-writer about 0.2 s."""
+"""Most blocks of a reset that are sent as `Removed` to the nodes whose engine did not ask for it.
+Listing them takes the writer about 0.2 s."""
 ALREADY_SLOT = -1
 """Slot in `Granted` for a key that the tier holds already."""
 NO_SLOT = -2
@@ -191,6 +191,9 @@ class Reset(msgspec.Struct, frozen=True, array_like=True, tag=8):
     mark: int = 0
     """Number that names the reset for the paths of all engines. A writer that remembers it has
     carried it out, and only answers. 0: the writer draws one."""
+    is_passed_on: bool = False
+    """True: another tier of the engine had the reset. Its own engine did not ask for it, so the
+    node is sent the removed blocks like the other nodes."""
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag=9):

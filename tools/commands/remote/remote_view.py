@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.text import Text
 
-from ....tiers.remote.generation import TICKS_PER_S
+from ....tiers.base import RESET_TICKS_PER_S
 from ....tiers.remote.objects import Verdict
 from .. import show
 from ..verify.verify_view import MAX_SHOWN, progress_of
@@ -85,7 +85,7 @@ def print_contents(found: RemoteContents) -> None:
 def _began(report: GenerationReport) -> str:
     """Return when a generation began: its number is about the Unix time in microseconds."""
     try:
-        began = datetime.fromtimestamp(report.generation / TICKS_PER_S, UTC)
+        began = datetime.fromtimestamp(report.generation / RESET_TICKS_PER_S, UTC)
     except (OverflowError, ValueError, OSError):
         return f"{report.generation:,}"
     return f"{began:%Y-%m-%d %H:%M:%S}"

@@ -53,6 +53,7 @@ class PendingReset:
     client: int
     request: int
     mark: int
+    is_passed_on: bool
 
 
 @dataclass(slots=True)

@@ -268,7 +268,9 @@ class PathWriter:
             return
         self._settle(namespace)
         namespace.reset_marks.append(mark)
-        namespace.pending_resets.append(PendingReset(client.number, message.request, mark))
+        namespace.pending_resets.append(
+            PendingReset(client.number, message.request, mark, message.is_passed_on)
+        )
         self._reset_durably(namespace)
 
     def _ask(self, client: Client, message: Ask) -> None:
@@ -321,7 +323,8 @@ class PathWriter:
         """Reset a namespace, and answer everybody who asked for it once it is durable."""
         asking = {each.client for each in namespace.pending_resets}
         if not namespace.is_resetting:
-            self._tell_reset(namespace, namespace.clients.difference(asking))
+            own = {each.client for each in namespace.pending_resets if not each.is_passed_on}
+            self._tell_reset(namespace, namespace.clients.difference(own))
         if not namespace.reset():
             return
         for each in namespace.pending_resets:
