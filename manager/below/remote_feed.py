@@ -26,13 +26,17 @@ keeps them only if the reset is older than the engine by more than that."""
 GROUP_BYTES = 4
 """Length of the KV group's number, with which a key ends."""
 
+_NO_ANSWER = frozenset({BlockOutcome.IO_ERROR, BlockOutcome.CANCELLED})
+"""Outcomes of questions that the server did not answer."""
+
 
 class RemoteFeed(NodeInbox):
     """Notes of a node."""
 
-    def __init__(self, began: int) -> None:
-        """`began`: mark of a reset that begins now."""
+    def __init__(self, began: int, memory: PresenceMemory) -> None:
+        """`began`: mark of a reset that begins now; `memory` has what the server answered."""
         super().__init__()
+        self._memory = memory
         self.unsent: Counter[str] = Counter()
         """Blocks that this process did not even send to the node, by reason."""
         self._before = RemoteNote(None)
@@ -40,6 +44,8 @@ class RemoteFeed(NodeInbox):
         self._last = RemoteNote(None)
         self.lookups_rest = False
         """True while the node asks for no blocks, because the server failed."""
+        self.is_doubted = False
+        """True after the server failed, until it answers a question. No request waits for it."""
         self.latency_s = 0.0
         """Time of a request to the server that moves no payload; 0 while it is unknown."""
         self.calls_s: dict[str, deque[float]] = {verb.value: latencies() for verb in Verb}
@@ -64,6 +70,11 @@ class RemoteFeed(NodeInbox):
     def end_reset(self, mark: int) -> None:
         """Note the mark of this engine's reset."""
         self._is_resetting, self.mark = False, mark
+
+    def doubt(self) -> None:
+        """Note that the server failed: what it has is unknown."""
+        self.is_doubted = True
+        self._memory.forget()
 
     def was_reset(self) -> bool:
         """Return True once after another host reset the namespace, or may have done so."""
@@ -96,6 +107,8 @@ class RemoteFeed(NodeInbox):
             self._take_in(message)
 
     def _take_in(self, note: RemoteNote) -> None:
+        if _openings(note) > _openings(self._last):
+            self.doubt()
         self._last = note
         looked = note.verbs.get(Verb.LOOKUP)
         self.lookups_rest = looked is not None and looked.is_resting
@@ -112,6 +125,11 @@ class RemoteFeed(NodeInbox):
             self.mark = note.mark
         elif self.mark is None or note.mark > self.mark:  # before this engine's blocks, perhaps
             self.mark, self._was_reset, self._newest = None, True, note.mark
+
+
+def _openings(note: RemoteNote) -> int:
+    """Return how often the breakers of lookups and reads have opened."""
+    return sum(note.verbs[verb].openings for verb in (Verb.LOOKUP, Verb.READ) if verb in note.verbs)
 
 
 def _sum(before: VerbTotals | None, last: VerbTotals | None) -> VerbTotals:
@@ -131,6 +149,9 @@ def _sum(before: VerbTotals | None, last: VerbTotals | None) -> VerbTotals:
 
 class Questions:
     """Questions whether blocks are there: gathered in a step, and sent as one batch.
+
+    While the server is in doubt, one block at a time is asked for, and no request waits for the
+    answer: a server that has stopped costs one deadline, not one for each probe.
 
     Used under the manager's lock.
     """
@@ -161,17 +182,19 @@ class Questions:
 
     def is_asking(self, key: BlockHash, owner: object) -> bool:
         """Return True if the answer about an unknown block is awaited; ask if it was not asked."""
+        feed, now_s = self._feed, self._clock()
         ends_s = self._asked.get(key)
         if ends_s is None:
-            now_s = self._clock()
-            if self._feed.lookups_rest or now_s < self._rests_until_s:
+            if feed.lookups_rest or now_s < self._rests_until_s:
+                return False
+            if feed.is_doubted and self._asked:
                 return False
             self._asked[key] = now_s + self._deadline_s
             self._gathered.setdefault((owner, key[-GROUP_BYTES:]), []).append(key)
-            return True
-        now_s = self._clock()
+            return not feed.is_doubted
         if now_s < ends_s:
-            return True
+            return not feed.is_doubted
+        feed.doubt()
         self._rests_until_s = now_s + self._deadline_s
         self._end([], [key], self._memory.epoch)
         return False
@@ -211,6 +234,8 @@ class Questions:
         )
         pairs = [*zip(keys, outcomes, strict=True)]
         held = [key for key, outcome in pairs if outcome is BlockOutcome.OK]
+        if not _NO_ANSWER.issuperset(outcomes):
+            self._feed.is_doubted = False
         self._end(held, [key for key, outcome in pairs if outcome is not BlockOutcome.OK], epoch)
 
     def _end(self, held: Sequence[BlockHash], absent: Sequence[BlockHash], epoch: int) -> None:

@@ -78,12 +78,13 @@ class RemoteTier(SingleTier):
         `clock` returns monotonic seconds.
         """
         facts, limits = parts.facts, parts.store
-        feed = RemoteFeed(parts.new_mark())
+        memory = PresenceMemory(clock, limits.held_s, limits.absent_s)
+        feed = RemoteFeed(parts.new_mark(), memory)
         client = client_of(feed.take)
         super().__init__(client, feed, facts, Departures(), clock)
         self.feed: RemoteFeed = feed
         self._medium = facts.medium
-        self._memory = memory = PresenceMemory(clock, limits.held_s, limits.absent_s)
+        self._memory = memory
         self._questions = Questions(client, feed, memory, clock, limits.deadline_s)
         flow = NodeFlow(client, feed, self.links[0], clock, facts.block_bytes)
         self.reads = _RemoteReads(flow, parts.stall_s, memory, self._questions)
@@ -110,7 +111,7 @@ class RemoteTier(SingleTier):
         if media is not None and self._medium not in media:
             return False
         self.feed.has_blocks = True  # or will have
-        if self._memory.knows(key) or self._resets_due or self.rests(1):
+        if self._memory.knows(key) or self._resets_due or self.reads.breaker.is_open:
             return False
         return self._questions.is_asking(key, owner)
 
@@ -158,7 +159,7 @@ class RemoteTier(SingleTier):
         return len(self.writes.jobs) >= MAX_JOBS_IN_FLIGHT
 
     def rests(self, tier: int) -> bool:
-        return self.reads.breaker.is_open
+        return self.reads.breaker.is_open or self.feed.is_doubted
 
     def latency_s(self, tier: int) -> float:
         return self.feed.latency_s

@@ -14,8 +14,8 @@ from support.remote_twin import RemoteTwin
 from kvcascade.config.remote import WriteWhen
 from kvcascade.handlers.node.remote_wire import RemoteNote
 from kvcascade.manager.below.port import Put
-from kvcascade.tiers.base import BlockOutcome
-from kvcascade.tiers.breaker import FAILURES_TO_OPEN
+from kvcascade.tiers.base import BlockHash, BlockOutcome
+from kvcascade.tiers.breaker import FAILURES_TO_OPEN, REST_S
 from kvcascade.tiers.remote.base import RemoteOutcome
 
 OK, GONE, REFUSED = BlockOutcome.OK, BlockOutcome.GONE, BlockOutcome.REFUSED
@@ -55,6 +55,15 @@ def answered(rig: RemoteTierRig, n: int, after_s: float) -> None:
     rig.node.work()
     rig.pump()
     assert all(rig.tier.may_hold(h) for h in keys(n))
+
+
+def probed(rig: RemoteTierRig, block_hash: BlockHash) -> None:
+    """A block that is asked for though its request does not wait, nor the next one."""
+    assert not rig.tier.is_asking(block_hash, "request")
+    assert not rig.tier.is_asking(block_hash, "another request with this prefix")
+    assert not rig.tier.is_asking(key(99), "one with another prefix, which is not asked for")
+    rig.tier.maintain()
+    rig.pump()
 
 
 class TestQuestions:
@@ -101,8 +110,41 @@ class TestQuestions:
         assert tier.is_asking(key(1), "first")
         rig.clock.advance(limit_s)
         assert not tier.is_asking(key(1), "first") and not tier.is_asking(key(2), "second")
+        calls = rig.twin.calls["exist_many"]
         rig.clock.advance(limit_s)
-        assert tier.is_asking(key(2), "second")
+        probed(rig, key(2))
+        assert rig.twin.calls["exist_many"] == calls + 1
+
+    def test_no_request_waits_for_a_probe(self, rig: RemoteTierRig) -> None:
+        """A server that has stopped costs one deadline, however often it is tried."""
+        tier = rig.tier
+        rig.twin.fails["exist_many"] = RemoteOutcome.TIMED_OUT
+        assert tier.is_asking(key(0), "first")
+        tier.maintain()
+        rig.pump()
+        for number in range(1, 4):
+            rig.clock.advance(REST_S + 1.0)
+            rig.pump()
+            calls = rig.twin.calls["exist_many"]
+            probed(rig, key(number))
+            assert rig.twin.calls["exist_many"] == calls + 1
+        del rig.twin.fails["exist_many"]
+        rig.clock.advance(REST_S + 1.0)
+        rig.pump()
+        probed(rig, key(5))
+        assert not tier.rests(1) and tier.is_asking(key(6), "the next one")
+
+    def test_a_read_that_timed_out_leaves_what_is_there_unknown(self, rig: RemoteTierRig) -> None:
+        """The next question is the server's own to answer, and no request waits for it."""
+        answered(rig, 3, after_s=0.1)
+        rig.twin.fails["get_into"] = RemoteOutcome.TIMED_OUT
+        rig.tier.get(1, 1, keys(2), range(2))
+        rig.pump()
+        assert rig.tier.rests(1) and not any(rig.tier.may_hold(h) for h in keys(3))
+        calls = rig.twin.calls["exist_many"]
+        probed(rig, key(2))
+        assert rig.twin.calls["exist_many"] == calls + 1
+        assert rig.tier.may_hold(key(2)) and not rig.tier.rests(1)
 
     def test_a_read_has_what_its_lookup_left_of_the_deadline(self, rig: RemoteTierRig) -> None:
         answered(rig, 2, after_s=1.5)
@@ -145,9 +187,7 @@ class TestQuestions:
         del rig.twin.fails["exist_many"]
         rig.clock.advance(6.0)
         rig.pump()
-        assert rig.tier.is_asking(key(1), "request")
-        rig.tier.maintain()
-        rig.pump()
+        probed(rig, key(1))
         assert rig.twin.calls["exist_many"] == calls + 1
 
     def test_without_a_node_blocks_are_absent(self, rig: RemoteTierRig) -> None:

@@ -1,8 +1,7 @@
 """Real servers on loopback: Redis or Valkey, and moto as an S3 server.
 
-Redis comes from the PATH. Where it is missing, the packages of the distribution are downloaded and
-unpacked below the cache folder of the user, without installing them. A test that cannot have its
-server is skipped, and the reason says why.
+Redis comes from the PATH, or else from Debian's packages, without installing them. A test that
+cannot have its server is skipped, and the reason says why.
 """
 
 from __future__ import annotations
@@ -18,15 +17,13 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
 
+from .debian import libraries, unpacked
 from .waiting import wait_until
 
-PACKAGES = ("redis-server", "redis-tools", "libjemalloc2", "liblzf1")
-DOWNLOAD_LIMIT_S = 120
 START_ROUNDS, PAUSE_S = 1200, 0.05
 HOST = "127.0.0.1"
 
@@ -106,11 +103,11 @@ def redis_server(
 
     `within`: a command that runs it, such as one of a network namespace.
     """
-    binary, libraries = _redis()
+    binary, library_path = _redis()
     port = free_port() if port is None else port
     listen = ("--port", str(port)) if "--tls-port" not in options else ("--port", "0")
     fixed = ("--bind", host, "--save", "", "--appendonly", "no", "--dir", tempfile.gettempdir())
-    environment = {"LD_LIBRARY_PATH": libraries} if libraries else {}
+    environment = {"LD_LIBRARY_PATH": library_path} if library_path else {}
     command = [*within, binary, *listen, *fixed, *options]
     return ServerProcess(command, port, environment, host)
 
@@ -125,44 +122,13 @@ def redis_command(port: int, *words: str) -> bytes:
 
 @cache
 def _redis() -> tuple[str, str]:
-    """The binary and the folder of its libraries; the latter is empty for one on the PATH."""
+    """The binary and the folders of its libraries; the latter are empty for one on the PATH."""
     for name in ("valkey-server", "redis-server"):
         found = shutil.which(name)
         if found:
             return found, ""
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvcascade-tests"
-    binary = folder / "redis" / "usr" / "bin" / "redis-server"
-    if not binary.exists():
-        _unpack(folder)
-    libraries = [str(path.parent) for path in folder.glob("redis/usr/lib/*/libjemalloc.so.2")]
-    return str(binary), os.pathsep.join(libraries)
-
-
-def _unpack(folder: Path) -> None:
-    if not (shutil.which("apt-get") and shutil.which("dpkg")):
-        pytest.skip("no redis-server or valkey-server on the PATH, and this is not Debian")
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        made = Path(name)
-        download = ["apt-get", "-o", "APT::Sandbox::User=root", "download", *PACKAGES]
-        if not _succeeds(download, made):
-            _succeeds(["apt-get", "update"], made)  # the list of packages may be old or missing
-            if not _succeeds(download, made):
-                pytest.skip(f"no redis-server on the PATH, and apt-get cannot download {PACKAGES}")
-        for package in made.glob("*.deb"):
-            subprocess.run(["dpkg", "-x", str(package), str(made / "redis")], check=True)
-        try:
-            (made / "redis").rename(folder / "redis")
-        except OSError:  # another test process was faster
-            assert (folder / "redis").is_dir()
-
-
-def _succeeds(command: Sequence[str], folder: Path) -> bool:
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, timeout=DOWNLOAD_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return False
-    return done.returncode == 0
+    root = unpacked("redis", "redis-server", "redis-tools")
+    return str(root / "usr" / "bin" / "redis-server"), libraries(root)
 
 
 class S3Server(ServerProcess):

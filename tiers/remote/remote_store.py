@@ -406,6 +406,8 @@ class RemoteStore:
         return all(lane.is_idle for lane in lanes)
 
     def _end(self, call: Ask | ReadJob | UploadJob, ended: RemoteEnded) -> None:
+        if RemoteOutcome.TIMED_OUT in ended.outcomes:
+            self._link.memory.forget()  # the next answer to a question is the server's
         self._ended.append((call, ended))
         self._on_ended()
 

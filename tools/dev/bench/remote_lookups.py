@@ -14,15 +14,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
-import socket
-import subprocess
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -34,8 +30,9 @@ from ....manager.below.remote_tier import RemoteTier
 from ....manager.request import Request
 from ....tiers.base import BlockHash
 from ....tiers.policies import known_names
+from ..remote_server import HOST, listening, valkey_binary, valkey_command
+from ..server import free_port
 
-HOST = "127.0.0.1"
 BLOCK_BYTES = 4096
 BLOCKS = 1000
 CPU_BYTES, NVME_BYTES = 32 << 20, 256 << 20
@@ -52,30 +49,6 @@ _requests = count()
 def new_keys() -> list[BlockHash]:
     """Return keys that were never used."""
     return [BlockHash(os.urandom(36)) for _ in range(BLOCKS)]
-
-
-@contextmanager
-def server(binary: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Run a server until the end; also its port."""
-    with socket.create_server((HOST, 0)) as probe:
-        port = probe.getsockname()[1]
-    command = [binary, "--port", str(port), "--bind", HOST, "--save", "", "--appendonly", "no"]
-    running = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        wait_until(lambda: accepts(port))
-        yield running, port
-    finally:
-        running.kill()
-        running.wait()
-
-
-def accepts(port: int) -> bool:
-    """Return True if a server listens."""
-    try:
-        socket.create_connection((HOST, port), 1.0).close()
-    except OSError:
-        return False
-    return True
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -216,7 +189,8 @@ def of_the_tier(cascade: Cascade, rounds: int) -> Iterator[str]:
 
 def measured(folder: Path, binary: str, rounds: int) -> Iterator[str]:
     """Yield the lines of both tables."""
-    with server(binary) as (running, port):
+    port = free_port()
+    with listening(valkey_command(binary, port), port) as running:
         engines = [opened(folder / "without", None), opened(folder / "with", port)]
         remote = remote_of(engines[1])
         try:
@@ -261,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--valkey-binary", help="path of the server, if it is not on the PATH")
     parser.add_argument("--rounds", type=int, default=50)
     options = parser.parse_args(argv)
-    binary = options.valkey_binary or shutil.which("valkey-server") or shutil.which("redis-server")
+    binary = options.valkey_binary or valkey_binary()
     if not binary:
         raise SystemExit("there is no valkey-server or redis-server on the PATH")
     with tempfile.TemporaryDirectory() as folder:
