@@ -279,11 +279,13 @@ class Engine:
         """Of a lower tier; the engine knows nothing and goes on reporting."""
         index = self.random.choice([1, 2])
         self.cascade.apply_events()
-        self.cascade.backends[index].is_overtaken = True
+        emptied = [self.cascade.backends[i] for i in (0, index)]
+        emptied[1].is_overtaken = True
         self.manager.maintain()
+        self.cascade.apply_events(but_for=[backend.medium for backend in emptied])
         self.cascade.now_s += PASS_ON_AFTER_S
         self.manager.maintain()
-        self.cascade.apply_events(but_for=[b.medium for b in self.cascade.backends])
+        self.cascade.apply_events()  # the other tier names its blocks
 
     # ---- what must hold --------------------------------------------------------------------
 

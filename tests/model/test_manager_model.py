@@ -212,8 +212,8 @@ class ManagerMachine(RuleBasedStateMachine):
         index = 1 + which % (len(self.capacities) - 1)
         self.cascade.backends[index].is_overtaken = True
         self.manager.end_step()
-        emptied = [backend.medium for backend in self.cascade.backends[: index + 1]]
-        self.cascade.apply_events(but_for=emptied)
+        emptied = [self.cascade.backends[i].medium for i in (0, index)]
+        self.cascade.apply_events(but_for=emptied)  # a tier between or below names its blocks
         if index == len(self.capacities) - 1:  # else it may still be further down
             self.ever_stored.clear()
         for job in self.stores:
