@@ -378,14 +378,15 @@ Drawn = tuple[int, int | None]
 def test_what_leaves_is_old_and_no_more_than_needed(
     blocks: list[Drawn], older_than_min: int | None, max_blocks: int | None
 ) -> None:
-    twin, made, now_s = RemoteTwin(), ObjectFormat("model-1", PAYLOAD_BYTES), time.time()
+    twin, made = RemoteTwin(), ObjectFormat("model-1", PAYLOAD_BYTES)
+    now_s = time.time() // AGE_STEP_S * AGE_STEP_S  # a block of age n is n and a half steps old
     clock = ManualClock(now_s)
     twin.counters[made.counter_name] = NOW
     ages: dict[str, Drawn] = {}
     for number, (generation, age) in enumerate(blocks):
         name = made.name(key(number), generation)
         twin.held[name], ages[name] = bytes(SIZE), (generation, age)
-        middle_s = now_s // AGE_STEP_S * AGE_STEP_S - AGE_STEP_S / 2
+        middle_s = now_s - AGE_STEP_S / 2
         twin.touched_s[name] = None if age is None else middle_s - age * AGE_STEP_S
     tier = RemoteServer(parse_remote(At("t"), {"url": "s3://b"}), twin, None)
     wish = RemoteWish(
