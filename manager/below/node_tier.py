@@ -44,7 +44,7 @@ class NodeTierOptions:
     """Number of the tier's paths."""
 
 
-class NodeTier(SingleTier):
+class NodeTier(SingleTier[NodeFeed, NodeWrites]):
     """One tier, whose blocks a node moves."""
 
     def __init__(
@@ -63,11 +63,10 @@ class NodeTier(SingleTier):
         )
         client = client_of(feed.take)
         super().__init__(client, feed, facts, feed.departures, clock)
-        self.feed: NodeFeed = feed
         flow = NodeFlow(client, feed, self.links[0], clock, facts.block_bytes)
         most = max(1, min(facts.capacity, MAX_PUT_BYTES // facts.block_bytes))
         self.reads = NodeReads(flow, options.stall_s)
-        self.writes: NodeWrites = NodeWrites(flow, most, has_one_path=options.paths == 1)
+        self.writes = NodeWrites(flow, most, has_one_path=options.paths == 1)
         self._medium = facts.medium
         self._coming = self.writes.coming
         self._wants_chains = options.wants_chains

@@ -64,7 +64,7 @@ class RemoteTierParts:
     """Function that returns the mark of a reset that begins now."""
 
 
-class RemoteTier(SingleTier):
+class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
     """One tier on a server, whose blocks a node moves."""
 
     def __init__(
@@ -82,7 +82,6 @@ class RemoteTier(SingleTier):
         feed = RemoteFeed(parts.new_mark(), memory)
         client = client_of(feed.take)
         super().__init__(client, feed, facts, Departures(), clock)
-        self.feed: RemoteFeed = feed
         self._medium = facts.medium
         self._memory = memory
         self._questions = Questions(client, feed, memory, clock, limits.deadline_s)
@@ -91,7 +90,7 @@ class RemoteTier(SingleTier):
         rule = OfferRule(
             limits.when, limits.queue_bytes, facts.block_bytes, memory, limits.renew_after_s, clock
         )
-        self.writes: _RemoteWrites = _RemoteWrites(flow, rule, memory, self._note_stored)
+        self.writes = _RemoteWrites(flow, rule, memory, self._note_stored)
         self._with_events = parts.with_events
         self._new_mark = parts.new_mark
         self._events: list[BlockEvent] = []

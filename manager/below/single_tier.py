@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ..counters import Departures, LinkCounters
 from .node_inbox import NodeInbox
@@ -16,20 +16,24 @@ NODE_STOP_S = 1.0
 OnNote = Callable[[Any], None]
 
 
-class SingleTier(Below):
+FeedT = TypeVar("FeedT", bound=NodeInbox)
+WritesT = TypeVar("WritesT", bound=Traffic[Any])
+
+
+class SingleTier(Below, Generic[FeedT, WritesT]):
     """One tier, whose blocks a node moves. A subclass sets `reads` and `writes`.
 
     A reset is sent to the node, and again to the next node if that one dies before it answered.
     """
 
     reads: NodeReads[Any]
-    writes: Traffic[Any]
-    feed: NodeInbox
+    writes: WritesT
+    feed: FeedT
 
     def __init__(
         self,
         client: NodeClient,
-        feed: NodeInbox,
+        feed: FeedT,
         facts: TierFacts,
         departures: Departures,
         clock: Callable[[], float],

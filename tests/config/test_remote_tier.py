@@ -20,6 +20,7 @@ REMOTE: dict[str, Any] = {"type": "remote", "url": "valkeys://cache.example.org:
 @pytest.mark.parametrize("tiers", [[CPU, REMOTE], [CPU, NVME, REMOTE]])
 def test_it_is_the_last_tier(tiers: list[dict[str, Any]]) -> None:
     config = parse({"tiers": tiers})
+    assert config.remote is not None
     assert config.remote is config.tiers[-1] and len(config.local) == len(tiers) - 1
     assert config.remote.key == f"tiers[{len(tiers) - 1}]"
 

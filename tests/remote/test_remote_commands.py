@@ -111,7 +111,8 @@ def _place(
         pytest.importorskip("obstore")
         server: S3Server = request.getfixturevalue("s3")
         server.make_bucket(bucket := uuid.uuid4().hex)
-        url, options = f"s3://{bucket}/kv", {"endpoint": server.endpoint, "region": "us-east-1"}
+        url = f"s3://{bucket}/kv"
+        options = {"endpoint": server.endpoint, "region": "us-east-1"}
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.setenv(name, SECRET)
     engine, _ = open_remote_engine(parse_remote(At("t"), {"url": url, **options}), os.environ)

@@ -47,6 +47,7 @@ class CanList(Protocol):
         Nothing is raised. An object that is written or removed meanwhile may be missing; one may be
         named twice.
         """
+        ...
 
 
 @runtime_checkable
@@ -58,6 +59,7 @@ class CanMeasure(Protocol):
 
         To the server this may be a use of the object. Nothing is raised.
         """
+        ...
 
 
 class Cause(StrEnum):

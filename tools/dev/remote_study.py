@@ -34,7 +34,7 @@ from ...tiers.remote.uploads import Offer, OfferRule
 from ..commands.kv_bytes import kv_shape
 from .policy_study import KeyTier, StudyWorkload, load_workload
 
-TIERS = ("cpu", "nvme", "remote")
+TIERS: Sequence[str] = ("cpu", "nvme", "remote")
 ROUTINGS = ("session", "random")
 SHARED_BY = 0.01
 """A session is named by its first block that at most this share of all requests has."""

@@ -120,7 +120,7 @@ def measure(folder: Path, blocks: int) -> dict[str, float]:
     """Return the figures of all rows; at most `blocks` blocks are moved in each."""
     figures: dict[str, float] = {}
     with TemporaryDirectory(dir=folder) as path, node_tier(Path(path), MAX_BLOCKS) as opened:
-        tier = opened.port
+        tier, keys = opened.port, new_keys(0)
         for size, jobs in JOBS:
             keys = new_keys(max(size, min(blocks, MAX_BLOCKS) // size * size))
             parts = [(keys[at : at + size], at) for at in range(0, len(keys), size)]

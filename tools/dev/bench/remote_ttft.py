@@ -59,6 +59,7 @@ class Asked(Protocol):
 
     def complete(self, prompt: Sequence[int], answer_tokens: int) -> Completion:
         """Return the answer to a prompt."""
+        ...
 
 
 class Link(Protocol):
