@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvcascade.tools.dev.bench import remote_ttft
-from kvcascade.tools.dev.bench.engine.engine_runs import ANSWER_TOKENS, IDLE_AFTER_S
+from kvcascade.tools.dev.bench.engine.engine_runs import ANSWER_TOKENS, IDLE_AFTER_S, Servers
 from kvcascade.tools.dev.bench.remote_ttft import (
     NONE,
     OUTAGES,
     RECOVERY_PAUSE_S,
     REMOTE,
     SLOW_LINK,
+    Engines,
     Pair,
     held_prompts,
     measure,
@@ -116,6 +120,27 @@ def test_a_tier_that_does_not_recover_is_said() -> None:
     world = World(events=["SIGCONT"], rests=len(HELD))
     row = pair(world, []).recovery("goes on", HELD)
     assert row["recovery_s"] is None and shown(row) == "| goes on | None | | | |"
+
+
+@pytest.mark.parametrize("name", [REMOTE, NONE])
+def test_servers_get_the_configuration_of_a_connector(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, Any]] = []
+
+    @contextmanager
+    def running(self: Servers, contender: str, options: Any, warm_up: Any) -> Iterator[None]:
+        started.append(options)
+        yield
+
+    monkeypatch.setattr(Servers, "running", running)
+    remote = {"type": "remote", "url": "redis://127.0.0.1:6379"}
+    with ExitStack() as stack:
+        Engines(tmp_path, remote, kv_heads=1).started(name, stack)
+    transfer = started[0]["kv_transfer_config"]
+    extra = transfer.pop("kv_connector_extra_config")
+    assert transfer == {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    assert (extra["tiers"][-1] == remote) == (name == REMOTE)
 
 
 def test_without_a_server_it_ends_with_a_sentence() -> None:

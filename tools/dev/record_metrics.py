@@ -23,7 +23,14 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from .model import make_llama
-from .server import CPU_ENVIRONMENT, ENVIRONMENT, ServerProcess, is_on_cpu, write_tokenizer
+from .server import (
+    CPU_ENVIRONMENT,
+    ENVIRONMENT,
+    ServerProcess,
+    is_on_cpu,
+    offloading,
+    write_tokenizer,
+)
 
 VOCABULARY = 1024
 BLOCK_TOKENS = 32
@@ -65,11 +72,7 @@ def configuration(disk: Path) -> dict[str, Any]:
         "enforce_eager": True,
         "block_size": BLOCK_TOKENS,
         "num_gpu_blocks_override": 80,
-        "kv_transfer_config": {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": extra,
-        },
+        "kv_transfer_config": offloading(extra),
     }
 
 

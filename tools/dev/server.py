@@ -100,6 +100,15 @@ def tiering_options(on_cpu: bool, cpu_bytes: int, folder: Path) -> dict[str, Any
     }
 
 
+def offloading(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `kv_transfer_config` of an engine with offloading; `extra`: its options."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+
+
 def free_port() -> int:
     """Return a port without a listener."""
     with socket.socket() as probe:

@@ -26,7 +26,14 @@ from typing import Any, Protocol
 from ..model import make_llama
 from ..other_host import OtherHost, other_host
 from ..remote_server import listening, valkey_binary, valkey_command
-from ..server import Completion, ServerProcess, free_port, is_on_cpu, write_tokenizer
+from ..server import (
+    Completion,
+    ServerProcess,
+    free_port,
+    is_on_cpu,
+    offloading,
+    write_tokenizer,
+)
 from .engine.engine_runs import (
     ANSWER_TOKENS,
     IDLE_AFTER_S,
@@ -157,7 +164,10 @@ class Engines:
         tiers = [{"type": "cpu", "capacity": "2GiB"}, *([] if name == NONE else [self._remote])]
         extra = {"spec_name": "CascadeOffloadingSpec", "spec_module_path": "kvcascade.spec"}
         options = self._servers.options(
-            self._model, SCALE.prompt_tokens_max, DEVICE_BLOCKS, {**extra, "tiers": tiers}
+            self._model,
+            SCALE.prompt_tokens_max,
+            DEVICE_BLOCKS,
+            offloading({**extra, "tiers": tiers}),
         )
         warm_up = fresh_prompts(SCALE, f"warm up {name}", WARM_UPS)
         return stack.enter_context(self._servers.running(name, options, warm_up))

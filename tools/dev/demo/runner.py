@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..server import Completion, tiering_options
+from ..server import Completion, offloading, tiering_options
 from . import disk
 from .demo_report import DemoReporter
 from .demo_results import (
@@ -90,11 +90,7 @@ class Settings:
             **(self.engine_options or {}),
         }
         if extra is not None:
-            options["kv_transfer_config"] = {
-                "kv_connector": "OffloadingConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": extra,
-            }
+            options["kv_transfer_config"] = offloading(extra)
         return options
 
     def tiering(self) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from ...server import (
     GPU_OPTIONS,
     ServerError,
     ServerProcess,
+    offloading,
     tiering_options,
 )
 from ..lmcache_peer import QUIET, remove_memory, transfer_config
@@ -212,11 +213,7 @@ class Servers:
             return None
         if contender == LMCACHE:
             return transfer_config(folder, cpu_bytes, self._on_cpu)
-        return {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": self._offloading(contender, folder, cpu_bytes, nvme),
-        }
+        return offloading(self._extra(contender, folder, cpu_bytes, nvme))
 
     def _command(self, contender: str) -> Sequence[str]:
         if contender != LMCACHE:
@@ -224,7 +221,7 @@ class Servers:
         assert self._lmcache_python is not None
         return (str(self._lmcache_python), *COMMAND[1:])
 
-    def _offloading(
+    def _extra(
         self, contender: str, folder: Path, cpu_bytes: int, nvme: dict[str, Any]
     ) -> dict[str, Any]:
         if contender == VLLM:
