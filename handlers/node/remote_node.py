@@ -67,7 +67,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class SlotParts:
-    """What an object holds of a slot."""
+    """The part of a slot that an object holds."""
 
     slot_bytes: int
     payload_bytes: int
@@ -120,7 +120,7 @@ class RemoteNode:
     def work(self) -> None:
         """Answer what ended, and report changes. Call it after orders, ends, and now and then."""
         self._store.send()
-        all_ended, state = [*self._store.poll()], self._store.state()
+        all_ended, state = self._store.poll(), self._store.state()
         if self._resets and state.own_mark is not None:
             for ticket in self._resets:
                 self._tell(ResetDone(ticket, state.own_mark))

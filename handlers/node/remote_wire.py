@@ -46,7 +46,7 @@ class FetchJob(msgspec.Struct, frozen=True, array_like=True, tag=101):
     keys: list[bytes]
     arena_slots: bytes
     limit_s: float
-    """What is left of the deadline, of which the lookup took a part. What is late is not read."""
+    """Rest of the deadline, of which the lookup took a part. A block that is late is not read."""
 
 
 class RemoteResetJob(msgspec.Struct, frozen=True, array_like=True, tag=100):

@@ -45,7 +45,7 @@ class OpenRemote:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """What objects hold, and who shares them."""
+    """The part of a block that objects hold, and the fingerprint of those who share them."""
 
     fingerprint: str
     parts: SlotParts

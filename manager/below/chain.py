@@ -235,7 +235,7 @@ class BelowChain(Below):
         self._askers = [
             port.is_asking for port in ports if type(port).is_asking is not Below.is_asking
         ]
-        """Of the ports that do not know all their blocks."""
+        """`is_asking` of each port that does not know all its blocks."""
         self._places = [(port, at) for port in ports for at in range(1, 1 + len(port.tiers))]
         """For each tier, its port and its number there."""
         self._puts: dict[int, _Put] = {}

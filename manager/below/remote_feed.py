@@ -6,7 +6,6 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -14,7 +13,7 @@ import msgspec
 from ...handlers.node.path_wire import JobDone, unpack_outcomes
 from ...handlers.node.remote_wire import AskJob, RemoteNote, VerbTotals
 from ...tiers.base import RESET_TICKS_PER_S, BlockHash, BlockOutcome
-from ...tiers.remote.presence import MAX_REMEMBERED, PresenceMemory
+from ...tiers.remote.presence import PresenceMemory, drop_oldest
 from ...tiers.remote.remote_counters import Verb
 from ..counters import latencies
 from .node_inbox import MAX_MARKS, NodeInbox
@@ -248,6 +247,5 @@ class Questions:
                 self._left_s[key] = ends_s - now_s
         for key in absent:
             self._asked.pop(key, None)
-        for key in [*islice(self._left_s, max(0, len(self._left_s) - MAX_REMEMBERED))]:
-            del self._left_s[key]
+        drop_oldest(self._left_s)
         self._memory.note(epoch, held, absent)

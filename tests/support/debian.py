@@ -62,7 +62,7 @@ def _needed(packages: Sequence[str]) -> list[str]:
 
 
 def _run(*command: str, folder: Path | None = None) -> str | None:
-    """What a command prints; None if it fails."""
+    """Return the output of a command; None if it fails."""
     try:
         done = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=True

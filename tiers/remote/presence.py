@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from itertools import islice
 
 from ..base import BlockHash
 
@@ -20,6 +21,13 @@ class Presence(Enum):
     HELD = "held"
     ABSENT = "absent"
     UNKNOWN = "unknown"
+
+
+def drop_oldest(known: dict[BlockHash, float]) -> None:
+    """Remove the entries that came first, until `MAX_REMEMBERED` are left."""
+    excess = len(known) - MAX_REMEMBERED
+    for key in [*islice(known, excess)] if excess > 0 else ():
+        del known[key]
 
 
 class PresenceMemory:
@@ -69,9 +77,7 @@ class PresenceMemory:
                 self._until[key] = now_s + self._held_s
             for key in absent:
                 self._until[key] = -(now_s + self._absent_s)
-            excess = len(self._until) - MAX_REMEMBERED
-            for key in [*self._until][: max(0, excess)]:
-                del self._until[key]
+            drop_oldest(self._until)
 
     def forget(self) -> None:
         """Forget everything that is known now; what is being written stays wanted."""

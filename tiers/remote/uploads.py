@@ -7,13 +7,12 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import islice
 
 from ...config.remote import WriteWhen
 from ..base import BlockHash
 from .base import FAILURES, RemoteOutcome
 from .lookups import Link
-from .presence import MAX_REMEMBERED, Presence, PresenceMemory
+from .presence import Presence, PresenceMemory, drop_oldest
 from .remote_counters import Verb
 
 FIRST_TOUCHES_MAX = 1 << 17
@@ -143,8 +142,7 @@ class OfferRule:
                     self._touched.pop(key, None)
                     self._arrived_s.pop(key, None)
                     self._arrived_s[key] = now_s
-            for key in [*islice(self._arrived_s, max(0, len(self._arrived_s) - MAX_REMEMBERED))]:
-                del self._arrived_s[key]
+            drop_oldest(self._arrived_s)
 
 
 class Uploads:

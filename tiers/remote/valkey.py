@@ -365,13 +365,12 @@ class ValkeyEngine(RemoteEngine):
             connection.send(*([b"STRLEN", value] for i in some for value in _pair(names[i])))
             found = iter(connection.integers(_PAIR * len(some)))
             for i, one, other in zip(some, found, found, strict=True):
-                if isinstance(one, RespError):
-                    answers[i] = _answer(one)
-                elif isinstance(other, RespError):
-                    answers[i] = _answer(other)
+                size = _both(one, other)
+                if isinstance(size, RespError):
+                    answers[i] = _answer(size)
                 else:
-                    sizes[i] = one + other
-                    answers[i] = RemoteOutcome.OK if sizes[i] else RemoteOutcome.ABSENT
+                    sizes[i] = size
+                    answers[i] = RemoteOutcome.OK if size else RemoteOutcome.ABSENT
 
         outcomes = self._routed(names, ask, limit_s)
         is_ok = RemoteOutcome.OK

@@ -62,7 +62,7 @@ Sleep = Callable[[float], None]
 
 
 class Asked(Protocol):
-    """What is asked of a server of vLLM."""
+    """A server of vLLM that answers prompts."""
 
     def complete(self, prompt: Sequence[int], answer_tokens: int) -> Completion:
         """Return the answer to a prompt."""

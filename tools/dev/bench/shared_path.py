@@ -64,7 +64,7 @@ QUANTITIES = (
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one engine moves."""
+    """The blocks that one engine moves."""
 
     folder: Path
     blocks: int
@@ -74,7 +74,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class PhaseEnd:
-    """What one engine says at the end of a phase."""
+    """Report of one engine at the end of a phase."""
 
     time_s: float
     node_cpu_s: float

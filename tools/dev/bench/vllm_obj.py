@@ -96,7 +96,7 @@ class Theirs:
 
 
 class Turns:
-    """What both do in turn: ask for all blocks, and read them."""
+    """Both contenders, which ask for all blocks in turn, and read them."""
 
     def __init__(self, endpoint: str, size: int, blocks: int, threads: int) -> None:
         secrets = {"access_key_id": "none", "secret_access_key": "none"}

@@ -162,7 +162,7 @@ StartRemote = Callable[[], AbstractContextManager[Mapping[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """What one server answered and counted."""
+    """Answers and counters of one server."""
 
     replies: Sequence[Reply]
     metrics: Metrics

@@ -1,4 +1,4 @@
-"""What nodes reported since the last commit of one namespace: blocks they wrote, and damaged ones.
+"""Reports of nodes since the last commit of one namespace: blocks they wrote, and damaged ones.
 
 Used by the writer's thread only.
 """

@@ -69,7 +69,7 @@ class NamespaceWriter:
         self.evicted_blocks = 0
         self.grants = WaitingGrants(self.presence, space, self._held)
         self.batch = CommitBatch(space)
-        """What the next commit takes in."""
+        """Reports that the next commit takes in."""
         self.resets = WaitingResets()
         self._presence = presence
         self._read_bytes = 0
