@@ -338,9 +338,9 @@ def _worth_of(flow: Flow, options: ManagerOptions) -> Worth | None:
     if flow.is_single or not options.load_or_recompute or not options.tokens_per_block:
         return None
     prefill = PrefillSpeed(options.prefill_tokens_per_s)
-    tiers, size = len(flow.below.tiers), flow.top.block_size
+    ratios, size = [tier.load_ratio_max for tier in flow.below.tiers], flow.top.block_size
     latency_s = flow.below.latency_s
-    return Worth(tiers, size, options.tokens_per_block, prefill, options.served_end, latency_s)
+    return Worth(ratios, size, options.tokens_per_block, prefill, options.served_end, latency_s)
 
 
 __all__ = [

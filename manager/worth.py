@@ -6,10 +6,10 @@
 In the first queue, blocks in flight and blocks of requests with earlier turns are ahead of the
 request. In the second queue, the tokens that earlier requests still have to compute are ahead.
 
-A request recomputes only if loading is expected to take `CONSERVATIVE` times as long. An unknown
-rate counts in favour of loading, and both measurements err to that side. A tier that was slow is
-measured again from time to time: a few blocks are read without a waiting request. Such a read is a
-*probe*.
+A request recomputes only if loading is expected to take longer than computing by a factor, which
+each tier has (`TierFacts.load_ratio_max`). An unknown rate counts in favour of loading, and both
+measurements err to that side. A tier that was slow is measured again from time to time: a few
+blocks are read without a waiting request. Such a read is a *probe*.
 
 The caller passes the current time, in seconds of any monotonic clock. Used under the manager's lock
 only.
@@ -27,15 +27,12 @@ from ..tiers.base import BlockHash
 if TYPE_CHECKING:
     from .request import Request
 
-CONSERVATIVE = 2.0
-"""Loading is refused only if it is expected to take this many times as long as recomputing."""
-
 SAMPLE_BYTES_MIN = 8 << 20
 SAMPLE_S_MIN = 0.05
 """A sample below both limits shows latency rather than rate. It counts only if it is faster than
 the known rate. The same holds for one of few bytes of which the tier's latency is the most."""
 SLOWER_SHARE = 0.25
-FASTER_SHARE = 0.5
+FASTER_SHARE = 0.75
 """Weights of a slower and a faster sample in the rate. One stall has little effect, and a recovery
 is noticed soon."""
 
@@ -223,16 +220,19 @@ class Worth:
 
     def __init__(
         self,
-        links: int,
+        load_ratios_max: Sequence[float],
         block_bytes: int,
         tokens_per_block: float,
         prefill: PrefillSpeed,
         served_end: bytes = b"",
         latency_s: Callable[[int], float] = lambda tier: 0.0,
     ) -> None:
-        """`tokens_per_block`: tokens of a block whose hash ends with `served_end`. All other blocks
-        count 0 tokens. `latency_s`: see `Below.latency_s`."""
-        self.links = [LinkSpeed(partial(latency_s, tier)) for tier in range(1, links + 1)]
+        """`load_ratios_max`: `TierFacts.load_ratio_max` of each tier below. `tokens_per_block`:
+        tokens of a block whose hash ends with `served_end`. All other blocks count 0 tokens.
+        `latency_s`: see `Below.latency_s`."""
+        tiers = range(1, len(load_ratios_max) + 1)
+        self.links = [LinkSpeed(partial(latency_s, tier)) for tier in tiers]
+        self._load_ratios_max = load_ratios_max
         self.prefill = prefill
         self.backlog = Backlog()
         self.tokens_per_block = tokens_per_block
@@ -289,8 +289,8 @@ class Worth:
         Then loading any number of blocks is not worth it. Latency does not count: it is the same
         for any number.
         """
-        link = self.links[level - 1]
-        return self._block_bytes / link.bytes_per_s(now_s) > self._patience_s(1)
+        block_s = self._block_bytes / self.links[level - 1].bytes_per_s(now_s)
+        return block_s > self._load_ratios_max[level - 1] * self._computing_s(1)
 
     def saved_blocks(self, wanted: Sequence[BlockHash], chain: Sequence[BlockHash]) -> int:
         """Return how many blocks of `chain` need not be computed if `wanted` are loaded.
@@ -317,12 +317,14 @@ class Worth:
         requests queued in level `i`. `saved`: number of blocks that it need not compute then; None:
         the number of blocks loaded.
         """
-        longest_s = 0.0
+        computing_s = self._computing_s(sum(blocks) if saved is None else saved)
         for level, link in enumerate(self.links, start=1):
             if blocks[level]:
                 size_bytes = (blocks[level] + queued[level]) * self._block_bytes
-                longest_s = max(longest_s, link.expected_s(size_bytes, now_s))
-        return longest_s <= self._patience_s(sum(blocks) if saved is None else saved)
+                longest_s = self._load_ratios_max[level - 1] * computing_s
+                if link.expected_s(size_bytes, now_s) > longest_s:
+                    return False
+        return True
 
     def may_probe(self, level: int, now_s: float) -> bool:
         """Return True if a probe is due and no read from this level is in flight."""
@@ -334,9 +336,9 @@ class Worth:
         bytes_per_s = self.links[level - 1].bytes_per_s(now_s)
         return max(1, int(min(PROBE_BYTES_MAX, bytes_per_s * PROBE_S)) // self._block_bytes)
 
-    def _patience_s(self, blocks: int) -> float:
-        """Return the longest time for which loading so many blocks is the better choice."""
+    def _computing_s(self, blocks: int) -> float:
+        """Return the seconds until so many blocks are computed; `inf` while no speed is known."""
         speed = self.prefill.tokens_per_s
         if speed is None:
             return math.inf
-        return CONSERVATIVE * (self.backlog.tokens + blocks * self.tokens_per_block) / speed
+        return (self.backlog.tokens + blocks * self.tokens_per_block) / speed

@@ -19,7 +19,7 @@ from ..handlers.node.remote_client import remote_process, remote_thread
 from ..handlers.node.remote_loop import RemoteLoop
 from ..handlers.node.remote_node import SlotParts
 from ..handlers.node.remote_wire import RemoteSetup
-from ..manager.below.port import TierFacts
+from ..manager.below.port import LOAD_RATIO_MAX_REMOTE, TierFacts
 from ..manager.below.remote_tier import MEDIUM, UNBOUNDED_BLOCKS, RemoteTier, RemoteTierParts
 from ..tiers.cpu.header import HEADER_BYTES
 from ..tiers.nvme.namespace import NamespaceKey
@@ -77,7 +77,7 @@ def open_remote_tier(options: RemoteTierOptions, engine: EngineFacts) -> OpenRem
     check_openable(options, os.environ)
     blocks = blocks_of(options, engine)
     memory = engine.memory
-    facts = TierFacts(NAME, MEDIUM, memory.slot_bytes, UNBOUNDED_BLOCKS)
+    facts = TierFacts(NAME, MEDIUM, memory.slot_bytes, UNBOUNDED_BLOCKS, LOAD_RATIO_MAX_REMOTE)
     parts = RemoteTierParts(facts, store_options(options), engine.stall_s, engine.with_events)
     nodes: list[NodeKeeper] = []
 

@@ -327,7 +327,8 @@ class CascadeConfig:
     blocks. The default is the tier without 1/16 and without dirty blocks, and at least half."""
     load_or_recompute: Annotated[bool, flag] = True
     """Read blocks from a lower tier only if reading is expected to take less than twice as long as
-    computing them. The requests ahead count on both sides."""
+    computing them, and from a remote tier less time than computing. The requests ahead count on
+    both sides."""
     prefill_tokens_per_s: Annotated[float | None, optional(rate)] = None
     """Prefill speed for that choice. The default is measured while serving."""
     record: Annotated[Path | None, optional(folder)] = None

@@ -52,6 +52,12 @@ or other engines keep the room.
 """
 
 
+LOAD_RATIO_MAX_HERE = 2.0
+LOAD_RATIO_MAX_REMOTE = 1.0
+"""See `TierFacts.load_ratio_max`. A device of this machine is slow for a moment only, and a load
+leaves the accelerator to others. A slow link stays slow, and each load occupies it."""
+
+
 @dataclass(frozen=True, slots=True)
 class TierFacts:
     """Constant properties of one tier below."""
@@ -61,6 +67,9 @@ class TierFacts:
     block_bytes: int
     capacity: int
     """Capacity of the tier in slots."""
+    load_ratio_max: float = LOAD_RATIO_MAX_HERE
+    """Loading is refused if it is expected to take more than this many times as long as
+    computing."""
 
 
 class Ended(NamedTuple):

@@ -81,8 +81,8 @@ def prompt(number: int, blocks: int = PROMPT_BLOCKS) -> list[BlockHash]:
         (10_000.0, 0.0005, 1, True),
         (100.0, 0.0005, 8, False),
         (100.0, 0.0005, 1, False),
-        (10_000.0, 0.015, 1, False),
-        (10_000.0, 0.015, 8, True),
+        (10_000.0, 0.005, 1, False),
+        (10_000.0, 0.005, 8, True),
     ],
 )
 def test_what_computing_beats_is_computed(
@@ -101,6 +101,6 @@ def test_a_link_that_is_slow_for_a_while_is_read_again() -> None:
     for number in range(2):
         link.serve(prompt(number))
     assert link.manager.counters.promotions_not_worth == 1
-    link.bytes_per_s *= 100
-    found = [link.serve(prompt(2 + number))[0] for number in range(12)]
+    link.bytes_per_s *= 1000
+    found = [link.serve(prompt(2 + number))[0] for number in range(14)]
     assert found[-1] == PROMPT_BLOCKS, "probes have measured it anew"

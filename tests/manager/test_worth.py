@@ -8,6 +8,8 @@ import pytest
 from support.cascade import BLOCK_SIZE, Cascade, key
 
 from kvcascade.manager.base import LookupState
+from kvcascade.manager.below.port import LOAD_RATIO_MAX_HERE as HERE
+from kvcascade.manager.below.port import LOAD_RATIO_MAX_REMOTE as REMOTE
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.request import Request
 from kvcascade.manager.worth import (
@@ -134,17 +136,28 @@ def test_a_few_tokens_say_nothing_and_what_is_given_is_not_measured() -> None:
 # ---- the choice --------------------------------------------------------------------------------
 
 
-def measured(bytes_per_s: float, prefill: float = 1000.0) -> Worth:
+def measured(bytes_per_s: float, prefill: float = 1000.0, ratio_max: float = HERE) -> Worth:
     """Blocks of 1 MiB that save 100 tokens: 0.1 s each to compute."""
-    worth = Worth(1, MIB, 100, PrefillSpeed(prefill))
+    worth = Worth([ratio_max], MIB, 100, PrefillSpeed(prefill))
     worth.links[0].started(64 * MIB, 0.0)
     worth.links[0].ended(64 * MIB, 64 * MIB, 64 * MIB / bytes_per_s)
     return worth
 
 
-@pytest.mark.parametrize(("mib_per_s", "is_worth"), [(20, True), (6, True), (4, False)])
-def test_loading_must_be_twice_as_slow_to_be_refused(mib_per_s: int, is_worth: bool) -> None:
-    worth = measured(mib_per_s * MIB)
+@pytest.mark.parametrize(
+    ("ratio_max", "mib_per_s", "is_worth"),
+    [
+        (HERE, 20, True),
+        (HERE, 6, True),
+        (HERE, 4, False),
+        (REMOTE, 12, True),
+        (REMOTE, 8, False),
+    ],
+)
+def test_loading_is_refused_where_it_is_slower_by_the_ratio_of_the_tier(
+    ratio_max: float, mib_per_s: int, is_worth: bool
+) -> None:
+    worth = measured(mib_per_s * MIB, ratio_max=ratio_max)
     assert worth.is_worth([0, 10], [0, 0], 100.0) is is_worth
     assert worth.is_hopeless(1, 100.0) is not is_worth
 
@@ -158,8 +171,18 @@ def test_the_queue_counts_and_a_long_prefix_outweighs_it() -> None:
     assert not worth.is_worth([0, 1], [0, 0], 100.0)
 
 
+def test_each_tier_has_its_own_ratio() -> None:
+    worth = Worth([HERE, REMOTE], MIB, 100, PrefillSpeed(1000.0))
+    for link in worth.links:
+        link.started(64 * MIB, 0.0)
+        link.ended(64 * MIB, 64 * MIB, 8.0)
+    assert worth.is_worth([0, 8, 0], [0, 0, 0], 100.0)
+    assert not worth.is_worth([0, 0, 8], [0, 0, 0], 100.0)
+    assert (worth.is_hopeless(1, 100.0), worth.is_hopeless(2, 100.0)) == (False, True)
+
+
 def test_every_link_on_the_way_counts() -> None:
-    worth = Worth(2, MIB, 100, PrefillSpeed(1000.0))
+    worth = Worth([HERE, HERE], MIB, 100, PrefillSpeed(1000.0))
     for link, bytes_per_s in zip(worth.links, (100 * MIB, 2 * MIB), strict=True):
         link.started(64 * MIB, 0.0)
         link.ended(64 * MIB, 64 * MIB, 64 * MIB / bytes_per_s)
@@ -346,18 +369,18 @@ WINDOW_KEYS = [BlockHash(k[:-1] + b"\1") for k in KEYS]
 
 
 def test_tokens_are_saved_by_the_blocks_that_stand_for_them() -> None:
-    worth = Worth(1, 1 << 20, 100, PrefillSpeed(1000.0), served_end=b"\0")
+    worth = Worth([HERE], 1 << 20, 100, PrefillSpeed(1000.0), served_end=b"\0")
     chain = KEYS + WINDOW_KEYS[3:]
     assert worth.saved_blocks(KEYS, KEYS) == 4
     assert worth.saved_blocks(KEYS[1:], chain) == 3, "the one that is here is saved either way"
     assert worth.saved_blocks(WINDOW_KEYS[3:], chain) == 4, "without it none is of use"
     assert worth.saved_blocks(WINDOW_KEYS[3:], []) == 1, "of what is not known, as many"
-    assert Worth(1, 1 << 20, 100, PrefillSpeed(1000.0)).saved_blocks(WINDOW_KEYS, chain) == 4
+    assert Worth([HERE], 1 << 20, 100, PrefillSpeed(1000.0)).saved_blocks(WINDOW_KEYS, chain) == 4
 
 
 def test_a_window_is_loaded_for_the_sake_of_all_before_it() -> None:
     """Reading all takes 8 s, computing 4: by the same measure as for blocks of one group."""
-    worth = Worth(1, 1 << 20, 100, PrefillSpeed(100.0), served_end=b"\0")
+    worth = Worth([HERE], 1 << 20, 100, PrefillSpeed(100.0), served_end=b"\0")
     worth.links[0].started(8 << 20, 0.0)
     worth.links[0].ended(8 << 20, 8 << 20, 8.0)  # 1 MiB a second
     saved = worth.saved_blocks(KEYS + WINDOW_KEYS, KEYS + WINDOW_KEYS)
@@ -399,7 +422,7 @@ def test_it_computes_from_what_it_missed_when_it_asked_last() -> None:
 
 def test_an_offer_beside_one_that_is_put_off_is_not_counted() -> None:
     """A state, and the end of a prompt that fills no block: what is put off comes again later."""
-    worth, request = Worth(1, 1 << 20, 100, PrefillSpeed()), Request()
+    worth, request = Worth([HERE], 1 << 20, 100, PrefillSpeed()), Request()
     request.is_computing = True
     worth.note_offer(KEYS[:3], request, False, 10.0)
     request.note_deferred(KEYS[:3])

@@ -17,7 +17,7 @@ from kvcascade.config.remote import WriteWhen
 from kvcascade.handlers.node.node_keeper import LISTEN_INTERVAL_S
 from kvcascade.handlers.node.remote_node import RemoteNode, SlotParts
 from kvcascade.handlers.node.remote_wire import from_remote_node, to_remote_node
-from kvcascade.manager.below.port import TierFacts
+from kvcascade.manager.below.port import LOAD_RATIO_MAX_REMOTE, TierFacts
 from kvcascade.manager.below.remote_tier import (
     MEDIUM,
     UNBOUNDED_BLOCKS,
@@ -56,7 +56,7 @@ class RemoteTierRig:
         self.options = options
         self.answers: deque[bytes] = deque()
         self.start_node()
-        facts = TierFacts("remote", MEDIUM, PAYLOAD_BYTES, UNBOUNDED_BLOCKS)
+        facts = TierFacts("remote", MEDIUM, PAYLOAD_BYTES, UNBOUNDED_BLOCKS, LOAD_RATIO_MAX_REMOTE)
         self.tier = RemoteTier(
             self._client_of,
             RemoteTierParts(facts, options, stall_s=10.0, new_mark=self._new_mark),
