@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -249,8 +250,11 @@ def test_a_tier_takes_two_lines(width: int) -> None:
     """A name and its state, and the figures."""
     names = [f"meta-llama--Llama-3.1-8B-Instruct-{number}a2b3c4d5e6f" for number in (1, 2)]
     shown = StringIO()
-    rates = {"up_bytes_per_s": 9e8, "down_bytes_per_s": 9e8, "tokens_per_s": 54321.0}
-    tiers = [TierFrame(name, 1e6, 0.5, 0.1, up_latency_s=1.5, **rates) for name in names]
+    figures = TierFrame(
+        "", 1e6, 0.5, 0.1, None, None, 54321.0, up_bytes_per_s=9e8, down_bytes_per_s=9e8,
+        up_latency_s=1.5,
+    )  # fmt: skip
+    tiers = [replace(figures, tier=name) for name in names]
     Console(file=shown, width=width).print(render(Frame("http://host:8000", tiers)))
     lines = [line for line in shown.getvalue().splitlines() if line.strip()]
     assert all(sum(name in line for line in lines) == 1 for name in names)
