@@ -55,6 +55,7 @@ sys.exit(main())
 PLACES_OF_THE_VERSION = {
     "CITATION.cff": r"(?m)^version: (\S+)$",
     "docs/deploy/helm/Chart.yaml": r'(?m)^appVersion: "(\S+)"$',
+    "docs/deploy/helm/values.yaml": r'(?m)^  tag: "(\S+)"$',
 }
 """Files that must repeat the version, since other tools read them."""
 

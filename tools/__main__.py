@@ -38,7 +38,7 @@ COMPLETE = "_KVCASCADE_COMPLETE"
 """Variable with which a shell asks for completions."""
 EPILOG = (
     "Exit status: 0 success, 1 problems found, 2 wrong call, 3 cannot be opened, "
-    "4 in use by an engine, 5 no space, 6 optional package missing, 7 blocks of another namespace, "
+    "4 in use by a process, 5 no space, 6 optional package missing, 7 blocks of another namespace, "
     "130 interrupted, 141 standard output closed by its reader."
 )
 

@@ -25,5 +25,5 @@ if __name__ == "__main__":
     policy = create("own_policy:KeepFirst", 3)
     for slot, key in enumerate([b"first", b"second", b"third"]):
         policy.insert(key, BlockStatus(0, slot))
-    print("leaves next:", policy.coldest(1)[0][0].decode())
+    print("evicted next:", policy.coldest(1)[0][0].decode())
     print("written at its uses:", [uses for uses in range(1, 5) if third_use(b"first", uses)])

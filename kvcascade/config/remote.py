@@ -111,45 +111,48 @@ class RemoteTierOptions:
     key: str
     """Place in the configuration, for messages: "tiers[2]"."""
     url: Annotated[str, _url, _URL_REMEDY]
-    """Bucket and prefix, folder, or server."""
+    """Bucket and prefix, folder, or server: `"s3://bucket/prefix"`, `"file:///mnt/share/kv"`,
+    `"valkeys://host:6379"`. Credentials are never part of it."""
     writes: Annotated[WriteWhen, choice(WriteWhen)] = WriteWhen.SECOND_TOUCH
-    """Time at which a block is written."""
+    """Time at which a block is written: when a second request of this host has used it
+    (`"second_touch"`), as soon as it is stored (`"through"`), or never (`"off"`)."""
     deadline_s: Annotated[float, deadline] = 2.0
-    """Longest time that a request waits for the tier, lookup and read together."""
+    """Longest time in seconds that a request waits for the tier, lookup and read together."""
     timeout_s: Annotated[float, deadline] = 2.0
-    """Longest time of one request to an object store, or without a byte from a Valkey server."""
+    """Longest time in seconds of one request to an object store, or without a byte from a Valkey
+    server."""
     connect_timeout_s: Annotated[float, deadline] = 1.0
-    """Longest time to open a connection."""
+    """Longest time in seconds to open a connection."""
     queue_bytes: Annotated[Bytes, sized(sizes.parse_bytes)] = Bytes(256 << 20)
     """Payload of blocks that may wait to be written; more is dropped."""
     queue_s: Annotated[float, deadline] = 10.0
-    """Longest time that a block waits to be written."""
+    """Longest time in seconds that a block waits to be written."""
     read_rate: Annotated[Bytes | None, optional(sized(sizes.parse_bytes))] = None
-    """Limit in bytes per second; None: no limit."""
+    """Limit of reads in bytes per second."""
     write_rate: Annotated[Bytes | None, optional(sized(sizes.parse_bytes))] = None
-    """Limit in bytes per second; None: no limit."""
+    """Limit of writes in bytes per second."""
     reads_at_a_time: Annotated[int | None, optional(whole(1, MAX_THREADS))] = None
-    """Concurrent reads; None: 8 for object stores, 2 for Valkey."""
+    """Number of concurrent reads. The default is 8 for object stores and 2 for Valkey."""
     writes_at_a_time: Annotated[int | None, optional(whole(1, MAX_THREADS))] = None
-    """Concurrent writes; None: 4 for object stores, 2 for Valkey."""
+    """Number of concurrent writes. The default is 4 for object stores and 2 for Valkey."""
     share_tp: Annotated[bool, flag] = False
     """Share blocks with engines of other tensor-parallel sizes; all ranks must hold the same KV."""
     insecure: Annotated[bool, flag] = False
     """Allow connections without TLS to other hosts."""
     endpoint: Annotated[str | None, optional(_endpoint)] = None
-    """URL of an S3-compatible server; None: the provider's own."""
+    """URL of an S3-compatible server. The default is the provider's own."""
     region: Annotated[str | None, optional(text)] = None
-    """Region of an S3 bucket; None: that of the environment."""
+    """Region of an S3 bucket. The default is that of the environment."""
     ttl_s: Annotated[float | None, optional(deadline)] = None
-    """Seconds after which a Valkey server removes a block; None: never."""
+    """Seconds without use after which a Valkey server removes a block."""
     username: Annotated[str | None, optional(text)] = None
-    """User of a Valkey server; None: the default user."""
+    """User of a Valkey server. The default is the server's default user."""
     password_env: Annotated[str | None, optional(_variable)] = None
     """Environment variable with the password of a Valkey server."""
     password_file: Annotated[Path | None, optional(_secret_file)] = None
     """File with the password of a Valkey server."""
     ca_file: Annotated[Path | None, optional(folder)] = None
-    """Certificates that sign those of a Valkey server; None: those of the system."""
+    """Certificates that sign those of a Valkey server. The default is those of the system."""
     mac_key_env: Annotated[str | None, optional(_variable)] = None
     """Environment variable with a key that authenticates blocks, as 64 hexadecimal digits."""
     mac_key_file: Annotated[Path | None, optional(_secret_file)] = None

@@ -309,7 +309,8 @@ class CascadeConfig:
     """When a block is written down: when it leaves the CPU tier or at shutdown (`"demote"`), also
     `dirty_age_s` after it was stored (`"back"`), or at once (`"through"`). The default is
     `"back"` where the first NVMe tier is at least twice as large as the CPU tier, else
-    `"demote"`; the log and `kvcascade check` say which."""
+    `"demote"`; above a remote tier alone it is `"through"`. The log and `kvcascade check` say
+    which."""
     dirty_age_s: Annotated[float, seconds] = 5.0
     """Longest time in seconds that a stored block may exist in memory only, in mode `back`. It is
     longer only if the tier below has no room."""

@@ -109,7 +109,7 @@ class DeviceShare:
         return int(total * self.part * min(self.used, self.present) / self.present)
 
     def __str__(self) -> str:
-        return f"{_decimal(self.part * 100)}% for {self.present} devices, {self.used} used"
+        return f"{self.used}/{self.present} of {_decimal(self.part * 100)}% of the memory"
 
 
 @dataclass(frozen=True, slots=True)

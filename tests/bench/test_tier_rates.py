@@ -12,8 +12,26 @@ import pytest
 from support.cache_rig import call
 
 from kvcascade.tools.commands.bench import tier_rates
-from kvcascade.tools.commands.bench.bench_results import KIB, LIMIT, MIB, OURS, BenchError
-from kvcascade.tools.commands.bench.tier_rates import QUANTITIES, RatesScale, measure_path
+from kvcascade.tools.commands.bench.bench_results import (
+    DOWN,
+    KIB,
+    LIMIT,
+    MIB,
+    OURS,
+    TRANSFERS,
+    UP,
+    BenchError,
+    Quantity,
+    Row,
+    Table,
+    transfer_case,
+)
+from kvcascade.tools.commands.bench.tier_rates import (
+    QUANTITIES,
+    RatesScale,
+    measure_path,
+    recommended_block_bytes,
+)
 from kvcascade.tools.commands.command_line import ExitCode
 from kvcascade.tools.replay.rates import rates_of_bench
 
@@ -41,6 +59,7 @@ def test_replay_reads_what_was_measured(tmp_path: Path) -> None:
     assert not [*disk.iterdir()] and not arenas()
     document = answer.document
     assert document["schema"] == "kvcascade.bench" and document["repeats"] == SMALL.repeats
+    assert document["recommended_block_bytes"] in SMALL.block_sizes
     (measured,) = document["measurements"]
     rows = {(row["case"], row["quantity"]): row for row in measured["rows"]}
     assert len(rows) == len(QUANTITIES) * len(SMALL.block_sizes)
@@ -60,7 +79,27 @@ def test_the_table(tmp_path: Path) -> None:
     answer = call("bench", tmp_path)
     assert answer.code == 0, answer.err
     assert all(quantity.name in answer.out for quantity in QUANTITIES)
-    assert "ours / limit" in answer.out
+    assert "ours / limit" in answer.out and "Recommended: blocks of" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("down", "up", "size"),
+    [
+        ((2.0, 2.1, 2.2), (1.9, 2.0, 2.0), 64 * KIB),  # all are nearly the best
+        ((1.0, 2.1, 2.2), (1.9, 2.0, 2.0), 512 * KIB),  # the smallest is slow in one direction
+        ((1.0, 2.0, 1.6), (2.0, 1.0, 1.7), 2 * MIB),  # none is good in both
+    ],
+)
+def test_the_smallest_block_size_with_good_rates_is_recommended(
+    down: tuple[float, ...], up: tuple[float, ...], size: int
+) -> None:
+    cases = [transfer_case(each) for each in (64 * KIB, 512 * KIB, 2 * MIB)]
+    rows = [
+        Row(case, Quantity(name, "GB/s"), {OURS: [rate]})
+        for name, rates in ((DOWN, down), (UP, up))
+        for case, rate in zip(cases, rates, strict=True)
+    ]
+    assert recommended_block_bytes(Table(TRANSFERS, "", "", rows)) == size
 
 
 def refused(path: Path, code: ExitCode) -> str:

@@ -59,4 +59,4 @@ def test_a_trace_is_replayed(tmp_path: Path) -> None:
 
 
 def test_rules_of_ones_own() -> None:
-    assert run("own_policy.py") == "leaves next: third\nwritten at its uses: [3, 4]\n"
+    assert run("own_policy.py") == "evicted next: third\nwritten at its uses: [3, 4]\n"

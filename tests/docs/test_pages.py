@@ -60,6 +60,12 @@ def test_links_lead_to_files_and_sections(page: Path) -> None:
         assert not section or section in anchors(target), link
 
 
+@EACH_PAGE
+def test_what_is_inside_a_list_item_is_indented_as_the_site_needs(page: Path) -> None:
+    """With fewer than four blanks, the site ends the list there, and begins the next one at 1."""
+    assert not re.findall(r"^ {1,3}(?:[-*] |```).*", prose(page), re.M)
+
+
 def test_every_picture_has_a_text_and_a_picture() -> None:
     pictures = [
         (page, *found)

@@ -58,6 +58,11 @@ def test_every_key_has_a_row_with_its_meaning(cls: type[Any]) -> None:
         assert f"| `{row.name}` | {row.values} | {row.default} |" in config_reference()
 
 
+def test_files_are_not_called_folders() -> None:
+    values = {row.name: row.values for cls in CLASSES for row in key_rows(cls)}
+    assert (values["password_file"], values["arena_dir"]) == ("file", "folder")
+
+
 def test_every_key_of_vllm_has_a_meaning() -> None:
     assert {row.name for row in vllm_rows()} == {*VLLM_KEYS}
 

@@ -34,7 +34,7 @@ BLOCK_HASH = "5f3c"
 METRICS = "http://127.0.0.1:8000/metrics"
 DISK = "/mnt/nvme"
 SHARE = "/mnt/share/kv"
-PYTHON_PAGES = ("api.md", "policies.md")
+PYTHON_PAGES = ("api.md", "policies.md", "remote.md")
 """Pages whose examples in Python run by themselves."""
 NOT_RUN = {"bench", "demo", "store"}
 """Commands with tests of their own that take minutes, or end at a signal: their arguments are

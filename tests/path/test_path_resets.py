@@ -52,3 +52,25 @@ def test_a_reset_that_was_answered_outlives_a_loss_of_power(seed: int) -> None:
     rig.lose_power(rng)
     rig.start()
     assert RigNode(rig).held(BLOCKS) == []
+
+
+def test_an_engine_that_joins_engines_that_were_reset_is_told() -> None:
+    rig = PathRig()
+    node = RigNode(rig)
+    assert node.welcome is not None and node.welcome.notes == []
+    reset(node)
+    joined = RigNode(rig)
+    assert joined.welcome is not None
+    (note,) = joined.welcome.notes
+    assert "reset this engine" in note
+
+
+def test_a_start_that_drops_blocks_of_after_a_reset_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig = PathRig()
+    reset(RigNode(rig))
+    assert caplog.text == ""
+    node = restart(rig, is_clean=True)
+    assert "begins empty" in caplog.text
+    assert node.welcome is not None and node.welcome.notes == [], "it is alone"

@@ -36,7 +36,7 @@ class ExitCode(IntEnum):
     CANNOT_OPEN = 3
     """The path does not exist or cannot be read."""
     IN_USE = 4
-    """A running engine uses data that the command needs exclusively."""
+    """A running process has the data open, or the writer of the path does not answer."""
     NO_SPACE = 5
     """Not enough disk or memory."""
     MISSING = 6

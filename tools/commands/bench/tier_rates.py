@@ -50,6 +50,8 @@ from .bench_results import (
     Row,
     Table,
     document,
+    size_label,
+    transfer_block_bytes,
     transfer_case,
 )
 from .bench_tier import open_bench_tier
@@ -67,6 +69,8 @@ OFFERED_AGAIN = frozenset({BlockOutcome.CANCELLED, BlockOutcome.NO_SPACE})
 PROCESS_CLOCK = 2
 """Kind of the clock that `clock_getcpuclockid` names for a process: CPUCLOCK_SCHED of Linux."""
 HASH_BYTES = 32
+GOOD_SHARE = 0.9
+"""Share of the best rate, in both directions, from which a block size is recommended."""
 
 CPU_DOWN, CPU_UP = "CPU time down", "CPU time up"
 MEMORY_DOWN, MEMORY_UP = "device to CPU tier", "CPU tier to device"
@@ -137,8 +141,31 @@ def measure_path(path: Path, scale: RatesScale | None = None) -> dict[str, Any]:
         except BenchError as error:
             raise CommandError(str(error), ExitCode.PROBLEMS) from None
     facts["seconds"] = round(time.monotonic() - began, 1)
+    facts["recommended_block_bytes"] = recommended = recommended_block_bytes(table)
     reporter.table(table)
+    reporter.print(
+        f"Recommended: blocks of {size_label(recommended)} or more. The key block_size sets the "
+        "tokens of a block, and `kvcascade check --model MODEL` prints its bytes."
+    )
     return document([table], facts)
+
+
+def recommended_block_bytes(table: Table) -> int:
+    """Return the smallest block size with nearly the best rates in both directions.
+
+    If there is none, return the one whose worse direction is nearest to its best rate.
+    """
+    rates: dict[str, dict[int, float]] = {DOWN: {}, UP: {}}
+    for row in table.rows:
+        size, rate = transfer_block_bytes(row.case), row.median()
+        if row.quantity.name in rates and size is not None and rate is not None:
+            rates[row.quantity.name][size] = rate
+    shares = {
+        size: min(found[size] / max(found.values()) for found in rates.values())
+        for size in sorted(rates[DOWN])
+    }
+    good = [size for size, share in shares.items() if share >= GOOD_SHARE]
+    return good[0] if good else max(shares, key=shares.__getitem__)
 
 
 def _check_folder(path: Path, needed_bytes: int) -> None:

@@ -11,7 +11,7 @@ from ....config.machine import HUGETLBFS, MEMORY_FILE_SYSTEMS
 from ....config.sizes import human
 
 MIN_OPEN_FILES = 4096
-"""Open files that an engine with large NVMe tiers needs beside those of vLLM: two per segment."""
+"""Open files that an engine with large NVMe tiers needs beside those of vLLM: one per segment."""
 NETWORK_FILE_SYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "fuse.glusterfs"}
 )

@@ -14,7 +14,8 @@ from rich.text import Text
 from .. import show
 from .top_frame import Frame, Reading, TierFrame, frame
 
-NUMBERS = ("blocks", "hits/s", "tokens/s", "up", "down", "up time", "down time", "queue", "budget")
+NUMBERS = ("blocks", "hits/s", "tokens/s", "up", "down", "up ms", "down ms", "queue")
+"""Columns of the figures; their usual values fit into 80 columns."""
 
 
 def run(source: str, read: Callable[[], Reading], interval_s: float) -> NoReturn:
@@ -36,7 +37,7 @@ def render(picture: Frame) -> Group:
     Names of namespaces are too long to fit on a line with the figures.
     """
     table = show.columns("", "", *NUMBERS, right=("", *NUMBERS))
-    table.collapse_padding = True
+    table.collapse_padding, table.show_edge = True, False
     lines: list[Text] = []
     for number, tier in enumerate(picture.tiers, 1):
         table.add_row(str(number), *_cells(tier))
@@ -53,6 +54,8 @@ def _state(tier: TierFrame) -> str:
     used, dirty = tier.used_ratio, tier.dirty_ratio
     state = "" if used is None else f"{show.bar(used, 10)} {used:.0%} used"
     state += "" if dirty is None else f", {dirty:.0%} dirty"
+    budget = tier.budget_left_bytes
+    state += "" if budget is None else f", may write {show.size(budget)}"
     return state + (", accepts no writes" if tier.is_blocked else "")
 
 
@@ -66,7 +69,6 @@ def _cells(tier: TierFrame) -> list[str]:
         _time(tier.up_latency_s),
         _time(tier.down_latency_s),
         _count(tier.pending_blocks),
-        show.NOTHING if tier.budget_left_bytes is None else show.size(tier.budget_left_bytes),
     ]
 
 
@@ -97,4 +99,4 @@ def _rate(per_s: float | None, total: float | None) -> str:
 
 
 def _time(seconds: float | None) -> str:
-    return show.NOTHING if seconds is None else f"{seconds * 1000:.1f} ms"
+    return show.NOTHING if seconds is None else _count(seconds * 1000)

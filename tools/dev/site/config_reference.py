@@ -84,7 +84,8 @@ def key_rows(cls: type[Any]) -> Iterator[KeyRow]:
         if not said.get(each.name):
             raise UndescribedError(f"{cls.__name__}.{each.name} has no docstring")
         meaning = said[each.name]
-        yield KeyRow(each.name, _values(hints[each.name]), _default(each, meaning), meaning)
+        values = "file" if each.name.endswith("_file") else _values(hints[each.name])
+        yield KeyRow(each.name, values, _default(each, meaning), meaning)
 
 
 def vllm_rows() -> Iterator[KeyRow]:

@@ -159,6 +159,11 @@ class PathNamespaces:
             )
         self.record.epochs[name] = namespace.epoch
         self._save()
+        _log.warning(
+            "%s begins empty: its blocks were stored after a reset, perhaps with weights that were "
+            "updated in place",
+            name,
+        )
         return True
 
     def notes_for(self, hello: Hello, namespace: NamespaceWriter) -> list[str]:
@@ -167,10 +172,13 @@ class PathNamespaces:
         if notes:
             _log.warning("%s: %s", hello.name, notes[0])
         name = namespace.home.name
-        if hello.is_reader and was_reset(self.record, name, namespace.epoch):
+        if hello.epoch is None and was_reset(self.record, name, namespace.epoch):
+            remedy = "an engine that starts alone removes those"
+            if not hello.is_reader:
+                remedy = "update and reset this engine, too, before it serves"
             notes.append(
                 f"the engines of {name} were reset, so blocks may be of weights that were updated "
-                "in place; an engine that starts alone removes those"
+                f"in place; {remedy}"
             )
         return notes
 
