@@ -127,7 +127,10 @@ class CascadingOffloadingManager(OffloadingManager):
             flow, promoter, holds, room, worth, deadline_s, options.served_end
         )
         store_wait_s = deadline_s if options.waits_for_stores else None
-        self.lookups = Lookups(self.lock, flow, promoter, claims, workers, worth, store_wait_s)
+        self._collect = partial(collect, flow, promoter, self._demoter)
+        self.lookups = Lookups(
+            self.lock, flow, promoter, claims, workers, worth, store_wait_s, self._collect
+        )
         """Lookups of the current step. Adapters use it to inline the plain hit."""
         self._stores = Stores(
             flow,
@@ -151,7 +154,6 @@ class CascadingOffloadingManager(OffloadingManager):
             workers,
             options.on_reset,
         )
-        self._collect = partial(collect, flow, promoter, self._demoter)
         self._closing = Closing(flow, self._demoter, workers, holds, pause)
 
     # ---- questions -----------------------------------------------------------------------
