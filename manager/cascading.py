@@ -25,6 +25,7 @@ from .base import BlockEvent, LookupState, OffloadingManager, PrepareStoreOutput
 from .below.port import Below, Ended
 from .claim_queue import ClaimQueue
 from .claims import PromotionRoom
+from .counters import Counters
 from .demotion import Aging, Demoter, Watermarks
 from .flow import Clock, Flow
 from .flush import Closing, FlushMeans
@@ -104,7 +105,6 @@ class CascadingOffloadingManager(OffloadingManager):
         counts = bool(below.tiers) and admission.counts_uses
         past = PastUses(below.tiers[0].capacity) if counts else None
         flow = self._flow = Flow(top, below, clock, past, with_events=options.with_events)
-        self.counters = flow.counters
         mode, deadline_s = options.write_mode, options.promotion_deadline_s
         age_s = 0.0 if mode is WriteMode.THROUGH else options.dirty_age_s
         is_aging = mode is not WriteMode.DEMOTE and not flow.is_single
@@ -157,6 +157,11 @@ class CascadingOffloadingManager(OffloadingManager):
         self._closing = Closing(flow, self._demoter, workers, holds, pause)
 
     # ---- questions -----------------------------------------------------------------------
+
+    @property
+    def counters(self) -> Counters:
+        """Counters of the cascade."""
+        return self._flow.counters
 
     def lookup(
         self, block_hashes: Iterable[BlockHash], request: Request | None = None

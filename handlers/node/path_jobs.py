@@ -30,13 +30,17 @@ from ...tiers.nvme.path.path_messages import (
     FromNode,
     Grant,
     Granted,
+    Read,
     Release,
+    Reset,
     Why,
 )
-from .path_wire import GetJob, JobDone, PutJob, pack_outcomes, unpack_slots
+from .path_wire import GetJob, JobDone, PutJob, ResetJob, pack_outcomes, unpack_slots
 
 PART_BYTES = 8 << 20
 """Bytes of one part of a job, which one thread moves."""
+READ_REPORT_INTERVAL_S = 1.0
+"""Time between two reports of the bytes read."""
 
 _OF_COMMITTED = {
     Committed.OK: BlockOutcome.OK,
@@ -182,8 +186,9 @@ class GetJobs(_Jobs):
         super().__init__(means, block_bytes)
         self._block_bytes = block_bytes
         self._serial = 0
-        self.unreported_bytes = 0
+        self._unreported_bytes = 0
         """Bytes read that the writer's totals lack."""
+        self._reported_s = 0.0
 
     def begin(self, order: GetJob, *, may_read: bool) -> None:
         """Start a job. Without `may_read`, every block is GONE at once."""
@@ -197,6 +202,13 @@ class GetJobs(_Jobs):
     def forget(self) -> None:
         """Let every read in flight end as GONE: the namespace is being reset."""
         self._serial += 1
+
+    def report_bytes(self) -> None:
+        """Tell the writer the bytes that were read, if it is time. Call it while there is one."""
+        now_s = self._means.clock()
+        if self._unreported_bytes and now_s - self._reported_s >= READ_REPORT_INTERVAL_S:
+            self._means.send(Read(self._unreported_bytes))
+            self._reported_s, self._unreported_bytes = now_s, 0
 
     def _begin_part(self, job: NodeJob, part: Sequence[int]) -> None:
         serial = self._serial
@@ -214,7 +226,7 @@ class GetJobs(_Jobs):
         self._means.workers.read(job.keys[span], job.arena_slots[span], end)
 
     def _note(self, done: BlocksRead) -> None:
-        self.unreported_bytes += done.outcomes.count(BlockOutcome.OK) * self._block_bytes
+        self._unreported_bytes += done.outcomes.count(BlockOutcome.OK) * self._block_bytes
         if done.bad:
             keys, slots, checksums = zip(*done.bad, strict=True)
             self._means.send(Bad(list(keys), slot_bytes(slots), checksum_bytes(checksums)))
@@ -358,6 +370,50 @@ class PutJobs(_Jobs):
         waiting.clear()
         for asked in given_up:
             self._all(asked.job, asked.positions, BlockOutcome.CANCELLED)
+
+
+class ResetJobs:
+    """Resets that the scheduler asked for and the writer has not carried out."""
+
+    def __init__(self, means: JobMeans) -> None:
+        self._means = means
+        self._last = ResetJob(0)
+        """The last order. One request to the writer is enough for all that wait."""
+        self._tickets: dict[int, list[int]] = {}
+        """Tickets by request to the writer; 0 is the request of those that could not be sent."""
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def begin(self, order: ResetJob, *, may_send: bool) -> None:
+        """Ask the writer for a reset. Without `may_send`, it waits for `send_waiting`."""
+        self._last = order
+        self._tickets.setdefault(0, []).append(order.ticket)
+        if may_send:
+            self.send_waiting()
+
+    def send_waiting(self) -> None:
+        """Ask the writer for the resets that could not be sent."""
+        waiting = self._tickets.pop(0, None)
+        if waiting is not None:
+            request = next(self._means.requests)
+            self._tickets[request] = waiting
+            self._means.send(Reset(request, self._last.mark, self._last.is_passed_on))
+
+    def answered(self, request: int) -> None:
+        """Answer the scheduler: the writer has carried out this request."""
+        for ticket in self._tickets.pop(request, ()):
+            self._means.answer(JobDone(ticket))
+
+    def writer_is_lost(self) -> None:
+        """Let all of them wait for the next writer."""
+        tickets = [ticket for some in self._tickets.values() for ticket in some]
+        self._tickets = {0: tickets} if tickets else {}
+
+    def end_all(self) -> None:
+        """Answer all of them: no writer will serve this node."""
+        for request in list(self._tickets):
+            self.answered(request)
 
 
 def slot_bytes(slots: Sequence[int]) -> bytes:

@@ -15,9 +15,7 @@ joins again only when its running writes have ended.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -36,11 +34,9 @@ from ...tiers.nvme.path.path_messages import (
     KeysListed,
     ListKeys,
     Moved,
-    Read,
     Refused,
     RefusedWhy,
     Removed,
-    Reset,
     Retire,
     SegmentsRemoved,
     StillOpening,
@@ -49,12 +45,11 @@ from ...tiers.nvme.path.path_messages import (
     Touch,
     Welcome,
 )
-from .path_jobs import GetJobs, JobMeans, PutJobs, Workers
+from .path_jobs import GetJobs, JobMeans, PutJobs, ResetJobs, Workers
 from .path_wire import (
     CAN_READ,
     CAN_WRITE,
     GetJob,
-    JobDone,
     NodeJoined,
     NodeNote,
     NodeOrder,
@@ -73,8 +68,6 @@ JOIN_PAUSE_S = 0.05
 MAX_JOIN_PAUSE_S = 1.0
 NOBODY_LIMIT_S = 20.0
 """Time without a writer after which the log says so, once. The node goes on trying."""
-READ_REPORT_INTERVAL_S = 1.0
-"""Time between two reports of the bytes read."""
 FINAL_REFUSALS = frozenset({RefusedWhy.PATHS, RefusedWhy.NAMESPACE})
 """Refusals after which another attempt is useless."""
 
@@ -118,17 +111,27 @@ class NodeMeans(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Since:
-    """Times of the clock in seconds."""
+class JoinAttempts:
+    """Times at which a node tries to join, since it searches for a writer or was served last."""
 
-    started_s: float
-    """Begin of the search for a writer."""
-    heard_s: float = 0.0
-    retry_s: float = math.inf
-    """Time of the next attempt to join."""
-    reported_s: float = 0.0
-    pause_s: float = JOIN_PAUSE_S
+    def __init__(self, now_s: float, next_s: float = math.inf) -> None:
+        self.next_s = next_s
+        """Time of the next attempt; infinite while none is planned."""
+        self._began_s = now_s
+        self._pause_s = JOIN_PAUSE_S
+        self._was_noted = False
+
+    def failed(self, now_s: float) -> None:
+        """Plan the next attempt."""
+        self.next_s = now_s + self._pause_s
+        self._pause_s = min(MAX_JOIN_PAUSE_S, 2 * self._pause_s)
+
+    def last_long(self, now_s: float) -> bool:
+        """Return True once, when they go on for longer than `NOBODY_LIMIT_S`."""
+        if self._was_noted or now_s - self._began_s <= NOBODY_LIMIT_S:
+            return False
+        self._was_noted = True
+        return True
 
 
 class PathNode:
@@ -139,24 +142,20 @@ class PathNode:
         self._hello = hello
         self._means = means
         self._clock = clock
-        self._requests: Iterator[int] = count(1)
         block_bytes = hello.namespace.block_bytes
-        jobs = JobMeans(self._send, self._answer, means.workers, clock, self._requests)
+        jobs = JobMeans(self._send, means.tell, means.workers, clock)
         self._gets = GetJobs(jobs, block_bytes)
         self._puts = PutJobs(jobs, block_bytes)
-        self._resets: dict[int, list[int]] = {}
-        """Tickets of the scheduler by request of a `Reset` that was not answered; 0 is the request
-        of those that could not be sent."""
-        self._reset = ResetJob(0)
-        """The last reset that the scheduler asked for."""
-        self._since = _Since(clock())
+        self._resets = ResetJobs(jobs)
+        self._attempts = JoinAttempts(clock())
+        self._heard_s = 0.0
+        """Time of the last message of the writer, or of the begin of the connection."""
         self._is_linked = False
         self._is_leader = False
         self._welcome: Welcome | None = None
         """Answer of the writer that serves this node; None while none does."""
         self._epoch_seen: int | None = None
         """Epoch of the namespace, as the writer said it last."""
-        self._has_told_nobody = False
         self._should_retire_it = False
         """True if the writer has another version: it is asked once to close, if it is older."""
         self._has_asked_to_retire = False
@@ -183,16 +182,15 @@ class PathNode:
                 self._send(message)
             case ResetJob():
                 self._gets.forget()
-                self._reset = message
-                self._send_reset([message.ticket])
+                self._resets.begin(message, may_send=self._welcome is not None)
 
     # -- from the path -------------------------------------------------------------------------
 
     def linked(self, is_leader: bool) -> None:
         """Begin a connection. `is_leader`: its other end is the writer of this process."""
         self._is_linked, self._is_leader = True, is_leader
-        self._since.heard_s = self._clock()
-        self._since.retry_s = math.inf
+        self._heard_s = self._clock()
+        self._attempts.next_s = math.inf
         if self._should_retire_it:
             self._should_retire_it = False
             self._means.send(Retire(PROTOCOL))
@@ -211,7 +209,7 @@ class PathNode:
         """Handle a message of the writer; one of a link that was given up is ignored."""
         if not self._is_linked:
             return
-        self._since.heard_s = self._clock()
+        self._heard_s = self._clock()
         if self.state is NodeState.SILENT:
             self._enter(self._served_state, "the writer of the path answers again")
         match message:
@@ -247,7 +245,7 @@ class PathNode:
             self._retry_later("the writer of the path closes the connection; its log says why")
             return
         now_s = self._clock()
-        self._since = _Since(now_s, retry_s=now_s)  # `tick` joins when no write is running
+        self._attempts = JoinAttempts(now_s, now_s)  # `tick` joins when no write is running
         self._enter(
             NodeState.ORPHANED,
             "the writer of the path is gone; reads go on, and writes rest until an engine takes "
@@ -256,28 +254,25 @@ class PathNode:
 
     def tick(self) -> None:
         """Check the limits of time. Called about every 50 ms, and after a write has ended."""
-        now_s, since = self._clock(), self._since
+        now_s, attempts = self._clock(), self._attempts
         if not self._is_linked:
-            if now_s >= since.retry_s and not self._puts.has_running_io:
-                since.retry_s = math.inf
+            if now_s >= attempts.next_s and not self._puts.has_running_io:
+                attempts.next_s = math.inf
                 self._means.join()
             return
         if self._welcome is None:
-            if now_s - since.heard_s > WELCOME_LIMIT_S:
+            if now_s - self._heard_s > WELCOME_LIMIT_S:
                 self._hang_up(f"the writer of the path does not answer; {self._remedy}")
             return
         oldest_s = self._puts.oldest_request_s()
-        if oldest_s is not None and now_s - max(oldest_s, since.heard_s) > SILENCE_LIMIT_S:
+        if oldest_s is not None and now_s - max(oldest_s, self._heard_s) > SILENCE_LIMIT_S:
             self._enter(
                 NodeState.SILENT,
                 f"the writer of the path does not answer; reads go on, and writes rest; "
                 f"{self._remedy}",
             )
             self._puts.writer_is_silent()
-        if now_s - since.reported_s >= READ_REPORT_INTERVAL_S and self._gets.unreported_bytes:
-            since.reported_s = now_s
-            self._send(Read(self._gets.unreported_bytes))
-            self._gets.unreported_bytes = 0
+        self._gets.report_bytes()
 
     @property
     def is_idle(self) -> bool:
@@ -306,15 +301,6 @@ class PathNode:
             keys = note.keys[start : start + MAX_KEYS_PER_MESSAGE]
             self._send(Touch(keys, note.is_chain, note.is_settle))
 
-    def _answer(self, message: JobDone) -> None:
-        self._means.tell(message)
-
-    def _send_reset(self, tickets: list[int]) -> None:
-        request = 0 if self._welcome is None else next(self._requests)
-        self._resets.setdefault(request, []).extend(tickets)
-        if request:
-            self._means.send(Reset(request, self._reset.mark, self._reset.is_passed_on))
-
     def _welcomed(self, welcome: Welcome) -> None:
         try:
             folder = self._means.open_namespace(welcome)
@@ -322,12 +308,10 @@ class PathNode:
             self._hang_up(str(error))
             return
         self._welcome, self._epoch_seen = welcome, welcome.epoch
-        self._has_told_nobody = self._has_asked_to_retire = False
-        self._since.pause_s = JOIN_PAUSE_S
+        self._has_asked_to_retire = False
+        self._attempts = JoinAttempts(self._clock())
         self.state = self._served_state
-        waiting = self._resets.pop(0, [])
-        if waiting:
-            self._send_reset(waiting)
+        self._resets.send_waiting()
         self._means.tell(
             NodeJoined(
                 self.state,
@@ -357,8 +341,7 @@ class PathNode:
         self._means.tell(message)
         if message.request:
             self._puts.reset_epoch = message.epoch
-        for ticket in self._resets.pop(message.request, []) if message.request else ():
-            self._means.tell(JobDone(ticket))
+            self._resets.answered(message.request)
 
     def _moved(self, message: Moved) -> None:
         assert self._welcome is not None, "a writer that moves the table has welcomed this node"
@@ -380,28 +363,20 @@ class PathNode:
     def _end_link(self) -> None:
         self._is_linked, self._welcome = False, None
         self._puts.writer_is_lost()
-        tickets = [ticket for tickets in self._resets.values() for ticket in tickets]
-        self._resets = {0: tickets} if tickets else {}
+        self._resets.writer_is_lost()
 
     def _retry_later(self, text: str) -> None:
-        since, now_s = self._since, self._clock()
-        since.retry_s = now_s + since.pause_s
-        since.pause_s = min(MAX_JOIN_PAUSE_S, since.pause_s * 2)
+        self._attempts.failed(self._clock())
         self._note_absence(text)
 
     def _note_absence(self, text: str) -> None:
         """Say once why no writer serves this node, if that lasts."""
-        lasted_s = self._clock() - self._since.started_s
-        if lasted_s > NOBODY_LIMIT_S and not self._has_told_nobody:
-            self._has_told_nobody = True
+        if self._attempts.last_long(self._clock()):
             self._means.tell(NodeNote(self.state, text))
 
     def _turn_off(self, text: str, *, is_misconfigured: bool) -> None:
-        self._since.retry_s = math.inf
-        for tickets in self._resets.values():
-            for ticket in tickets:
-                self._means.tell(JobDone(ticket))
-        self._resets.clear()
+        self._attempts.next_s = math.inf
+        self._resets.end_all()
         self._enter(NodeState.OFF, text, is_misconfigured=is_misconfigured)
 
     def _enter(self, state: NodeState, text: str, *, is_misconfigured: bool = False) -> None:

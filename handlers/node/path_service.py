@@ -12,9 +12,9 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -28,6 +28,7 @@ from ...tiers.nvme.path.path_messages import MAX_FRAME_BYTES, PathOptions, from_
 from ...tiers.nvme.path.presence_file import boot_id
 from ...tiers.nvme.path.writer.namespace_start import StartMeans
 from ...tiers.nvme.path.writer.path_writer import PathWriter
+from ...tiers.nvme.path.writer.waiting_grants import Reply
 from ...tiers.nvme.path.writer_note import note_of_this_process, save_note
 from .path_link import FrameSocket, Waker
 
@@ -37,6 +38,102 @@ IO_THREADS = 3
 """Threads that create and delete segment files, and open namespaces, which takes one at most."""
 
 _log = get_logger(__name__)
+
+
+class ClientSockets:
+    """Connections of the nodes of a path to its writer, by number. The writer's thread."""
+
+    def __init__(self, listener: socket.socket, writer: PathWriter) -> None:
+        """`writer` learns of each client, and gets its messages."""
+        self._listener = listener
+        self._writer = writer
+        self._selector = selectors.DefaultSelector()
+        self._waker = Waker(self._selector, self._woken)
+        self._numbers = count(1)
+        self._links: dict[int, FrameSocket] = {}
+        self._is_deaf = True
+        """True while nobody is accepted, because this process has too many open files."""
+        self._new: list[socket.socket] = []
+        """Connections of the node of this process that were not added yet."""
+        self.listen()
+
+    def connect(self) -> socket.socket:
+        """Return a connection for the node of this process. Any thread."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._new.append(theirs)
+        self.wake()
+        return ours
+
+    def wake(self) -> None:
+        """End the wait of `receive`. Any thread."""
+        self._waker.wake()
+
+    def listen(self) -> None:
+        """Accept connections, also after too many files were open."""
+        if self._is_deaf:
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            self._is_deaf = False
+
+    def receive(self, limit_s: float | None) -> None:
+        """Wait for connections and messages, and hand them to the writer."""
+        for key, _ in self._selector.select(limit_s):
+            key.data()
+
+    def send(self, replies: Iterable[Reply]) -> None:
+        """Queue messages of the writer; those to clients that are gone are dropped."""
+        for client, message in replies:
+            link = self._links.get(client)
+            if link is not None:
+                link.send(message)
+
+    def flush(self) -> None:
+        """Send what is queued, as far as the sockets take it."""
+        for link in self._links.values():
+            link.flush()
+
+    def drop_ended(self) -> None:
+        """Drop the clients that are gone."""
+        for client in [client for client, link in self._links.items() if link.has_ended]:
+            self._links.pop(client).close()
+            self._writer.disconnect(client)
+
+    def close(self) -> None:
+        """Close all connections, but not the listener."""
+        for link in self._links.values():
+            link.close()
+        for connection in self._new:
+            connection.close()
+        self._selector.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return  # who came is gone again
+        except OSError as error:  # too many open files: who waits is accepted later
+            _log.warning("the writer of the path takes no engine for now: %s", error)
+            self._selector.unregister(self._listener)
+            self._is_deaf = True
+            return
+        self._add(connection)
+
+    def _woken(self) -> None:
+        while self._new:
+            self._add(self._new.pop(0))
+
+    def _add(self, connection: socket.socket) -> None:
+        client = next(self._numbers)
+        ready = partial(self._receive, client)
+        self._links[client] = FrameSocket(
+            connection, from_node.decode, self._selector, ready, MAX_FRAME_BYTES
+        )
+        self._writer.connect(client)
+
+    def _receive(self, client: int) -> None:
+        link = self._links.get(client)
+        if link is not None:
+            for message in link.receive():
+                self._writer.receive(client, message)
 
 
 class WriterService:
@@ -59,44 +156,31 @@ class WriterService:
         The lock belongs to the service from now on, and is released if this fails.
         """
         self._lock = lock
-        try:
-            self._door = PathDoor(roots[0])
-        except BaseException:
-            lock.release()
-            raise
         self._clock = clock
-        self._selector = selectors.DefaultSelector()
-        self._executor = ThreadPoolExecutor(IO_THREADS, "kvcascade-segments")
-        self._numbers = count(1)
-        self._clients: dict[int, FrameSocket] = {}
         self._checked_s = clock()
-        self._waker = Waker(self._selector, self._woken)
-        self._listener: socket.socket | None = None
-        self._deaf: socket.socket | None = None
-        """The listener while this process has too many open files."""
-        self._new: list[socket.socket] = []
         self._is_stopping = False
         self._is_clean = True
         self.was_retired = False
         """True if a newer version asked this writer to close."""
-        try:
+        with ExitStack() as held:  # in reverse: a socket without a lock is nobody's
+            held.callback(lock.release)
+            self._door = PathDoor(roots[0])
+            held.callback(self._door.close)
+            executor = ThreadPoolExecutor(IO_THREADS, "kvcascade-segments")
+            held.callback(executor.shutdown)
             save_note(fs, roots[0], note_of_this_process(name))
-            self._listener = self._door.listen()
+            listener = self._door.listen()
+            held.callback(listener.close)
             means = StartMeans(fs, time.time, open_block_table, boot_id())
-            self._writer = PathWriter(means, roots, options, clock, self._executor)
-        except BaseException:
-            self._release()
-            raise
-        self._listen(self._listener)
+            self._writer = PathWriter(means, roots, options, clock, executor)
+            self._clients = ClientSockets(listener, self._writer)
+            self._held = held.pop_all()
         self._thread = threading.Thread(target=self._run, name="kvcascade-writer", daemon=True)
         self._thread.start()
 
     def connect(self) -> socket.socket:
         """Return a connection for the node of this process. Any thread."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._new.append(theirs)
-        self._waker.wake()
-        return ours
+        return self._clients.connect()
 
     def stop(self, limit_s: float, *, is_clean: bool = True) -> bool:
         """Close the writer; return True if it has ended. Any thread but its own.
@@ -105,7 +189,7 @@ class WriterService:
         """
         self._is_clean = self._is_clean and is_clean
         self._is_stopping = True
-        self._waker.wake()
+        self._clients.wake()
         self._thread.join(limit_s)
         return not self._thread.is_alive()
 
@@ -127,93 +211,31 @@ class WriterService:
             self._end()
 
     def _serve_once(self) -> None:
-        for key, _ in self._selector.select(self._writer.wait_s):
-            key.data()
-        for client, message in self._writer.step():
-            link = self._clients.get(client)
-            if link is not None:
-                link.send(message)
-        for client, link in list(self._clients.items()):
-            link.flush()
-            if link.has_ended:
-                self._drop(client)
+        self._clients.receive(self._writer.wait_s)
+        self._clients.send(self._writer.step())
+        self._clients.flush()
+        self._clients.drop_ended()
         self._check_place()
         if self._writer.wants_close:
             self.was_retired = self._is_stopping = True
-
-    def _listen(self, listener: socket.socket) -> None:
-        accept = partial(self._accept, listener)
-        self._selector.register(listener, selectors.EVENT_READ, accept)
-        self._deaf = None
-
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            connection, _ = listener.accept()
-        except (BlockingIOError, ConnectionError):
-            return  # who came is gone again
-        except OSError as error:  # too many open files: who waits is accepted later
-            _log.warning("the writer of the path takes no engine for now: %s", error)
-            self._selector.unregister(listener)
-            self._deaf = listener
-            return
-        self._add(connection)
-
-    def _woken(self) -> None:
-        while self._new:
-            self._add(self._new.pop(0))
-
-    def _add(self, connection: socket.socket) -> None:
-        client = next(self._numbers)
-        ready = partial(self._receive, client)
-        self._clients[client] = FrameSocket(
-            connection, from_node.decode, self._selector, ready, MAX_FRAME_BYTES
-        )
-        self._writer.connect(client)
-
-    def _receive(self, client: int) -> None:
-        link = self._clients.get(client)
-        if link is not None:
-            for message in link.receive():
-                self._writer.receive(client, message)
-
-    def _drop(self, client: int) -> None:
-        self._clients.pop(client).close()
-        self._writer.disconnect(client)
 
     def _check_place(self) -> None:
         now_s = self._clock()
         if now_s - self._checked_s < PLACE_CHECK_INTERVAL_S:
             return
         self._checked_s = now_s
-        if self._deaf is not None:
-            self._listen(self._deaf)
+        self._clients.listen()
         if not (self._lock.is_in_place() and self._door.is_in_place()):
             _log.error("the folder of the tier was replaced or unmounted; nothing is written")
             self._is_stopping, self._is_clean = True, False
 
     def _end(self) -> None:
         try:
-            for client, message in self._writer.close(is_clean=self._is_clean):
-                if client in self._clients:
-                    self._clients[client].send(message)
-                    self._clients[client].flush()
+            self._clients.send(self._writer.close(is_clean=self._is_clean))
+            self._clients.flush()
         except KVCascadeError as error:
             _log.error("the writer of the path did not close cleanly: %s", error)
         except Exception:
             _log.exception("the writer of the path failed at its end in a way it should not")
-        self._release()
-        for link in self._clients.values():  # last: a client that sees it may lead at once
-            link.close()
-        for connection in self._new:
-            connection.close()
-        self._selector.close()
-
-    def _release(self) -> None:
-        """Give up socket and lock, in this order: a socket without a lock is nobody's."""
-        if self._listener is not None:
-            with suppress(KeyError):
-                self._selector.unregister(self._listener)
-            self._listener.close()
-        self._executor.shutdown(wait=True)
-        self._door.close()
-        self._lock.release()
+        self._held.close()
+        self._clients.close()  # last: a client that sees it may lead at once

@@ -42,6 +42,34 @@ def find_nothing(key: bytes) -> int:
     return -1
 
 
+class MappedPresence:
+    """The presence table of a tier, mapped by an executor."""
+
+    def __init__(self, name: str, map_table: MapTable, executor: Executor) -> None:
+        self.table: PresenceTable | None = None
+        """The table that was mapped last; None before the first one."""
+        self._name = name
+        self._map_table = map_table
+        self._executor = executor
+        self._mapping: Future[PresenceTable] | None = None
+
+    def begin(self, folder: str, slots: int) -> Future[PresenceTable]:
+        """Begin to map the table in a folder; `end` takes what is returned."""
+        self._mapping = self._executor.submit(self._map_table, folder, slots)
+        return self._mapping
+
+    def end(self, mapping: Future[PresenceTable]) -> PresenceTable | None:
+        """Take in the table; return None if mapping it failed, or the node has joined again."""
+        if mapping is not self._mapping:
+            return None
+        try:
+            self.table = mapping.result()
+        except (KVCascadeError, OSError) as error:
+            _log.warning("tier %s: its blocks are not found: %s", self._name, error)
+            return None
+        return self.table
+
+
 class NodeFeed(NodeInbox):
     """Notes of a node, and the presence table of its namespace."""
 
@@ -56,10 +84,6 @@ class NodeFeed(NodeInbox):
         self.misconfigured = ""
         """Sentence that says why the path refuses this engine's configuration; empty if it does
         not."""
-        self.can_write = False
-        """True if the node has a writer that answers."""
-        self.is_reporter = False
-        """True if this engine reports what concerns all engines of the tier."""
         self.folder: Path | None = None
         """First directory of the namespace; None while the node has not joined."""
         self.figures: TierFigures | None = None
@@ -69,14 +93,21 @@ class NodeFeed(NodeInbox):
         self.events = NodeEvents(name, medium, is_wanted=with_events)
         self.departures = Departures()
         self._name = name
-        self._map_table = map_table
-        self._executor = executor
-        self._mapping: Future[PresenceTable] | None = None
-        self._table: PresenceTable | None = None
+        self._presence = MappedPresence(name, map_table, executor)
         self._epoch: int | None = None
         self._is_resetting = False
         self._names_changes = True
         """False while a reset that the engine asked for is not answered."""
+
+    @property
+    def can_write(self) -> bool:
+        """True if the node has a writer that answers, and its blocks are found."""
+        return self.state in CAN_WRITE and self._presence.table is not None
+
+    @property
+    def is_reporter(self) -> bool:
+        """True if this engine reports what concerns all engines of the tier."""
+        return self.figures is not None and self.figures.is_reporter
 
     def day_totals(self) -> DayTotals:
         """Return the bytes that all engines wrote and read in the last day, as far as known."""
@@ -109,7 +140,7 @@ class NodeFeed(NodeInbox):
 
     def was_reset(self) -> bool:
         """Return True once after another engine reset the namespace."""
-        table = self._table
+        table = self._presence.table
         if table is None or self._is_resetting or table.epoch == self._epoch:
             return False
         self._epoch = table.epoch
@@ -140,11 +171,10 @@ class NodeFeed(NodeInbox):
                 self.marks += message.marks[: MAX_MARKS - len(self.marks)]
             case NodeJoined():
                 self._enter(message.state)
-                folder, slots = message.folder, message.slots
-                self.folder = Path(folder)
+                self.folder = Path(message.folder)
                 self.events.joined()
-                self._mapping = self._executor.submit(self._map_table, folder, slots)
-                self._mapping.add_done_callback(partial(self.end, self._mapped))
+                mapping = self._presence.begin(message.folder, message.slots)
+                mapping.add_done_callback(partial(self.end, self._mapped))
             case NodeNote():
                 if message.text:
                     _log.warning("tier %s: %s", self._name, message.text)
@@ -157,10 +187,10 @@ class NodeFeed(NodeInbox):
 
     def _count(self, figures: TierFigures) -> None:
         before = self.figures
-        if self.is_reporter and before is not None:
+        if before is not None and before.is_reporter:
             more = figures.evicted_blocks - before.evicted_blocks
             self.departures.evicted_blocks += max(0, more)
-        self.figures, self.is_reporter = figures, figures.is_reporter
+        self.figures = figures
         if not self._is_resetting:
             self.blocks = figures.blocks
 
@@ -169,19 +199,15 @@ class NodeFeed(NodeInbox):
         self._look()
 
     def _look(self) -> None:
-        """Set `find` and `can_write` by the state."""
-        self.can_write = self.state in CAN_WRITE and self._table is not None
+        """Set `find` by the state."""
+        table = self._presence.table
         is_readable = self.state in CAN_READ and not self._is_resetting
-        self.find = self._table.find if is_readable and self._table is not None else find_nothing
+        self.find = table.find if is_readable and table is not None else find_nothing
 
     def _mapped(self, mapping: Future[PresenceTable]) -> None:
-        if mapping is not self._mapping:  # the node has joined again
-            return
-        try:
-            self._table = mapping.result()
-        except (KVCascadeError, OSError) as error:
-            _log.warning("tier %s: its blocks are not found: %s", self._name, error)
+        table = self._presence.end(mapping)
+        if table is None:
             return
         if self._epoch is None:
-            self._epoch = self._table.epoch
+            self._epoch = table.epoch
         self._look()

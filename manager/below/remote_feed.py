@@ -57,14 +57,13 @@ class RemoteFeed(NodeInbox):
         self._began = began
         self.known = 0
         """Greatest mark that was heard of."""
-        self._newest = 0
-        """Mark of a reset by another host that was not taken in yet."""
+        self._newest: int | None = None
+        """Mark of a reset by another host that was not taken in yet; None: there was none."""
         self._is_resetting = False
-        self._was_reset = False
 
     def begin_reset(self) -> None:
         """Ignore what the node says of resets until `end_reset`."""
-        self._is_resetting, self._was_reset, self.mark = True, False, None
+        self._is_resetting, self._newest, self.mark = True, None, None
 
     def end_reset(self, mark: int) -> None:
         """Note the mark of this engine's reset."""
@@ -77,10 +76,10 @@ class RemoteFeed(NodeInbox):
 
     def was_reset(self) -> bool:
         """Return True once after another host reset the namespace, or may have done so."""
-        if not self._was_reset:
+        if self._newest is None:
             return False
-        self._was_reset, self.mark = False, self._newest
         self.marks = [*self.marks, self._newest][-MAX_MARKS:]
+        self.mark, self._newest = self._newest, None
         return True
 
     def totals(self) -> RemoteNote:
@@ -118,12 +117,12 @@ class RemoteFeed(NodeInbox):
         if note.mark is None or self._is_resetting:
             return
         is_late = note.mark > self._began - CLOCK_SKEW_TICKS
-        if self._was_reset:
+        if self._newest is not None:
             self._newest = max(self._newest, note.mark)
         elif self.mark is None and not (self.has_blocks and is_late):
             self.mark = note.mark
         elif self.mark is None or note.mark > self.mark:  # before this engine's blocks, perhaps
-            self.mark, self._was_reset, self._newest = None, True, note.mark
+            self.mark, self._newest = None, note.mark
 
 
 def _openings(note: RemoteNote) -> int:

@@ -177,7 +177,7 @@ def test_what_left_is_known_when_it_comes_back() -> None:
         drive_out(tier)
         chain = chain + chain_of((1 + uses, 2))
         assert tier.use(chain) == 0
-        assert {order._runs.uses[place] for place in runs_of(tier, order, chain)} == {uses}
+        assert {order._records.uses.of[place] for place in runs_of(tier, order, chain)} == {uses}
     drive_out(tier)
     other = chain[:9] + chain_of((8, 5))
     assert tier.use(other) == 0
@@ -194,7 +194,7 @@ def test_what_left_before_its_request_ended_is_still_known() -> None:
     policy.insert_many(chain, [tier.free.pop() for _ in chain])
     drive_out(tier)
     tier.use(chain + chain_of((2, 2)))
-    assert {order._runs.uses[place] for place in runs_of(tier, order, chain)} == {1}
+    assert {order._records.uses.of[place] for place in runs_of(tier, order, chain)} == {1}
 
 
 def test_a_run_outlives_its_record() -> None:
@@ -209,7 +209,7 @@ def test_a_run_outlives_its_record() -> None:
     cold = [block_hash for block_hash, _ in tier.policy.coldest(64)]
     assert set(cold[:6]) == set(old) and len(cold) == 10
     everything = tier.policy.evict(10, ())
-    assert everything is not None and order._runs.live[ANCIENT] == 0
+    assert everything is not None and order._runs.live.of[ANCIENT] == 0
 
 
 def test_values_survive_what_stands_in_the_arrays() -> None:

@@ -15,7 +15,7 @@ import psutil
 from support.engine_nursery import Forked, can_fork, nursery
 from support.engine_runner import NETWORK
 
-from kvcascade.tools.dev.server import GPU_OPTIONS, is_on_cpu
+from kvcascade.tools.dev.server import GPU_OPTIONS, is_on_cpu, offloading
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GONE_TIMEOUT_S = 60.0
@@ -52,11 +52,7 @@ def engine_options(model: Path, device_blocks: int, extra: dict[str, Any] | None
     }
     if extra is not None:
         spec = {"spec_name": "CascadeOffloadingSpec", "spec_module_path": "kvcascade.spec"}
-        options["kv_transfer_config"] = {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {**spec, **extra},
-        }
+        options["kv_transfer_config"] = offloading({**spec, **extra})
     return options
 
 

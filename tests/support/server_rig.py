@@ -10,7 +10,13 @@ import zmq
 from prometheus_client.parser import text_string_to_metric_families
 from support.engine_rig import ENVIRONMENT, ROOT
 
-from kvcascade.tools.dev.server import GPU_OPTIONS, ServerProcess, free_port, is_on_cpu
+from kvcascade.tools.dev.server import (
+    GPU_OPTIONS,
+    ServerProcess,
+    free_port,
+    is_on_cpu,
+    offloading,
+)
 
 LOG_TAIL_CHARACTERS = 8000
 
@@ -27,11 +33,7 @@ def cascade_options(model: Path, extra: dict[str, Any] | None, **options: Any) -
         **options,
     }
     if extra is not None:
-        found["kv_transfer_config"] = {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"spec_name": "CascadeOffloadingSpec", **extra},
-        }
+        found["kv_transfer_config"] = offloading({"spec_name": "CascadeOffloadingSpec", **extra})
     return found
 
 

@@ -34,6 +34,16 @@ def scalars(array: npt.NDArray[Any]) -> memoryview[int]:
     return memoryview(shared)
 
 
+class Column:
+    """An array, and a view of its memory for access to single numbers: see `scalars`."""
+
+    __slots__ = ("array", "of")
+
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        self.array = array
+        self.of = scalars(array)
+
+
 class EvictionOrder(ABC):
     """Order in which slots are evicted. Slots are `0 .. capacity - 1`.
 

@@ -94,18 +94,19 @@ class PrefixOrder(EvictionOrder):
 
     def __init__(self, capacity: int, arrays: ArraySource = heap_arrays) -> None:
         super().__init__(capacity, arrays)
-        runs = self._runs = Runs("prefix", capacity, arrays)
+        self._runs = Runs("prefix", capacity, arrays)
+        records = self._records = self._runs.records
         self._model = ReuseModel("prefix", arrays)
-        entries = 1 << (GHOSTS_PER_RUN * runs.size - 1).bit_length()
+        entries = 1 << (GHOSTS_PER_RUN * records.size - 1).bit_length()
         self._ghost_mask = np.uint64(entries - 1)
         self._ghost_tag = arrays("prefix_ghost_tag", entries, np.uint64)
         self._ghost_run = arrays("prefix_ghost_run", entries, np.int64)
         """Run numbers of evicted blocks by tag: a hash table where later entries replace others."""
         self._was_of = arrays("prefix_was_of", capacity, np.int64)
         """Run of each slot's block before the block was evicted and stored again; 0: none."""
-        self._values = np.zeros(runs.size)
+        self._values = np.zeros(records.size)
         """Scratch space of `_rank`, by place."""
-        self._ranking = arrays("prefix_ranking", runs.size, np.int32)
+        self._ranking = arrays("prefix_ranking", records.size, np.int32)
         self._state_array = arrays("prefix_state", 4, np.int64)
         self._state = scalars(self._state_array)
 
@@ -121,7 +122,7 @@ class PrefixOrder(EvictionOrder):
     def touch(self, slots: Sequence[int]) -> None:
         # A block of an ended request is used only when a later request ends that has the block.
         batch = np.asarray(_distinct(slots), np.int32)
-        batch = batch[self._runs.class_[self._runs.run_of[batch]] == UNKNOWN]
+        batch = batch[self._records.class_.array[self._runs.run_of[batch]] == UNKNOWN]
         if len(batch):
             self._runs.put(batch, (self._runs.add(self._state[_NOW]), len(batch)))
 
@@ -130,7 +131,7 @@ class PrefixOrder(EvictionOrder):
 
     def chain(self, slots: Sequence[int], blocks: int) -> None:
         now = self._state[_NOW] = self._state[_NOW] + 1
-        runs, chain = self._runs, np.asarray(slots, np.int32)
+        runs, records, chain = self._runs, self._records, np.asarray(slots, np.int32)
         begin = runs.depth_of_first(slots)
         end, blocks = begin + len(slots), begin + blocks
         parts = self._owners(chain, begin)
@@ -138,7 +139,7 @@ class PrefixOrder(EvictionOrder):
         root, uses, gap = self._continued(before, known)
         tip = runs.add(now)
         self._describe(tip, TIPS + use_class(uses), uses, gap, blocks - known)
-        runs.first[tip], runs.depth[tip] = root, blocks
+        records.first.of[tip], records.depth.of[tip] = root, blocks
         root_end = min(max(root, begin), end)
         made = [(tip, end - root_end)]
         if root_end > begin:
@@ -146,29 +147,30 @@ class PrefixOrder(EvictionOrder):
             uses, gap = self._used_again(owner)
             shared = runs.add(now)
             self._describe(shared, SHARED + use_class(uses - 1), uses, gap, 0)
-            runs.depth[shared] = root_end
-            runs.anchor_of[tip] = slots[root_end - begin - 1] + 1
+            records.depth.of[shared] = root_end
+            records.anchor.of[tip] = slots[root_end - begin - 1] + 1
             made.append((shared, root_end - begin))
         runs.put(chain[::-1], *made)
         runs.depth_of[chain] = np.arange(begin, end)
         if begin:  # the first blocks are missing in `slots`, but precede these
             above = runs.slots(np.array([parts[0].place]))
-            runs.anchor_of[made[-1][0]] = int(above[0]) + 1 if len(above) else 0
+            records.anchor.of[made[-1][0]] = int(above[0]) + 1 if len(above) else 0
         self._learn_if_due()
 
     def remove(self, slots: Sequence[int]) -> None:
         self._runs.discard(np.asarray(slots, np.int32))
 
     def evicted(self, slots: Sequence[int], tags: Sequence[int]) -> None:
-        runs, batch = self._runs, np.asarray(slots, np.int32)
+        runs, records, batch = self._runs, self._records, np.asarray(slots, np.int32)
         owners, depth = runs.run_of[batch], runs.depth_of[batch]
-        is_kept = _is_landmark(depth) | (runs.depths[owners] - depth <= LAST_KEPT)
-        is_kept &= runs.class_[owners] != UNKNOWN  # blocks stored again are remembered already
+        is_kept = _is_landmark(depth) | (records.depth.array[owners] - depth <= LAST_KEPT)
+        is_kept &= records.class_.array[owners] != UNKNOWN  # those stored again are remembered
         kept = np.flatnonzero(is_kept)
         if len(kept):
             left = np.asarray(tags, np.uint64)[kept]
             entries = left & self._ghost_mask
-            self._ghost_tag[entries], self._ghost_run[entries] = left, runs.number[owners[kept]]
+            self._ghost_tag[entries] = left
+            self._ghost_run[entries] = records.number.array[owners[kept]]
         runs.discard(batch)
 
     # ---- who leaves ----------------------------------------------------------------------
@@ -185,31 +187,31 @@ class PrefixOrder(EvictionOrder):
 
     def _ranked(self) -> Iterator[Ints]:
         """Yield the places of all runs with slots in order of eviction, some at a time."""
-        runs, state = self._runs, self._state
-        if runs.next_number - 1 - state[_LAST_RANKED] > state[_RANKED] * RANK_SHARE:
+        runs, records, state = self._runs, self._records, self._state
+        if records.next_number - 1 - state[_LAST_RANKED] > state[_RANKED] * RANK_SHARE:
             ranking = self._rank()
             self._ranking[: len(ranking)] = ranking
-            state[_RANKED], state[_LAST_RANKED] = len(ranking), runs.next_number - 1
-        if runs.live_of[ANCIENT]:
+            state[_RANKED], state[_LAST_RANKED] = len(ranking), records.next_number - 1
+        if runs.live.of[ANCIENT]:
             yield np.array([ANCIENT])
         at, n = 0, RUNS_AT_ONCE
         while at < state[_RANKED]:
             places = self._ranking[at : min(at + n, state[_RANKED])].astype(np.int64)
-            is_same = runs.number[places] <= state[_LAST_RANKED]
-            yield places[is_same & (runs.live[places] > 0)]
+            is_same = records.number.array[places] <= state[_LAST_RANKED]
+            yield places[is_same & (runs.live.array[places] > 0)]
             at, n = at + n, 2 * n
-        first = max(state[_LAST_RANKED] + 1, runs.next_number - runs.size + 1)
-        later = np.arange(first, runs.next_number) % runs.size
-        yield later[(runs.live[later] > 0) & (later != ANCIENT)]
+        first = max(state[_LAST_RANKED] + 1, records.next_number - records.size + 1)
+        later = np.arange(first, records.next_number) % records.size
+        yield later[(runs.live.array[later] > 0) & (later != ANCIENT)]
 
     def _rank(self) -> Ints:
-        runs = self._runs
+        runs, records = self._runs, self._records
         held = runs.held()
-        ages = self._state[_NOW] - runs.made_at[held] + 1
+        ages = self._state[_NOW] - records.made_at.array[held] + 1
         value = self._values
-        value[held] = self._model.value(runs.class_[held], ages)
-        hanging = held[runs.anchor[held] > 0]
-        above = runs.run_of[runs.anchor[hanging] - 1]
+        value[held] = self._model.value(records.class_.array[held], ages)
+        hanging = held[records.anchor.array[held] > 0]
+        above = runs.run_of[records.anchor.array[hanging] - 1]
         for _ in range(DEPTH_ROUNDS):
             least = np.nextafter(value[hanging], np.inf)
             is_raised = np.flatnonzero(least > value[above])
@@ -226,13 +228,13 @@ class PrefixOrder(EvictionOrder):
         A block that came in again counts for the run that it belonged to before it left. Few of the
         blocks that left are remembered, but a run that used a block used all blocks before it too.
         """
-        runs, latest = self._runs, 0
+        runs, records, latest = self._runs, self._records, 0
         steps: list[list[int]] = []
         """Last step first: the end of a part, the place of its run, and its blocks still here."""
         for place, start, stop in reversed(runs.segments(chain)):
-            is_known = runs.class_of[place] != UNKNOWN
+            is_known = records.class_.of[place] != UNKNOWN
             if is_known:
-                uses = [(stop, runs.number_of[place])]
+                uses = [(stop, records.number.of[place])]
             else:
                 uses = self._remembered(chain, start, stop)
                 if not latest:
@@ -242,8 +244,8 @@ class PrefixOrder(EvictionOrder):
                     latest = number
                     if steps and steps[-1][0] == end:
                         steps.pop()
-                    steps.append([end, number % runs.size, 0])
-            if is_known and runs.number_of[place] == latest:
+                    steps.append([end, number % records.size, 0])
+            if is_known and records.number.of[place] == latest:
                 steps[-1][2] += stop - start
         return [
             _Part(place, here, begin + end, int(chain[end - 1]))
@@ -256,14 +258,14 @@ class PrefixOrder(EvictionOrder):
         at = np.flatnonzero(was)[::-1]
         found: list[tuple[int, int]] = []
         if len(at):
-            runs = self._runs
+            records = self._records
             for index, number in zip(at.tolist(), was[at].tolist(), strict=True):
                 for _ in range(LEFT_ROUNDS):
-                    place = number % runs.size
-                    if runs.number_of[place] != number or runs.rest_of[place] <= 0:
+                    place = number % records.size
+                    if records.number.of[place] != number or records.rest.of[place] <= 0:
                         break
-                    number = runs.rest_of[place]
-                if runs.number_of[number % runs.size] == number:
+                    number = records.rest.of[place]
+                if records.number.of[number % records.size] == number:
                     found.append((start + index + 1, number))
         return found
 
@@ -275,7 +277,7 @@ class PrefixOrder(EvictionOrder):
         """
         before, known = -1, 0
         for part in parts:
-            if self._runs.class_of[part.place] == UNKNOWN:
+            if self._records.class_.of[part.place] == UNKNOWN:
                 break
             self._use(part)
             before, known = part.place, part.end
@@ -283,53 +285,56 @@ class PrefixOrder(EvictionOrder):
 
     def _use(self, part: _Part) -> None:
         """Note the use of a part of a run."""
-        runs, owner = self._runs, part.place
+        runs, records, owner = self._runs, self._records, part.place
         if self._is_shared(owner):
-            if part.end < runs.depth[owner]:
-                runs.anchor_of[owner] = part.last_slot + 1
+            if part.end < records.depth.of[owner]:
+                records.anchor.of[owner] = part.last_slot + 1
             else:
                 self._came_back(owner)
             return
-        is_first = runs.ended_of[owner] == 0
+        is_first = records.ended_at_age.of[owner] == 0
         self._came_back(owner)
-        left = runs.depth[owner] - part.end
-        if left > 0 and (is_first or part.here < runs.live_of[owner]):
+        left = records.depth.of[owner] - part.end
+        if left > 0 and (is_first or part.here < runs.live.of[owner]):
             rest = runs.add(self._state[_NOW])
-            runs.rest_of[owner] = runs.number_of[rest]
-            runs.first[rest], runs.depth[rest] = runs.first[owner], runs.depth[owner]
-            self._describe(rest, LEFT_BEHIND, runs.uses[owner], runs.gap_scaled[owner], left)
-            runs.anchor_of[rest] = part.last_slot + 1
+            records.rest.of[owner] = records.number.of[rest]
+            records.first.of[rest] = records.first.of[owner]
+            records.depth.of[rest] = records.depth.of[owner]
+            uses, gap = records.uses.of[owner], records.gap_scaled.of[owner]
+            self._describe(rest, LEFT_BEHIND, uses, gap, left)
+            records.anchor.of[rest] = part.last_slot + 1
             runs.move_all(owner, rest)
 
     def _continued(self, before: int, known: int) -> tuple[int, int, int]:
         """Return where a request's tip begins that continues a run, with its uses and gap."""
-        runs = self._runs
-        if before < 0 or self._is_shared(before) or known <= runs.first[before]:
+        records = self._records
+        if before < 0 or self._is_shared(before) or known <= records.first.of[before]:
             return known, 0, 0
         uses, gap = self._used_again(before)
-        is_whole = known >= runs.depth[before] - 1
-        return runs.first[before] if is_whole else known, uses, gap
+        is_whole = known >= records.depth.of[before] - 1
+        return records.first.of[before] if is_whole else known, uses, gap
 
     def _used_again(self, place: int) -> tuple[int, int]:
         """Return a run's uses, this one included, and the scaled mean of the gaps between them."""
-        runs = self._runs
-        gap = round(GAP_SCALE * math.log2(1 + self._state[_NOW] - runs.made_at_of[place]))
-        uses = runs.uses[place] + 1
-        return uses, gap if uses == 1 else (runs.gap_scaled[place] + gap) // 2
+        records = self._records
+        gap = round(GAP_SCALE * math.log2(1 + self._state[_NOW] - records.made_at.of[place]))
+        uses = records.uses.of[place] + 1
+        return uses, gap if uses == 1 else (records.gap_scaled.of[place] + gap) // 2
 
     def _describe(self, place: int, kind: int, uses: int, gap_scaled: int, blocks: int) -> None:
-        runs = self._runs
-        runs.uses[place], runs.gap_scaled[place] = uses, gap_scaled
-        runs.class_of[place] = class_of(kind, gap_scaled / GAP_SCALE if uses else None, blocks)
+        records = self._records
+        records.uses.of[place], records.gap_scaled.of[place] = uses, gap_scaled
+        records.class_.of[place] = class_of(kind, gap_scaled / GAP_SCALE if uses else None, blocks)
 
     # ---- learning ------------------------------------------------------------------------
 
     def _came_back(self, place: int) -> None:
         """Note the return of a run or a part of it; only the first return counts."""
-        runs = self._runs
-        if runs.ended_of[place] == 0:
-            age = runs.ended_of[place] = max(1, self._state[_NOW] - runs.made_at_of[place])
-            self._model.note_return(runs.class_of[place], age)
+        records = self._records
+        ended_of = records.ended_at_age.of
+        if ended_of[place] == 0:
+            age = ended_of[place] = max(1, self._state[_NOW] - records.made_at.of[place])
+            self._model.note_return(records.class_.of[place], age)
 
     def _learn_if_due(self) -> None:
         state = self._state
@@ -344,21 +349,21 @@ class PrefixOrder(EvictionOrder):
 
     def _look_at_aged(self) -> None:
         """Count the runs that reached each class of age since the last call."""
-        runs = self._runs
-        oldest, stop = max(1, runs.next_number - runs.size + 1), runs.next_number
+        records = self._records
+        oldest, stop = max(1, records.next_number - records.size + 1), records.next_number
         for age_class, age in enumerate(AGES[:-1].tolist()):
-            start = max(int(runs.looked_at[age_class]), oldest)
-            until = runs.first_made_after(self._state[_NOW] - age, start, stop)
-            runs.looked_at[age_class] = until
-            places = np.arange(start, until) % runs.size
-            ended = runs.ended_at_age[places]
+            start = max(int(records.looked_at[age_class]), oldest)
+            until = records.first_made_after(self._state[_NOW] - age, start, stop)
+            records.looked_at[age_class] = until
+            places = np.arange(start, until) % records.size
+            ended = records.ended_at_age.array[places]
             waiting = places[(ended == 0) | (ended >= age)]
-            self._model.note_aged(age_class, runs.class_[waiting])
+            self._model.note_aged(age_class, records.class_.array[waiting])
 
     # ---- the rest ------------------------------------------------------------------------
 
     def _is_shared(self, place: int) -> bool:
-        return _SHARED <= self._runs.class_of[place] < UNKNOWN
+        return _SHARED <= self._records.class_.of[place] < UNKNOWN
 
     def clear(self) -> None:
         self._forget_learnt()

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .log import RecencyLog, Search
-from .order import ArraySource, heap_arrays, scalars
+from .order import ArraySource, Column, heap_arrays
 from .reuse import AGE_CLASSES, UNKNOWN, Ints
 
 Slots = npt.NDArray[np.int32]
@@ -27,85 +27,108 @@ ANCIENT = 0
 """Number of the run that takes the slots of runs whose records were reused."""
 
 
+class RunRecords:
+    """What is known of each run: columns by place, a run's number modulo `size`."""
+
+    def __init__(self, name: str, size: int, arrays: ArraySource) -> None:
+        def column(field: str, dtype: type[np.generic] = np.int32) -> Column:
+            return Column(arrays(f"{name}_run_{field}", size, dtype))
+
+        self.size = size
+        self.number = column("number", np.int64)
+        self.made_at = column("made_at", np.int64)
+        """Creation time of each run, counted in requests."""
+        self.ended_at_age = column("ended")
+        """Age at which each run was used again; 0 while it waits."""
+        self.class_ = column("class", np.int16)
+        self.anchor = column("anchor")
+        """Slot of the block before each run's first block, plus one; 0 if it is unknown."""
+        self.uses = column("uses")
+        self.gap_scaled = column("gap")
+        """Moving mean of log2(1 + time between uses) of each run, times `GAP_SCALE`."""
+        self.first = column("first")
+        """Depth of each run's first block."""
+        self.depth = column("depth")
+        """Depth at which each run ends: its request's number of blocks up to that point."""
+        self.rest = column("rest", np.int64)
+        """Number of the run with the unused rest of each run, after a part was used; 0: none."""
+        self._state = Column(arrays(f"{name}_run_state", 1 + AGE_CLASSES, np.int64))
+        """The last number given out, then for each class of age the first run not yet counted."""
+
+    @property
+    def next_number(self) -> int:
+        """Number of the next run."""
+        return self._state.of[0] + 1
+
+    @property
+    def looked_at(self) -> Ints:
+        """For each class of age, the number below which runs were counted at that age."""
+        return self._state.array[1:]
+
+    def add(self, now: int, class_: int) -> int:
+        """Begin the record of a new run, in place of the oldest one, and return its place."""
+        number = self.next_number
+        if number % self.size == ANCIENT:
+            number += 1
+        self._state.of[0] = number
+        place = number % self.size
+        self.number.of[place] = number
+        self.made_at.of[place] = now
+        self.class_.of[place] = class_
+        self.ended_at_age.of[place] = self.anchor.of[place] = self.uses.of[place] = 0
+        self.gap_scaled.of[place] = self.rest.of[place] = 0
+        self.first.of[place] = self.depth.of[place] = 0
+        return place
+
+    def first_made_after(self, time: int, start: int, stop: int) -> int:
+        """Return the number of the first run from `start` on newer than `time`, or `stop`."""
+        while start < stop:
+            middle = (start + stop) // 2
+            if self.made_at.of[middle % self.size] <= time:
+                start = middle + 1
+            else:
+                stop = middle
+        return start
+
+    def clear(self) -> None:
+        """Forget every run."""
+        for column in (self.number, self.made_at, self.ended_at_age, self.class_, self.anchor):
+            column.array[:] = 0
+        self._state.array[:] = 0
+
+
 class Runs:
     """The run of each slot, and the slots of each run in order of use; about 63 bytes a slot.
 
-    Invariant: slot `s` is present iff it is in the log, and then `run_of[s]` is the place (number
-    modulo `size`) of a record with `live` slots in log positions `start .. stop - 1`.
+    Invariant: slot `s` is present iff it is in the log, and then `run_of[s]` is the place of a
+    record whose run has `live` slots in log positions `start .. stop - 1`.
     """
 
     def __init__(self, name: str, capacity: int, arrays: ArraySource = heap_arrays) -> None:
-        size = self.size = max(RUNS_MIN, int(RUNS_PER_SLOT * capacity))
+        size = max(RUNS_MIN, int(RUNS_PER_SLOT * capacity))
+        self.records = RunRecords(name, size, arrays)
         self.log = _Log(name, capacity, arrays, self)
         self.run_of = arrays(f"{name}_run_of", capacity, np.int32)
         self.depth_of = arrays(f"{name}_depth_of", capacity, np.int32)
         """Depth of each slot's block in its chain: the number of blocks before it, if known."""
         self.start = arrays(f"{name}_run_start", size, np.int64)
         self.stop = arrays(f"{name}_run_stop", size, np.int64)
-        self.live = arrays(f"{name}_run_live", size, np.int32)
-        self.number = arrays(f"{name}_run_number", size, np.int64)
-        self.made_at = arrays(f"{name}_run_made_at", size, np.int64)
-        """Creation time of each run, counted in requests."""
-        self.ended_at_age = arrays(f"{name}_run_ended", size, np.int32)
-        """Age at which each run was used again; 0 while it waits."""
-        self.class_ = arrays(f"{name}_run_class", size, np.int16)
-        self.anchor = arrays(f"{name}_run_anchor", size, np.int32)
-        """Slot of the block before each run's first block, plus one; 0 if it is unknown."""
-        # Views for single records: a read costs a fifth of indexing a numpy array.
-        self.made_at_of = scalars(self.made_at)
-        self.ended_of = scalars(self.ended_at_age)
-        self.class_of = scalars(self.class_)
-        self.anchor_of = scalars(self.anchor)
-        self.live_of = scalars(self.live)
-        self.number_of = scalars(self.number)
-        self.uses = scalars(arrays(f"{name}_run_uses", size, np.int32))
-        self.gap_scaled = scalars(arrays(f"{name}_run_gap", size, np.int32))
-        """Moving mean of log2(1 + time between uses) of each run, times `GAP_SCALE`."""
-        self.first = scalars(arrays(f"{name}_run_first", size, np.int32))
-        """Depth of each run's first block."""
-        self.depths = arrays(f"{name}_run_depth", size, np.int32)
-        self.depth = scalars(self.depths)
-        """Depth at which each run ends: its request's number of blocks up to that point."""
-        self.rest = arrays(f"{name}_run_rest", size, np.int64)
-        """Number of the run with the unused rest of each run, after a part was used; 0: none."""
-        self.rest_of = scalars(self.rest)
-        self._state = arrays(f"{name}_run_state", 1 + AGE_CLASSES, np.int64)
-        """The last number given out, then for each class of age the first run not yet counted."""
-        self._given_out = scalars(self._state)
-
-    @property
-    def next_number(self) -> int:
-        """Number of the next run."""
-        return self._given_out[0] + 1
-
-    @property
-    def looked_at(self) -> Ints:
-        """For each class of age, the number below which runs were counted at that age."""
-        return self._state[1:]
+        self.live = Column(arrays(f"{name}_run_live", size, np.int32))
 
     def held(self) -> Ints:
         """Return the places of all runs that hold slots, the oldest first, without `ANCIENT`."""
-        places = np.flatnonzero(self.live)
+        places = np.flatnonzero(self.live.array)
         if len(places) and places[0] == ANCIENT:
             places = places[1:]
-        oldest = int(np.searchsorted(places, self.next_number % self.size))
+        oldest = int(np.searchsorted(places, self.records.next_number % self.records.size))
         return np.concatenate((places[oldest:], places[:oldest]))
 
     def add(self, now: int, class_: int = UNKNOWN) -> int:
         """Make a new run without slots and return the place of its record."""
-        number = self.next_number
-        if number % self.size == ANCIENT:
-            number += 1
-        self._given_out[0] = number
-        place = number % self.size
-        if self.live_of[place]:
+        place = self.records.add(now, class_)
+        if self.live.of[place]:
             self._forget(place)
-        self.number_of[place] = number
-        self.made_at_of[place] = now
-        self.class_of[place] = class_
-        self.live_of[place] = self.ended_of[place] = self.anchor_of[place] = 0
-        self.uses[place] = self.gap_scaled[place] = self.rest_of[place] = 0
-        self.first[place] = self.depth[place] = 0
+        self.live.of[place] = 0
         return place
 
     def put(self, slots: Slots, *places: tuple[int, int]) -> None:
@@ -119,7 +142,7 @@ class Runs:
         for place, n in places:
             self.run_of[batch[at : at + n]] = place
             self.start[place], self.stop[place] = begin + at, begin + at + n
-            self.live[place] = n
+            self.live.of[place] = n
             at += n
         assert at == len(slots), "every slot belongs to a run"
 
@@ -134,8 +157,8 @@ class Runs:
         slots = self.slots(np.array([place]))
         self.run_of[slots] = to
         self.start[to], self.stop[to] = self.start[place], self.stop[place]
-        self.live[to] = len(slots)
-        self.live[place] = 0
+        self.live.of[to] = len(slots)
+        self.live.of[place] = 0
 
     def slots(self, places: Ints) -> Slots:
         """Return the slots of some runs, run by run, coldest first."""
@@ -194,18 +217,8 @@ class Runs:
 
     def depth_of_first(self, chain: Sequence[int]) -> int:
         """Return the depth at which a chain begins; the engine's own blocks are not in it."""
-        is_known = bool(chain) and self.class_of[int(self.run_of[chain[0]])] != UNKNOWN
+        is_known = bool(chain) and self.records.class_.of[int(self.run_of[chain[0]])] != UNKNOWN
         return int(self.depth_of[chain[0]]) if is_known else 0
-
-    def first_made_after(self, time: int, start: int, stop: int) -> int:
-        """Return the number of the first run from `start` on newer than `time`, or `stop`."""
-        while start < stop:
-            middle = (start + stop) // 2
-            if self.made_at_of[middle % self.size] <= time:
-                start = middle + 1
-            else:
-                stop = middle
-        return start
 
     def clear(self) -> None:
         """Forget every slot, run and ghost."""
@@ -216,15 +229,14 @@ class Runs:
         """Put all slots into one run after a crash; of the old state only their order is kept."""
         self._forget_records()
         self.log.rebuild(present)
-        self.class_[ANCIENT] = UNKNOWN
+        self.records.class_.of[ANCIENT] = UNKNOWN
         self.run_of[present] = ANCIENT
         self.start[ANCIENT], self.stop[ANCIENT] = 0, len(present)
-        self.live[ANCIENT] = len(present)
+        self.live.of[ANCIENT] = len(present)
 
     def _forget_records(self) -> None:
-        for field in (self.live, self.start, self.stop, self.number, self.made_at, self._state):
-            field[:] = 0
-        for field in (self.run_of, self.anchor, self.class_, self.ended_at_age):
+        self.records.clear()
+        for field in (self.live.array, self.start, self.stop, self.run_of):
             field[:] = 0
 
     def _leave(self, slots: npt.NDArray[np.integer]) -> int:
@@ -233,22 +245,24 @@ class Runs:
         present = int(np.count_nonzero(is_present))
         if present:
             places = self.run_of[slots]
-            np.subtract.at(self.live, places if present == len(slots) else places[is_present], 1)
+            if present < len(slots):
+                places = places[is_present]
+            np.subtract.at(self.live.array, places, 1)
         return present
 
     def _forget(self, place: int) -> None:
         """Free the record of a run that still has slots: they join the run `ANCIENT`."""
-        self.class_[ANCIENT] = UNKNOWN
+        self.records.class_.of[ANCIENT] = UNKNOWN
         slots = self.slots(np.array([place]))
         self.run_of[slots] = ANCIENT
         begin = self.start[place]
-        if self.live[ANCIENT]:
+        if self.live.of[ANCIENT]:
             begin = min(begin, self.start[ANCIENT])
             self.stop[ANCIENT] = max(self.stop[place], self.stop[ANCIENT])
         else:
             self.stop[ANCIENT] = self.stop[place]
         self.start[ANCIENT] = begin
-        self.live[ANCIENT] += len(slots)
+        self.live.of[ANCIENT] += len(slots)
 
 
 class _Log(RecencyLog):
@@ -265,7 +279,7 @@ class _Log(RecencyLog):
 
     def _rewrite(self, ordered: Slots) -> None:
         before = self._stamp[ordered] - 1
-        held = np.flatnonzero(self._runs.live)
+        held = np.flatnonzero(self._runs.live.array)
         for ends in (self._runs.start, self._runs.stop):
             ends[held] = np.searchsorted(before, ends[held])
         super()._rewrite(ordered)

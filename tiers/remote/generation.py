@@ -29,25 +29,18 @@ GENERATION_FRESH_S = 5.0
 """Age after which the generation is read again. Another host's reset is seen no later."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResetWanted:
-    """A reset that the server is to be told."""
+@dataclass(slots=True)
+class _Reset:
+    """A reset of this host that the server is to be told."""
 
     mark: int
     """0: the time at which the server is told."""
     is_new: bool
     known: int
     """Greatest mark that this host had heard of when the reset began."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """A reset whose mark is at the server."""
-
-    number: int
-    own_mark: int
-    """Mark of what this host stored since the reset began."""
-    is_raised: bool
+    own_mark: int | None = None
+    """Mark of what this host stored since the reset began; None until the server has the mark."""
+    is_raised: bool = True
     """False if the namespace had this reset already."""
 
 
@@ -80,23 +73,19 @@ class Generation:
         """Held while what is known changes; never while the server is asked."""
         self._value: int | None = None
         self._read_s = 0.0
-        self._resets_wanted = 0
-        self._resets_done = 0
-        self._wanted = ResetWanted(0, True, 0)
-        """The last reset that is wanted."""
-        self._told: _Told | None = None
+        self._reset: _Reset | None = None
+        """The last reset, until all hosts are told."""
         self._mark = 0
         self._newest = 0
         """Greatest generation that was read."""
         self._own_mark: int | None = None
-        self._attempts = 0
-        self._failure: CounterAnswer | None = None
-        """Answer of the last attempt if it failed."""
+        self._last: CounterAnswer | None = None
+        """Answer of the last attempt to ask the server."""
 
     @property
     def is_reset_pending(self) -> bool:
         """True from `reset` until all hosts are told."""
-        return self._resets_done != self._resets_wanted
+        return self._reset is not None
 
     @property
     def value(self) -> int | None:
@@ -125,51 +114,49 @@ class Generation:
         the caller had heard of when the reset began; None: the greatest one heard of here.
         """
         with self._changing:
-            if self.is_reset_pending:
-                mark, is_new = max(mark, self._wanted.mark), is_new or self._wanted.is_new
-            self._wanted = ResetWanted(mark, is_new, self._mark if known is None else known)
-            self._resets_wanted += 1
+            if self._reset is not None:
+                mark, is_new = max(mark, self._reset.mark), is_new or self._reset.is_new
+            self._reset = _Reset(mark, is_new, self._mark if known is None else known)
             self._value = self._own_mark = None
 
     def current(self, limit_s: float) -> CounterAnswer:
         """Return the generation; reads or raises it first if that is due."""
-        seen = self._attempts
+        seen = self._last
         with self._lock:
-            if self._attempts != seen and self._failure is not None:
-                return self._failure  # of a call that was waited for: the next one would fail too
-            value, wanted = self._value, self._resets_wanted
+            last = self._last
+            if last is not None and last is not seen and last.outcome is not RemoteOutcome.OK:
+                return last  # of a call that was waited for: the next one would fail too
+            value, reset = self._value, self._reset
             is_fresh = self._clock() - self._read_s < GENERATION_FRESH_S
-            if value is not None and is_fresh and not self.is_reset_pending:
+            if value is not None and is_fresh and reset is None:
                 return CounterAnswer(RemoteOutcome.OK, value)
             now = int(self._wall_clock() * RESET_TICKS_PER_S)
-            own_mark: int | None = None
-            if self.is_reset_pending:
-                answer, own_mark = self._raise(wanted, now, limit_s)
-            else:
+            if reset is None:
                 answer = self._engine.counter(self._name, now, limit_s)
+            else:
+                answer = self._raise(reset, now, limit_s)
             mark = 0
             if answer.outcome is RemoteOutcome.OK:
                 answer, mark = self._made_good(answer, now, limit_s)
-            self._attempts += 1
-            self._failure = None if answer.outcome is RemoteOutcome.OK else answer
-            if self._failure is not None:
+            self._last = answer
+            if answer.outcome is not RemoteOutcome.OK:
                 self._value = None
                 return answer
-            own_mark = mark if own_mark is None else own_mark
-            return self._take_in(answer, (mark, own_mark), wanted, self._clock())
+            return self._take_in(answer, mark, reset, self._clock())
 
     def _take_in(
-        self, answer: CounterAnswer, marks: tuple[int, int], wanted: int, now_s: float
+        self, answer: CounterAnswer, mark: int, reset: _Reset | None, now_s: float
     ) -> CounterAnswer:
-        """Note the generation and the marks, the last and the own one, of after so many resets."""
+        """Note the generation and the last mark, as they are after this reset, if there was one."""
         with self._changing:
-            self._resets_done = wanted
-            if self.is_reset_pending:  # another reset came meanwhile
+            if self._reset is not reset:  # another reset came meanwhile
                 return CounterAnswer(RemoteOutcome.BUSY)
+            self._reset = None
             if self._own_mark is not None and answer.value != self._newest:
                 self._on_moved()
-            self._mark = max(self._mark, marks[0])
-            self._own_mark = marks[1] if self._own_mark is None else self._own_mark
+            self._mark = max(self._mark, mark)
+            if self._own_mark is None:
+                self._own_mark = mark if reset is None else reset.own_mark
             self._newest = max(self._newest, answer.value)
             self._value, self._read_s = answer.value, now_s
             return answer
@@ -191,34 +178,29 @@ class Generation:
             answer = self._engine.advance(self._name, least, limit_s)
         return answer, marked.value
 
-    def _raise(self, number: int, now: int, limit_s: float) -> tuple[CounterAnswer, int]:
-        """Carry out the reset of this number: raise the mark, and then the generation.
+    def _raise(self, reset: _Reset, now: int, limit_s: float) -> CounterAnswer:
+        """Carry out a reset: raise the mark, and then the generation, which is returned."""
+        if reset.own_mark is None:
+            marked = self._tell(reset, now, limit_s)
+            if marked.outcome is not RemoteOutcome.OK:
+                return marked
+        ask = self._engine.advance if reset.is_raised else self._engine.counter
+        return ask(self._name, now, limit_s)
 
-        Return the generation, and the mark of what this host stored since the reset began.
-        """
-        told = self._told
-        if told is None or told.number != number:
-            marked, told = self._tell(number, now, limit_s)
-            if told is None:
-                return marked, 0
-            self._told = told
-        if told.is_raised:
-            return self._engine.advance(self._name, now, limit_s), told.own_mark
-        return self._engine.counter(self._name, now, limit_s), told.own_mark
-
-    def _tell(self, number: int, now: int, limit_s: float) -> tuple[CounterAnswer, _Told | None]:
-        """Raise the mark, unless the namespace had this reset. Return None if that failed."""
-        wanted = self._wanted
+    def _tell(self, reset: _Reset, now: int, limit_s: float) -> CounterAnswer:
+        """Raise the mark, unless the namespace had this reset. Return the last answer."""
         last = self._last_mark(limit_s)
         if last.outcome is not RemoteOutcome.OK:
-            return last, None
-        is_foreign = last.value > wanted.known and last.value != wanted.mark
-        if not wanted.is_new and last.value >= wanted.mark:
-            return last, _Told(number, wanted.mark if is_foreign else last.value, False)
-        raised = self._engine.advance(self._marks_name, wanted.mark or now, limit_s)
-        if raised.outcome is not RemoteOutcome.OK:
-            return raised, None
-        return raised, _Told(number, wanted.known if is_foreign else raised.value, True)
+            return last
+        is_foreign = last.value > reset.known and last.value != reset.mark
+        reset.is_raised = reset.is_new or last.value < reset.mark
+        if not reset.is_raised:
+            reset.own_mark = reset.mark if is_foreign else last.value
+            return last
+        raised = self._engine.advance(self._marks_name, reset.mark or now, limit_s)
+        if raised.outcome is RemoteOutcome.OK:
+            reset.own_mark = reset.known if is_foreign else raised.value
+        return raised
 
     def _last_mark(self, limit_s: float) -> CounterAnswer:
         """Read the mark of the last reset; 0 if there was none. One that was lost is set again."""

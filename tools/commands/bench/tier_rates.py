@@ -54,7 +54,7 @@ from .bench_results import (
     transfer_block_bytes,
     transfer_case,
 )
-from .bench_tier import open_bench_tier
+from .bench_tier import new_keys, node_cpu_s, open_bench_tier, reset_tier
 from .machine_facts import headline, machine_facts, version_facts
 from .raw_disk import THREADS, RawDisk, drop_page_cache
 
@@ -66,9 +66,6 @@ TRANSFER_LIMIT_S = 60.0
 WRITE_PAUSE_S = 0.01
 OFFERED_AGAIN = frozenset({BlockOutcome.CANCELLED, BlockOutcome.NO_SPACE})
 """Outcomes of blocks for which there was no file yet."""
-PROCESS_CLOCK = 2
-"""Kind of the clock that `clock_getcpuclockid` names for a process: CPUCLOCK_SCHED of Linux."""
-HASH_BYTES = 32
 GOOD_SHARE = 0.9
 """Share of the best rate, in both directions, from which a block size is recommended."""
 
@@ -262,9 +259,9 @@ class _TiersUnderTest:
         expected = self._device.copy()
         self._copy(self._copier.submit_store, slots)  # the first access to the memory is not timed
         found = {MEMORY_DOWN: self._gigabytes / self._copy(self._copier.submit_store, slots)}
-        self._write(_random_keys(blocks))  # makes the files
-        self._reset()
-        keys = _random_keys(blocks)
+        self._write(new_keys(blocks))  # makes the files
+        reset_tier(self._tier, TRANSFER_LIMIT_S)
+        keys = new_keys(blocks)
         found |= self._rates(self._write, keys, DOWN, CPU_DOWN)
         drop_page_cache([self._folder])
         self._arena.slots[:] = 0
@@ -304,17 +301,6 @@ class _TiersUnderTest:
                 elif outcome not in OFFERED_AGAIN:
                     raise BenchError(f"writing failed: {outcome.value}; see the log")
 
-    def _reset(self) -> None:
-        """Make room where blocks are."""
-        port = self._tier.port
-
-        def is_empty() -> bool:
-            port.maintain()
-            return port.feed.epoch is not None
-
-        port.reset()
-        self._wait(is_empty, "emptying the tier")
-
     def _read(self, keys: Sequence[BlockHash]) -> None:
         job_id = next(self._job_ids)
         self._tier.port.get(job_id, 1, keys, range(len(keys)))
@@ -329,21 +315,15 @@ class _TiersUnderTest:
             ended.extend(self._tier.port.poll())
             return bool(ended)
 
-        self._wait(has_ended, doing)
+        if not self._tier.node.wait(has_ended, TRANSFER_LIMIT_S):
+            raise BenchError(f"{doing} took more than {TRANSFER_LIMIT_S:.0f} s")
         (only,) = ended
         assert only.ticket == job_id, "there is one job at a time"
         return only.outcomes
 
-    def _wait(self, is_done: Callable[[], bool], doing: str) -> None:
-        if not self._tier.node.wait(is_done, TRANSFER_LIMIT_S):
-            raise BenchError(f"{doing} took more than {TRANSFER_LIMIT_S:.0f} s")
-
     def _cpu_s(self) -> float:
         """Return the CPU time of all threads of this process and the node."""
-        pid = self._tier.node.pid
-        if pid is None:
-            raise BenchError("the node ended; see the log")
-        return time.process_time() + time.clock_gettime(~pid << 3 | PROCESS_CLOCK)
+        return time.process_time() + node_cpu_s(self._tier)
 
     def _copy(self, submit: Callable[[int, GpuBlocks, SlotArray], bool], slots: SlotArray) -> float:
         job_id = next(self._job_ids)
@@ -354,10 +334,6 @@ class _TiersUnderTest:
         if [result.success for result in self._copier.get_finished()] != [True]:
             raise BenchError("a copy between device and CPU tier failed; see the log")
         return took_s
-
-
-def _random_keys(n: int) -> list[BlockHash]:
-    return [BlockHash(os.urandom(HASH_BYTES)) for _ in range(n)]
 
 
 def _executor(threads: int, undo: ExitStack) -> Executor:

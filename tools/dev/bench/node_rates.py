@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from ....tiers.base import BlockHash, BlockOutcome
 from ....tiers.cpu.header import HEADER_BYTES
 from ....tiers.nvme.namespace import NamespaceKey
 from ...commands.bench.bench_results import BenchError, Goal, Quantity
-from ...commands.bench.bench_tier import open_bench_tier
+from ...commands.bench.bench_tier import new_keys, open_bench_tier
 
 BLOCK_BYTES = 4096
 MAX_BLOCKS = 2048
@@ -132,11 +131,6 @@ def measure(folder: Path, blocks: int) -> dict[str, float]:
         for row, asked in ((PRESENT, keys), (ABSENT, new_keys(len(keys)))):
             figures[row] = min(looks_us(tier, asked) for _ in range(LOOKS))
     return figures
-
-
-def new_keys(n: int) -> list[BlockHash]:
-    """Return keys of 36 bytes."""
-    return [BlockHash(random.randbytes(36)) for _ in range(n)]
 
 
 def looks_us(tier: NodeTier, keys: Sequence[BlockHash]) -> float:

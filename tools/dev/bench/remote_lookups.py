@@ -13,13 +13,13 @@ It starts redis-server or valkey-server from the PATH, or from --valkey-binary.
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median, quantiles
@@ -30,6 +30,7 @@ from ....manager.below.remote_tier import RemoteTier
 from ....manager.request import Request
 from ....tiers.base import BlockHash
 from ....tiers.policies import known_names
+from ...commands.bench.bench_tier import new_keys
 from ..remote_server import HOST, listening, valkey_binary, valkey_command
 from ..server import free_port
 
@@ -44,11 +45,6 @@ HIT, STOPPED = "blocks in the CPU tier", "nothing is known, the server is stoppe
 
 Keys = Sequence[BlockHash]
 _requests = count()
-
-
-def new_keys() -> list[BlockHash]:
-    """Return keys that were never used."""
-    return [BlockHash(os.urandom(36)) for _ in range(BLOCKS)]
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -175,12 +171,12 @@ def of_the_tier(cascade: Cascade, rounds: int) -> Iterator[str]:
         took_us.setdefault(label, []).append(spent_us)
 
     for _ in range(rounds):
-        keys = new_keys()
+        keys = new_keys(BLOCKS)
         timed("unknown, asked for", keys)
         timed("unknown, being asked for", keys)
         answered(cascade, keys[-1])
         timed("known to be absent", keys)
-        held = new_keys()
+        held = new_keys(BLOCKS)
         remote._memory.note(remote._memory.epoch, held, ())
         timed("known to be there", held)
     for label, found_us in took_us.items():
@@ -206,21 +202,21 @@ def measured(folder: Path, binary: str, rounds: int) -> Iterator[str]:
                 "\n| lookups | CPU µs, without / with | p99 µs, without / with | ratio of p99 |\n"
                 "|---|---|---|---|"
             )
-            keys = new_keys()
+            keys = new_keys(BLOCKS)
             for engine in engines:
                 store(engine, keys)
             yield in_turns(HIT, engines, lambda: keys, rounds)
-            yield in_turns(NEW, engines, new_keys, rounds)
+            yield in_turns(NEW, engines, partial(new_keys, BLOCKS), rounds)
 
             def absent_keys() -> Keys:
-                keys = new_keys()
+                keys = new_keys(BLOCKS)
                 look(engines[1], keys)
                 answered(engines[1], keys[-1])
                 return keys
 
             yield in_turns(ASKED_AGAIN, engines, absent_keys, rounds)
             running.send_signal(signal.SIGSTOP)
-            yield in_turns(STOPPED, engines, new_keys, rounds)
+            yield in_turns(STOPPED, engines, partial(new_keys, BLOCKS), rounds)
         finally:
             running.send_signal(signal.SIGCONT)
             for engine in engines:

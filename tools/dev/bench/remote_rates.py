@@ -42,6 +42,7 @@ from ....tiers.remote.objects import ObjectFormat
 from ....tiers.remote.remote_store import RemoteEnded, RemoteStore, StoreOptions
 from ....tiers.remote.resp import Address, Login
 from ....tiers.remote.valkey import ValkeyEngine, ValkeyOptions
+from ...commands.bench.bench_tier import new_keys
 from ..remote_server import (
     BUCKET,
     HOST,
@@ -121,11 +122,6 @@ class Blocks:
         if not np.array_equal(self.source, self.arena):
             raise AssertionError("a wrong byte was read")
         self.arena[:] = 1
-
-
-def new_keys(count: int) -> list[BlockHash]:
-    """Return keys that were never used."""
-    return [BlockHash(os.urandom(36)) for _ in range(count)]
 
 
 class Ours:

@@ -22,7 +22,7 @@ from ....assembly.node_parts import OpenTier, SlotMemory
 from ....handlers.node.path_wire import NodeState
 from ....manager.below.port import Ended, Put
 from ....manager.flow import MAX_JOBS_IN_FLIGHT, batch_blocks
-from ....tiers.base import BlockHash, BlockOutcome
+from ....tiers.base import BlockOutcome
 from ....tiers.cpu.arena import Arena, ArenaRole
 from ....tiers.cpu.header import ArenaGeometry
 from ....tiers.nvme.namespace import NamespaceKey
@@ -37,11 +37,9 @@ from ...commands.bench.bench_results import (
     BenchError,
     Quantity,
 )
-from ...commands.bench.bench_tier import open_bench_tier
+from ...commands.bench.bench_tier import new_keys, node_cpu_s, open_bench_tier, reset_tier
 from ...commands.bench.raw_disk import THREADS, RawDisk, drop_page_cache
-from ...commands.bench.tier_rates import PROCESS_CLOCK
 from .measurement import Case, Figures, Measurement, MeasurementSetup
-from .node_rates import new_keys
 
 SHAPES = ((1, 512 * KIB), (2, 512 * KIB), (4, 512 * KIB), (8, 64 * KIB))
 """Engines, and bytes of a block."""
@@ -88,22 +86,22 @@ class _Mover:
         self._tier, self._arena, self._share = tier, arena, share
         arena[:] = os.urandom(MIB) * (len(arena) // MIB) + bytes(len(arena) % MIB)
         self._expected = bytes(arena)
-        self._keys = self._new_keys()
+        self._keys = new_keys(share.blocks)
         self._tickets = 0
 
     def run(self, phase: str) -> PhaseEnd:
         """Run one phase to its end. Raises `BenchError`."""
-        began_s, began_cpu_s = time.perf_counter(), self._cpu_s()
+        began_s, began_cpu_s = time.perf_counter(), node_cpu_s(self._tier)
         if phase == RESET:
-            self._reset()
+            reset_tier(self._tier, PHASE_LIMIT_S)
         elif phase == READ:
             self._arena[:] = bytes(len(self._arena))
-            began_s, began_cpu_s = time.perf_counter(), self._cpu_s()
+            began_s, began_cpu_s = time.perf_counter(), node_cpu_s(self._tier)
             self._move(is_put=False)
         else:
-            self._keys = self._new_keys()
+            self._keys = new_keys(self._share.blocks)
             self._move(is_put=True)
-        took_s, cpu_s = time.perf_counter() - began_s, self._cpu_s() - began_cpu_s
+        took_s, cpu_s = time.perf_counter() - began_s, node_cpu_s(self._tier) - began_cpu_s
         if phase == READ and self._arena != self._expected:
             raise BenchError("bytes that came back from the disk differ from those stored")
         return PhaseEnd(took_s, cpu_s, self._tier.port.feed.state is NodeState.LEADING)
@@ -148,26 +146,6 @@ class _Mover:
             return places
         answers = port.put(ticket, keys, places)
         return [at for at, answer in zip(places, answers, strict=True) if answer is Put.STARTED]
-
-    def _reset(self) -> None:
-        port = self._tier.port
-        port.reset()
-
-        def is_empty() -> bool:
-            port.maintain()
-            return port.feed.epoch is not None
-
-        if not self._tier.node.wait(is_empty, PHASE_LIMIT_S):
-            raise BenchError(f"a reset took more than {PHASE_LIMIT_S:.0f} s")
-
-    def _new_keys(self) -> list[BlockHash]:
-        return new_keys(self._share.blocks)
-
-    def _cpu_s(self) -> float:
-        pid = self._tier.node.pid
-        if pid is None:
-            raise BenchError("a node ended; see the log")
-        return time.clock_gettime(~pid << 3 | PROCESS_CLOCK)
 
 
 def serve(share: Share, orders: Connection) -> None:
