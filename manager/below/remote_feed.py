@@ -16,8 +16,7 @@ from ...tiers.base import RESET_TICKS_PER_S, BlockHash, BlockOutcome
 from ...tiers.remote.presence import PresenceMemory, drop_oldest
 from ...tiers.remote.remote_counters import Verb
 from ..counters import latencies
-from .node_inbox import MAX_MARKS, NodeInbox
-from .node_traffic import NodeClient
+from .single_tier import MAX_MARKS, NodeClient, NodeInbox
 
 CLOCK_SKEW_TICKS = 60 * RESET_TICKS_PER_S
 """Greatest difference of two hosts' clocks. An engine that stored blocks before it heard of a reset

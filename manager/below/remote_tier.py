@@ -30,19 +30,20 @@ from ..base import BlockEvent
 from ..counters import Departures
 from ..flow import MAX_JOBS_IN_FLIGHT
 from ..state import TierState
-from .node_traffic import (
+from .port import Ended, Put, TierFacts, WriteState
+from .remote_feed import Questions, RemoteFeed
+from .single_tier import (
     LOST,
     STALLED_S,
     Going,
     NodeClient,
     NodeFlow,
     NodeReads,
+    OnNote,
+    SingleTier,
     Traffic,
     answers_to_put,
 )
-from .port import Ended, Put, TierFacts, WriteState
-from .remote_feed import Questions, RemoteFeed
-from .single_tier import OnNote, SingleTier
 
 MEDIUM = "REMOTE"
 UNBOUNDED_BLOCKS = 1 << 40
@@ -281,26 +282,20 @@ class _RemoteWrites(Traffic[RemoteFeed]):
             offer.value for offer in offers if offer in (Offer.FULL, Offer.RESTING)
         )
         started = [at for at, offer in enumerate(offers) if offer is Offer.QUEUED]
-        if started and not self._start(ticket, keys, slots, started):
+        if started and not self._start(
+            ticket, [keys[at] for at in started], [slots[at] for at in started]
+        ):
             started = []
         return answers_to_put(len(keys), (), started, Put.ALREADY)
 
-    def _start(
-        self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int], started: list[int]
-    ) -> bool:
-        going = Going(ticket, [keys[at] for at in started], self._flow.clock())
-        packed = np.array([slots[at] for at in started], dtype=np.int32).tobytes()
+    def _start(self, ticket: int, keys: list[BlockHash], slots: list[int]) -> bool:
+        packed, mark = np.array(slots, dtype=np.int32).tobytes(), self._flow.feed.mark
         self._epochs[ticket] = self._memory.epoch
-        mark = self._flow.feed.mark
-
-        def order(number: int) -> PutJob:
-            return PutJob(number, list(going.keys), packed, mark)
-
-        if self._submit(going, order):
+        if self._submit(ticket, keys, lambda number: PutJob(number, keys, packed, mark)):
             return True
         del self._epochs[ticket]
-        self.rule.end(going.keys, [False] * len(started))
-        self._flow.feed.unsent[Offer.RESTING.value] += len(started)
+        self.rule.end(keys, [False] * len(keys))
+        self._flow.feed.unsent[Offer.RESTING.value] += len(keys)
         return False
 
     def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:

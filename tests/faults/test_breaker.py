@@ -7,7 +7,7 @@ from support.clock import ManualClock
 from support.keys import key, keys
 
 from kvcascade.manager.base import LookupState
-from kvcascade.manager.below.node_traffic import STALLED_S
+from kvcascade.manager.below.single_tier import STALLED_S
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockOutcome

@@ -7,7 +7,7 @@ from support.cascade import Cascade, key
 from support.inside import demoters
 
 from kvcascade.manager import flush, level
-from kvcascade.manager.below.node_traffic import STALLED_S
+from kvcascade.manager.below.single_tier import STALLED_S
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.flush import RESTS_AT_MOST
 from kvcascade.manager.request import Request
