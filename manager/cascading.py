@@ -33,8 +33,7 @@ from .level import Tier
 from .loads import Loads
 from .lookup import Lookups
 from .promotion import Promoter, collect
-from .request import Request
-from .request_ends import RequestEnds
+from .request import Request, RequestEnds
 from .resets import Resets
 from .state import TierState
 from .stores import Stores
@@ -141,7 +140,9 @@ class CascadingOffloadingManager(OffloadingManager):
         )
         self._workers, self._holds = workers, holds
         self._loads = Loads(flow, promoter, claims, workers, options.served_end)
-        self._request_ends = RequestEnds(flow, aging, counts_uses=admission.counts_uses)
+        self._request_ends = RequestEnds(
+            flow, claims, worth, aging, counts_uses=admission.counts_uses
+        )
         self._resets = Resets(
             flow,
             self._demoter,
@@ -201,8 +202,6 @@ class CascadingOffloadingManager(OffloadingManager):
     def finish_request(self, request: Request) -> None:
         """End a request: set the recency of its blocks. Its transfers may still be in flight."""
         with self.lock:
-            self.lookups.end_request(request)
-            self._claims.finish(request)
             self._request_ends.end(request)
 
     def end_step(self) -> None:

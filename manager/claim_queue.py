@@ -153,12 +153,6 @@ class ClaimQueue:
             request.end_wait()
         self._holds.release(request)
 
-    def finish(self, request: Request) -> None:
-        """Drop the claim, the pins and the backlog of a request that ended."""
-        self.release(request)
-        if self._worth is not None:
-            self._worth.backlog.end(request)
-
     def orphan(self) -> None:
         """Drop every claim and pin, after a reset of the first tier. Waiting requests ask anew."""
         self._holds.forget_all()

@@ -158,11 +158,6 @@ class Lookups:
         self._asking = None
         self._looks = 0
 
-    def end_request(self, request: Request) -> None:
-        """Forget a request that ended."""
-        if request is self._asking:
-            self._asking = None
-
     def _note_miss(self, block_hash: BlockHash, request: Request) -> None:
         is_first = request.missed_at is None
         if is_first:

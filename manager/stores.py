@@ -84,7 +84,6 @@ class Stores:
         statuses = top.take(new, depth) if new else []
         self._workers.stores.update(zip(new, statuses, strict=True))
         if request is not None:
-            request.note_taken(block_hashes)
             request.note_stored(block_hashes, new)
         evicted, flow.evicted = flow.evicted, []
         return PrepareStoreOutput(new, top.backend.get_load_store_spec(new, statuses), evicted)

@@ -404,7 +404,7 @@ def test_an_offer_beside_one_that_is_put_off_is_not_counted() -> None:
     worth.note_offer(KEYS[:3], request, False, 10.0)
     request.note_deferred(KEYS[:3])
     worth.note_offer(WINDOW_KEYS[:1], request, True, 10.0)
-    request.note_taken(WINDOW_KEYS[:1])
+    request.note_stored(WINDOW_KEYS[:1], ())
     worth.note_offer(KEYS, request, True, 10.0)
     for now in (10.5, 10.6, 11.0):
         worth.prefill.end_step(now)
