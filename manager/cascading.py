@@ -24,11 +24,10 @@ from .admission import Admission, AdmitAll, PastUses
 from .base import BlockEvent, LookupState, OffloadingManager, PrepareStoreOutput
 from .below.port import Below, Ended
 from .claim_queue import ClaimQueue
-from .claims import PromotionRoom
+from .claims import Holds, PromotionRoom
 from .demotion import Aging, Demoter, Watermarks
 from .flow import Clock, Flow
 from .flush import Closing, FlushMeans
-from .holds import Holds
 from .level import Tier
 from .loads import Loads
 from .lookup import Lookups
@@ -229,12 +228,7 @@ class CascadingOffloadingManager(OffloadingManager):
 
     def _maintain(self, may_evict: bool = True) -> None:
         self._collect()
-        self._claims.release_expired()
-        if may_evict:
-            self._claims.admit()
-            if self._promoter.is_queued:  # a slot or a job may be free now
-                protected = set(self.lookups.answers.hits())
-                self._promoter.flush(protected, may_displace=self._claims.waiting > 0)
+        self._claims.maintain(self.lookups.answers.hits, may_evict=may_evict)
         self._demoter.keep_ahead()
         self._demoter.demote_due()
         if may_evict:
@@ -328,7 +322,7 @@ class CascadingOffloadingManager(OffloadingManager):
         """Return the number of slots of the first tier that are pinned for reads."""
         loads = {status.block_id for status, _ in self._workers.loads.values()}
         writes = (status.block_id for job in self._demoter.jobs for status in job.statuses)
-        return len(loads.union(self._holds.slots(), writes))
+        return len(loads.union(self._holds.users, writes))
 
 
 def _worth_of(flow: Flow, options: ManagerOptions) -> Worth | None:

@@ -18,9 +18,9 @@ from itertools import chain
 from typing import Any
 
 from ..tiers.base import BlockHash
+from .claims import Holds
 from .demotion import Demoter
 from .flow import Flow
-from .holds import Holds
 from .level import Level
 from .workers import WorkerTransfers
 

@@ -99,11 +99,6 @@ class Request:
         """Return True if the request may read from this medium."""
         return self.allowed_media is None or medium in self.allowed_media
 
-    def begin_wait(self, claim: Claim) -> None:
-        """Start to wait for the blocks of a claim."""
-        self.claim = claim
-        self.is_plain = False
-
     def end_wait(self) -> None:
         """End the wait: the request is served, has ended, or gave up."""
         self.claim = None

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from ..tiers.base import BlockHash
-from .answers import Answers
 from .base import PrepareStoreOutput
 from .claim_queue import ClaimQueue
 from .demotion import Demoter
 from .flow import Flow
+from .lookup import Answers
 from .promotion import Promoter, collect
 from .request import Request
 from .workers import WorkerTransfers
@@ -159,5 +159,5 @@ class Stores:
 
     def _is_busy(self) -> bool:
         """Return True if transfers in flight will free slots of the first tier."""
-        is_moving = self._workers.is_busy or self._promoter.in_flight
+        is_moving = self._workers.is_busy or self._promoter.pending
         return bool(is_moving or self._demoter.jobs_in_flight)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from support.cascade import Cascade, key
 
-from kvcascade.manager.answers import Answers
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.cascading import ManagerOptions
+from kvcascade.manager.lookup import Answers
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash
 

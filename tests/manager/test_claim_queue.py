@@ -196,7 +196,7 @@ class TestTurns:
         monkeypatch.undo()
         rig.read()
         assert rig.manager.counters.links[0].promoted_blocks == 0
-        assert not rig.manager._promoter.in_flight
+        assert not rig.manager._promoter.pending
 
     def test_the_wait_is_counted(self) -> None:
         rig, first, second = Rig(), Request("first"), Request("second")

@@ -327,7 +327,7 @@ class Engine:
             self.cascade.now_s += 3 * DEADLINE_S
             self.cascade.run_transfers()
         promoter, claims = self.manager._promoter, self.manager._claims
-        assert not (self.jobs or promoter._pending or self.manager._claims._holds)
+        assert not (self.jobs or promoter.pending or self.manager._claims._holds.users)
         assert not (claims._queue or claims._admitted)
         self.check()
         self.manager.shutdown()
