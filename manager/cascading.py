@@ -108,13 +108,7 @@ class CascadingOffloadingManager(OffloadingManager):
         is_aging = mode is not WriteMode.DEMOTE and not flow.is_single
         aging = Aging(clock, flow.top.capacity, age_s) if is_aging else None
         self._demoter = Demoter(
-            flow.top,
-            below,
-            admission,
-            flow.tickets,
-            clock,
-            Watermarks(options.low_watermark, options.high_watermark),
-            aging,
+            flow, admission, Watermarks(options.low_watermark, options.high_watermark), aging
         )
         worth = _worth_of(flow, options)
         workers = WorkerTransfers(flow.top.backend, options.steps_until_flushed)
@@ -209,7 +203,8 @@ class CascadingOffloadingManager(OffloadingManager):
         Call it at any time after the last lookup of the step.
         """
         with self.lock:
-            self._workers.end_step()
+            if self._workers.quarantine:
+                self._workers.end_step()
             self._claims.end_step()
             self._maintain()
             self._flow.evicted.clear()
@@ -229,10 +224,14 @@ class CascadingOffloadingManager(OffloadingManager):
     def _maintain(self, may_evict: bool = True) -> None:
         self._collect()
         self._claims.maintain(self.lookups.answers.hits, may_evict=may_evict)
-        self._demoter.keep_ahead()
-        self._demoter.demote_due()
+        self._demoter.maintain()
         if may_evict:
-            self._resets.maintain()
+            self._maintain_below()
+
+    def _maintain_below(self) -> None:
+        """Maintain the tiers below. Empty the first tier if another engine reset one."""
+        if self._flow.below.maintain():
+            self._resets.follow()
 
     @property
     def waiting_requests(self) -> int:
@@ -280,7 +279,7 @@ class CascadingOffloadingManager(OffloadingManager):
         The call is for shutdown and may block, also while a failed tier rests. Return True if no
         such block is left or in flight.
         """
-        means = FlushMeans(self.lock, self._collect, self._resets.maintain)
+        means = FlushMeans(self.lock, self._collect, self._maintain_below)
         return self._closing.flush_dirty(means, deadline_s)
 
     def shutdown(self) -> bool:
@@ -289,7 +288,7 @@ class CascadingOffloadingManager(OffloadingManager):
         Return False if transfers are still in flight, because a device is too slow.
         """
         deadline_s = self._flow.clock() + self.options.shutdown_flush_s
-        means = FlushMeans(self.lock, self._collect, self._resets.maintain)
+        means = FlushMeans(self.lock, self._collect, self._maintain_below)
         return self._closing.shutdown(means, deadline_s)
 
     # ---- contents of the tiers -----------------------------------------------------------
@@ -321,7 +320,7 @@ class CascadingOffloadingManager(OffloadingManager):
     def _reading_slots(self) -> int:
         """Return the number of slots of the first tier that are pinned for reads."""
         loads = {status.block_id for status, _ in self._workers.loads.values()}
-        writes = (status.block_id for job in self._demoter.jobs for status in job.statuses)
+        writes = (status.block_id for job in self._demoter.jobs.values() for status in job.statuses)
         return len(loads.union(self._holds.users, writes))
 
 

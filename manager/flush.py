@@ -112,7 +112,7 @@ class Closing:
                 order = order[len(order) - left :]
                 if counters.demoted_blocks > written:
                     written, rests = counters.demoted_blocks, 0
-                state, waiting = below.write_state(), demoter.job_ids
+                state, waiting = below.write_state(), set(demoter.jobs)
                 means.maintain()
             may_recover = state.may_recover and 0 < state.rest_left_s < left_s
             if waiting and not state.is_stalled:

@@ -40,28 +40,11 @@ class Loads:
     ) -> LoadStoreSpec:
         """Implement `CascadingOffloadingManager.prepare_load`."""
         hashes = list(block_hashes)
-        statuses = self._top.policy.get_many(hashes)
-        pinned = self._pin(hashes, statuses, request)
-        self._workers.begin_loads(hashes, pinned)
-        if request is None:
-            self._top.policy.touch(hashes)
-        else:
-            request.keys.update(dict.fromkeys(hashes, False))
-            if request.claim is not None:
-                self._claims.release(request)
-        return self._top.backend.get_load_store_spec(hashes, pinned)
-
-    def _pin(
-        self,
-        block_hashes: list[BlockHash],
-        statuses: list[BlockStatus | None],
-        request: Request | None,
-    ) -> list[BlockStatus]:
         origin, served_end = self._promoter.origin, self._served_end
         counters = self._flow.counters
         loaded, served = counters.loaded_blocks, counters.served_blocks
         pinned: list[BlockStatus] = []
-        for block_hash, status in zip(block_hashes, statuses, strict=True):
+        for block_hash, status in zip(hashes, self._top.policy.get_many(hashes), strict=True):
             assert status is not None and status.ref_cnt >= 0, "only hits can be loaded"
             status.ref_cnt += 1
             pinned.append(status)
@@ -74,4 +57,11 @@ class Loads:
                     request.sources[block_hash] = self._media[source]
             loaded[source] += 1
             served[source] += block_hash.endswith(served_end)
-        return pinned
+        self._workers.begin_loads(hashes, pinned)
+        if request is None:
+            self._top.policy.touch(hashes)
+        else:
+            request.keys.update(dict.fromkeys(hashes, False))
+            if request.claim is not None:
+                self._claims.release(request)
+        return self._top.backend.get_load_store_spec(hashes, pinned)

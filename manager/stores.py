@@ -68,7 +68,9 @@ class Stores:
         if new:
             flow.counters.store_sizes.append(len(new))
         top.policy.expect(new)
-        room = self._room_for(new, block_hashes, request)
+        room: int | None = len(new)
+        if len(new) > top.backend.get_num_free_blocks():
+            room = self._make_room(new, block_hashes, request)
         if self._worth is not None and request is not None:
             self._worth.note_offer(block_hashes, request, room is not None, flow.clock())
         if room is None:
@@ -119,13 +121,11 @@ class Stores:
             in_order = [block_hash for _, block_hash in sorted(zip(slots, stored, strict=True))]
             self._aging.note(request.in_prompt_order(in_order) if request else in_order)
 
-    def _room_for(
+    def _make_room(
         self, new: list[BlockHash], offered: Sequence[BlockHash], request: Request | None
     ) -> int | None:
         """Make room. Return the number of slots for new blocks; None if a short wait gives more."""
         need, top = len(new), self._top
-        if need <= top.backend.get_num_free_blocks():
-            return need
         protected = {*offered, *self._answers.hits()}
         may_drop = self._below.is_blocked
         if need <= top.capacity and top.make_all_room(need, protected, may_drop):
@@ -146,18 +146,14 @@ class Stores:
         if not may_drop:
             demoter.demote_coldest(wanted)
             collect(self._flow, self._promoter, demoter)
-            if demoter.jobs_in_flight or demoter.may_find_room:
+            if demoter.jobs or demoter.may_find_room:
                 return None
             if demoter.was_cut_short:  # the inspected blocks need not be written
                 return wanted if top.make_all_room(wanted, protected, False) else None
             # No tier below accepts writes: lose the coldest blocks rather than the newest.
         if top.make_all_room(wanted, protected, may_drop_dirty=True):
             return wanted
-        if wanted == need and self._is_busy():
+        will_free = self._workers.is_busy or self._promoter.pending or demoter.jobs
+        if wanted == need and will_free:
             return None
         return top.make_room(wanted, protected, may_drop_dirty=True)
-
-    def _is_busy(self) -> bool:
-        """Return True if transfers in flight will free slots of the first tier."""
-        is_moving = self._workers.is_busy or self._promoter.pending
-        return bool(is_moving or self._demoter.jobs_in_flight)

@@ -21,7 +21,8 @@ class WorkerTransfers:
         self._backend = backend
         self._steps_until_flushed = steps_until_flushed
         self._step = 0
-        self._quarantine: list[tuple[int, list[BlockStatus], list[BlockStatus]]] = []
+        """Number of steps in which slots were in quarantine."""
+        self.quarantine: list[tuple[int, list[BlockStatus], list[BlockStatus]]] = []
         """For each reset: the step at which its quarantine ends, the slots to free then, and the
         slots to unpin then."""
         self.stores: dict[BlockHash, BlockStatus] = {}
@@ -35,7 +36,7 @@ class WorkerTransfers:
     @property
     def is_busy(self) -> bool:
         """True if transfers in flight will free or unpin slots."""
-        return bool(self.stores or self.loads or self.outdated or self._quarantine)
+        return bool(self.stores or self.loads or self.outdated or self.quarantine)
 
     def begin_loads(
         self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
@@ -91,11 +92,11 @@ class WorkerTransfers:
     def outdate_pinned(self) -> None:
         """Free quarantined slots at the end instead of unpinning them, because their blocks leave
         the cache, too."""
-        self._quarantine = [(until, [*gone, *kept], []) for until, gone, kept in self._quarantine]
+        self.quarantine = [(until, [*gone, *kept], []) for until, gone, kept in self.quarantine]
 
     def quarantined(self) -> Iterator[BlockStatus]:
         """Yield the slots in quarantine."""
-        for _, statuses, pinned in self._quarantine:
+        for _, statuses, pinned in self.quarantine:
             yield from statuses
             yield from pinned
 
@@ -110,21 +111,22 @@ class WorkerTransfers:
         self.outdated.clear()
         if statuses or pinned:
             until = self._step + self._steps_until_flushed
-            self._quarantine.append((until, statuses, pinned or []))
+            self.quarantine.append((until, statuses, pinned or []))
 
     def end_step(self) -> None:
-        """End a step: free the slots whose quarantine is over."""
+        """End a step: free the slots whose quarantine is over. Without a quarantine it need not be
+        called."""
         self._step += 1
-        while self._quarantine and self._quarantine[0][0] <= self._step:
+        while self.quarantine and self.quarantine[0][0] <= self._step:
             self._release_oldest()
 
     def all_flushed(self) -> None:
         """End the quarantine: all worker transfers from before the last reset have ended."""
-        while self._quarantine:
+        while self.quarantine:
             self._release_oldest()
 
     def _release_oldest(self) -> None:
-        _, statuses, pinned = self._quarantine.pop(0)
+        _, statuses, pinned = self.quarantine.pop(0)
         for status in pinned:
             status.ref_cnt -= 1
         for status in statuses:

@@ -28,14 +28,14 @@ class Books:
         self.readers[0].update(read)
         self.writing[0].update(written)
         for index, demoter in enumerate(demoters(self._manager)):
-            for job in demoter.jobs:  # it reads here; its writes below are the tier's
+            for job in demoter.jobs.values():  # it reads here; its writes below are the tier's
                 slots = [status.block_id for status in job.statuses]
                 self.readers[index].update(slots)
                 self.leaving[index].update(slots)
         for queue in self._manager._promoter.queues:
             for job_up in queue.jobs.values():
                 self.writing[0] |= {status.block_id for status in job_up.statuses}
-        for _, gone, kept in self._manager._workers._quarantine:
+        for _, gone, kept in self._manager._workers.quarantine:
             self.readers[0].update(status.block_id for status in kept)
             self.writing[0] |= {status.block_id for status in gone}
 
