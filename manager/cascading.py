@@ -21,13 +21,13 @@ from functools import partial
 from ..config.schema import OnReset, WriteMode
 from ..tiers.base import BlockHash, BlockStatus, LoadStoreSpec
 from .admission import Admission, AdmitAll, PastUses
-from .base import BlockEvent, LookupState, OffloadingManager, PrepareStoreOutput
+from .base import BlockEvent, OffloadingManager, PrepareStoreOutput
 from .below.port import Below, Ended
 from .claim_queue import ClaimQueue
 from .claims import Holds, PromotionRoom
 from .demotion import Aging, Demoter, Watermarks
 from .flow import Clock, Flow
-from .flush import Closing, FlushMeans
+from .flush import Closing
 from .level import Tier
 from .loads import Loads
 from .lookup import Lookups
@@ -120,7 +120,7 @@ class CascadingOffloadingManager(OffloadingManager):
         )
         store_wait_s = deadline_s if options.waits_for_stores else None
         self.lookups = Lookups(self.lock, flow, promoter, claims, workers, worth, store_wait_s)
-        """Lookups of the current step. Adapters use it to inline the plain hit."""
+        """Lookups of the current step, by single blocks, too. Adapters inline the plain hit."""
         self._stores = Stores(
             flow,
             self._demoter,
@@ -146,7 +146,16 @@ class CascadingOffloadingManager(OffloadingManager):
             options.on_reset,
         )
         self._collect = partial(collect, flow, promoter, self._demoter)
-        self._closing = Closing(flow, self._demoter, workers, holds, pause)
+        self._closing = Closing(
+            flow,
+            self._demoter,
+            workers,
+            holds,
+            self.lock,
+            self._collect,
+            self._maintain_below,
+            pause,
+        )
 
     # ---- questions -----------------------------------------------------------------------
 
@@ -154,10 +163,6 @@ class CascadingOffloadingManager(OffloadingManager):
         self, block_hashes: Iterable[BlockHash], request: Request | None = None
     ) -> int | None:
         return self.lookups.lookup(block_hashes, request or Request())
-
-    def lookup_block(self, block_hash: BlockHash, request: Request) -> LookupState:
-        """Return the state of one block: `Lookups.lookup_block`."""
-        return self.lookups.lookup_block(block_hash, request)
 
     # ---- loads and stores ------------------------------------------------------------------
 
@@ -279,17 +284,14 @@ class CascadingOffloadingManager(OffloadingManager):
         The call is for shutdown and may block, also while a failed tier rests. Return True if no
         such block is left or in flight.
         """
-        means = FlushMeans(self.lock, self._collect, self._maintain_below)
-        return self._closing.flush_dirty(means, deadline_s)
+        return self._closing.flush_dirty(deadline_s)
 
     def shutdown(self) -> bool:
         """Write dirty blocks within `shutdown_flush_s`, then stop all transfers. Idempotent.
 
         Return False if transfers are still in flight, because a device is too slow.
         """
-        deadline_s = self._flow.clock() + self.options.shutdown_flush_s
-        means = FlushMeans(self.lock, self._collect, self._maintain_below)
-        return self._closing.shutdown(means, deadline_s)
+        return self._closing.shutdown(self._flow.clock() + self.options.shutdown_flush_s)
 
     # ---- contents of the tiers -----------------------------------------------------------
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import repeat
 
 from ..tiers.base import BlockHash, BlockOutcome
-from .admission import Admission, AdmitAll
+from .admission import Admission, AdmissionFunction, AdmitAll
 from .below.port import NOT_WANTED, Ended, Put
 from .counters import LinkCounters
 from .flow import MAX_JOBS_IN_FLIGHT, Clock, Flow, batch_blocks
@@ -137,7 +137,9 @@ class Demoter:
         level = self._level = flow.top
         self._flow = flow
         self._below = flow.below
-        self._admits = None if isinstance(admission, AdmitAll) else admission.admits
+        self._admits: AdmissionFunction | None = (
+            None if isinstance(admission, AdmitAll) else admission.admits
+        )
         """Decides whether a block is written; None: all are."""
         self.aging = aging
         """Blocks to write once they are due. Those to try again come back: their device failed, or

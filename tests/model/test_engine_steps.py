@@ -168,13 +168,16 @@ class Engine:
         """Full attention up to a miss, then the window before it; load what was found."""
         request, waits, found = prompt.request, False, 0
         for block_hash in prompt.keys(FULL, 0, prompt.blocks):
-            state = self.manager.lookup_block(block_hash, request)
+            state = self.manager.lookups.lookup_block(block_hash, request)
             if state is LookupState.MISS:
                 break
             waits |= state is not LookupState.HIT
             found += state is not LookupState.RETRY
         window = prompt.keys(WINDOW, max(0, found - WINDOW_BLOCKS), found)
-        states = [self.manager.lookup_block(block_hash, request) for block_hash in reversed(window)]
+        states = [
+            self.manager.lookups.lookup_block(block_hash, request)
+            for block_hash in reversed(window)
+        ]
         waits |= LookupState.PENDING in states or LookupState.RETRY in states
         self.disturb(self.transfer_rate / 4)
         if waits:
