@@ -107,54 +107,38 @@ class CascadingOffloadingManager(OffloadingManager):
         age_s = 0.0 if mode is WriteMode.THROUGH else options.dirty_age_s
         is_aging = mode is not WriteMode.DEMOTE and not flow.is_single
         aging = Aging(clock, flow.top.capacity, age_s) if is_aging else None
-        self._demoter = Demoter(
-            flow, admission, Watermarks(options.low_watermark, options.high_watermark), aging
-        )
+        marks = Watermarks(options.low_watermark, options.high_watermark)
+        demoter = self._demoter = Demoter(flow, admission, marks, aging)
         worth = _worth_of(flow, options)
-        workers = WorkerTransfers(flow.top.backend, options.steps_until_flushed)
-        holds = Holds()
-        promoter = self._promoter = Promoter(flow, self._demoter, holds, workers, deadline_s, worth)
+        workers = self._workers = WorkerTransfers(flow.top.backend, options.steps_until_flushed)
+        holds = self._holds = Holds()
+        promoter = self._promoter = Promoter(flow, demoter, holds, workers, deadline_s, worth)
         room = PromotionRoom(flow.top, promoter, holds, workers, options.promotion_budget_slots)
-        claims = self._claims = ClaimQueue(
-            flow, promoter, holds, room, worth, deadline_s, options.served_end
-        )
+        served_end = options.served_end
+        claims = ClaimQueue(flow, promoter, holds, room, worth, deadline_s, served_end)
+        self._claims = claims
         store_wait_s = deadline_s if options.waits_for_stores else None
-        self.lookups = Lookups(self.lock, flow, promoter, claims, workers, worth, store_wait_s)
+        lookups = Lookups(self.lock, flow, promoter, claims, workers, worth, store_wait_s)
+        self.lookups = lookups
         """Lookups of the current step, by single blocks, too. Adapters inline the plain hit."""
         self._stores = Stores(
             flow,
-            self._demoter,
+            demoter,
             promoter,
             claims,
             workers,
-            self.lookups.answers,
+            lookups.answers,
             worth,
             options.offered_once,
         )
-        self._workers, self._holds = workers, holds
-        self._loads = Loads(flow, promoter, claims, workers, options.served_end)
-        self._request_ends = RequestEnds(
-            flow, claims, worth, aging, counts_uses=admission.counts_uses
-        )
-        self._resets = Resets(
-            flow,
-            self._demoter,
-            promoter,
-            claims,
-            self.lookups,
-            workers,
-            options.on_reset,
-        )
-        self._collect = partial(collect, flow, promoter, self._demoter)
+        self._loads = Loads(flow, promoter, claims, workers, served_end)
+        counts_uses = admission.counts_uses
+        self._request_ends = RequestEnds(flow, claims, worth, aging, counts_uses=counts_uses)
+        self._resets = Resets(flow, demoter, promoter, claims, lookups, workers, options.on_reset)
+        self._collect = partial(collect, flow, promoter, demoter)
+        maintain = self._maintain_below
         self._closing = Closing(
-            flow,
-            self._demoter,
-            workers,
-            holds,
-            self.lock,
-            self._collect,
-            self._maintain_below,
-            pause,
+            flow, demoter, workers, holds, self.lock, self._collect, maintain, pause
         )
 
     # ---- questions -----------------------------------------------------------------------

@@ -28,7 +28,7 @@ HIT, MISS, PENDING, RETRY = (
 
 
 def states(cascade: Cascade, request: Request, hashes: list[BlockHash]) -> list[LookupState]:
-    return [cascade.manager.lookup_block(block_hash, request) for block_hash in hashes]
+    return [cascade.manager.lookups.lookup_block(block_hash, request) for block_hash in hashes]
 
 
 class TestStore:
@@ -417,7 +417,7 @@ class TestPromotion:
         cascade.manager.end_step()
         cascade.now_s += 4.0
         with monkeypatch.context() as patch:
-            patch.setattr(cascade.manager._promoter, "_pending", None)
+            patch.setattr(cascade.manager._promoter, "pending", None)
             cascade.manager.end_step()
         cascade.now_s += 6.0
         cascade.manager.end_step()

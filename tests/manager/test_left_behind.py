@@ -132,7 +132,7 @@ def test_an_idle_engine_does_not_compute() -> None:
     """It takes no steps between the end of a request and the next one: that time says nothing."""
     cascade = Cascade((64, 64), ManagerOptions(tokens_per_block=TOKENS))
     manager, request = cascade.manager, Request()
-    assert manager.lookup_block(key(0), request) is LookupState.MISS
+    assert manager.lookups.lookup_block(key(0), request) is LookupState.MISS
     manager.end_step()
     assert manager.prepare_store(keys(0, 10), request) is not None
     cascade.now_s += 0.5
