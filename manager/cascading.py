@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from ..config.schema import OnReset, WriteMode
 from ..tiers.base import BlockHash, BlockStatus, LoadStoreSpec
@@ -28,10 +27,10 @@ from .claims import Holds, PromotionRoom
 from .demotion import Aging, Demoter, Watermarks
 from .flow import Clock, Flow
 from .flush import Closing
-from .level import Tier
+from .level import Tier, Transfer
 from .loads import Loads
 from .lookup import Lookups
-from .promotion import Promoter, collect
+from .promotion import Promoter
 from .request import Request, RequestEnds
 from .resets import Resets
 from .state import TierState
@@ -129,13 +128,13 @@ class CascadingOffloadingManager(OffloadingManager):
             workers,
             lookups.answers,
             worth,
+            self._collect,
             options.offered_once,
         )
         self._loads = Loads(flow, promoter, claims, workers, served_end)
         counts_uses = admission.counts_uses
         self._request_ends = RequestEnds(flow, claims, worth, aging, counts_uses=counts_uses)
         self._resets = Resets(flow, demoter, promoter, claims, lookups, workers, options.on_reset)
-        self._collect = partial(collect, flow, promoter, demoter)
         maintain = self._maintain_below
         self._closing = Closing(
             flow, demoter, workers, holds, self.lock, self._collect, maintain, pause
@@ -216,6 +215,20 @@ class CascadingOffloadingManager(OffloadingManager):
         self._demoter.maintain()
         if may_evict:
             self._maintain_below()
+
+    def _collect(self) -> None:
+        """Collect the transfers that ended below, and the keys that the tiers below lost."""
+        flow, promoter, demoter = self._flow, self._promoter, self._demoter
+        ended_jobs = flow.below.poll()
+        for ended in ended_jobs:
+            job: Transfer = (promoter if ended.is_get else demoter).land(ended)
+            if flow.on_transfer is not None:
+                flow.on_transfer(ended, job.created_s)
+        demoter.collect_lost()
+        if ended_jobs:
+            flow.collect_events()
+        if flow.clock() >= promoter.late_s:
+            promoter.expire()
 
     def _maintain_below(self) -> None:
         """Maintain the tiers below. Empty the first tier if another engine reset one."""

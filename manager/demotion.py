@@ -179,8 +179,13 @@ class Demoter:
         """Start the writes that are due: of cold blocks, and of blocks of a certain age."""
         if self._level.taken_blocks - self._taken_at_scan >= self._slack:
             self._keep_ahead()
-        if self.aging is not None and self.aging.stored and self._may_start():
-            self._demote_due(self.aging)
+        aging = self.aging
+        if aging is None or not aging.stored or not self._may_start():
+            return
+        due = aging.take_due((MAX_JOBS_IN_FLIGHT - self._counted_jobs) * self._batch)
+        left = self.demote(due) if due else 0
+        if left:
+            aging.put_back(due[-left:])
 
     def _keep_ahead(self) -> None:
         """Clean the coldest blocks, because the low watermark may have been passed.
@@ -220,13 +225,6 @@ class Demoter:
             return True
         # settled blocks can be evicted at once
         return bool(self._level.policy.coldest(1, (), self._level.dirt.settled_mask))
-
-    def _demote_due(self, aging: Aging) -> None:
-        """Start writing the due blocks, as many as the jobs that may start have room for."""
-        due = aging.take_due((MAX_JOBS_IN_FLIGHT - self._counted_jobs) * self._batch)
-        left = self.demote(due) if due else 0
-        if left:
-            aging.put_back(due[-left:])
 
     def demote(self, block_hashes: Sequence[BlockHash]) -> int:
         """Start writing those blocks that are in the level, ready and dirty.

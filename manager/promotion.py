@@ -309,17 +309,3 @@ class Promoter:
             top.dirt.set_dirty(slots)
         top.policy.mark_ready(arrived, slots)
         self._flow.emit(arrived, removed=False)
-
-
-def collect(flow: Flow, promoter: Promoter, demoter: Demoter) -> None:
-    """Collect the transfers that ended below, and the keys that the tiers below lost."""
-    ended_jobs = flow.below.poll()
-    for ended in ended_jobs:
-        job: Transfer = (promoter if ended.is_get else demoter).land(ended)
-        if flow.on_transfer is not None:
-            flow.on_transfer(ended, job.created_s)
-    demoter.collect_lost()
-    if ended_jobs:
-        flow.collect_events()
-    if flow.clock() >= promoter.late_s:
-        promoter.expire()

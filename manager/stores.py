@@ -5,7 +5,7 @@ Used under the manager's lock.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ..tiers.base import BlockHash
 from .base import PrepareStoreOutput
@@ -13,7 +13,7 @@ from .claim_queue import ClaimQueue
 from .demotion import Demoter
 from .flow import Flow
 from .lookup import Answers
-from .promotion import Promoter, collect
+from .promotion import Promoter
 from .request import Request
 from .workers import WorkerTransfers
 from .worth import Worth
@@ -35,9 +35,12 @@ class Stores:
         workers: WorkerTransfers,
         answers: Answers,
         worth: Worth | None,
+        collect: Callable[[], None],
         offered_once: tuple[bytes, ...],
     ) -> None:
         """`answers` holds the protected hits of this step; `worth` receives the offers of requests.
+
+        `collect` collects the ended transfers of every tier.
 
         `offered_once`: ends of the hashes of blocks that the engine never offers again.
         """
@@ -50,6 +53,7 @@ class Stores:
         self._workers = workers
         self._answers = answers
         self._worth = worth
+        self._collect = collect
         self._aging = demoter.aging
         self._offered_once = offered_once
 
@@ -145,7 +149,7 @@ class Stores:
         wanted = min(need, top.capacity)
         if not may_drop:
             demoter.demote_coldest(wanted)
-            collect(self._flow, self._promoter, demoter)
+            self._collect()
             if demoter.jobs or demoter.may_find_room:
                 return None
             if demoter.was_cut_short:  # the inspected blocks need not be written

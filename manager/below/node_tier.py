@@ -244,10 +244,11 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
     def maintain(self) -> int:
         """See `Below`. Jobs and notes of the step are sent together here."""
         self._listen()
-        question = self.feed.events.question()
-        if question is not None:
+        events = self.feed.events
+        if events.listed_to is not None and (question := events.question()) is not None:
             self._client.tell(question)
-        if self.feed.is_reporter:  # the others would say the same
+        # The engines that do not report would say the same.
+        if self._clock() >= self._watch.due_s and self.feed.is_reporter:
             self._watch.check()
         self._client.flush()
         return 1 if self.feed.was_reset() else 0

@@ -99,11 +99,8 @@ class Below(ABC):
     """Traffic of each tier. The port counts what transfers do; the manager adds its decisions."""
     departures: Sequence[Departures]
     """Blocks evicted from each tier to make room."""
-
-    @property
-    def late_puts(self) -> int:
-        """Number of puts in flight that only tiers below tier 1 still write."""
-        return 0
+    late_puts = 0
+    """Number of puts in flight that only tiers below tier 1 still write."""
 
     # -- keys ------------------------------------------------------------------------------
 

@@ -258,8 +258,9 @@ class SingleTier(Below, Generic[Feed, Writes]):
         if reads.jobs or writes.jobs:
             self._client.poll()
         self.feed.process()
-        reads.breaker.look_at_clock()
-        writes.breaker.look_at_clock()
+        for traffic in (reads, writes):
+            if traffic.jobs:
+                traffic.breaker.look_at_clock()
         counters.promote_openings = reads.breaker.openings
         counters.demote_openings = writes.breaker.openings
         if not (reads.ended or writes.ended):
