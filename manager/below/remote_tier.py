@@ -291,7 +291,7 @@ class _RemoteWrites(Traffic[RemoteFeed]):
     def _start(self, ticket: int, keys: list[BlockHash], slots: list[int]) -> bool:
         packed, mark = np.array(slots, dtype=np.int32).tobytes(), self._flow.feed.mark
         self._epochs[ticket] = self._memory.epoch
-        if self._submit(ticket, keys, lambda number: PutJob(number, keys, packed, mark)):
+        if self._submit(ticket, keys, lambda number: PutJob(number, list(keys), packed, mark)):
             return True
         del self._epochs[ticket]
         self.rule.end(keys, [False] * len(keys))
