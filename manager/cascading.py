@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from ..config.schema import OnReset, WriteMode
 from ..tiers.base import BlockHash, BlockStatus, LoadStoreSpec
 from .admission import Admission, AdmitAll, PastUses
-from .base import BlockEvent, OffloadingManager, PrepareStoreOutput
+from .base import BlockEvent, PrepareStoreOutput
 from .below.port import Below, Ended
 from .claim_queue import ClaimQueue
 from .claims import Holds, PromotionRoom
@@ -79,8 +79,12 @@ class ManagerOptions:
     with_events: bool = True
 
 
-class CascadingOffloadingManager(OffloadingManager):
-    """Manager of a cascade: one `Level` over the slots of the first tier, and a `Below`."""
+class CascadingOffloadingManager:
+    """Manager of a cascade: one `Level` over the slots of the first tier, and a `Below`.
+
+    It decides where each block is stored and which one moves next, does no I/O and does not use
+    torch. Names and semantics follow vLLM's `OffloadingManager`.
+    """
 
     def __init__(
         self,
@@ -145,6 +149,10 @@ class CascadingOffloadingManager(OffloadingManager):
     def lookup(
         self, block_hashes: Iterable[BlockHash], request: Request | None = None
     ) -> int | None:
+        """Return the length of the longest prefix of blocks that can be loaded.
+
+        None: blocks of this prefix are in flight; ask again.
+        """
         return self.lookups.lookup(block_hashes, request or Request())
 
     # ---- loads and stores ------------------------------------------------------------------
@@ -152,16 +160,23 @@ class CascadingOffloadingManager(OffloadingManager):
     def prepare_load(
         self, block_hashes: Collection[BlockHash], request: Request | None = None
     ) -> LoadStoreSpec:
+        """Pin blocks that were hits. Return the slots that the worker reads."""
         with self.lock:
             return self._loads.prepare(block_hashes, request)
 
     def complete_load(self, block_hashes: Collection[BlockHash]) -> None:
+        """Undo one `prepare_load`, because the worker has read the blocks."""
         with self.lock:
             self._workers.end_loads(block_hashes)
 
     def prepare_store(
         self, block_hashes: Sequence[BlockHash], request: Request | None = None
     ) -> PrepareStoreOutput | None:
+        """Take slots for the blocks that are absent, and evict others if necessary.
+
+        None: no slot is free now, but some will be soon; offer the same list again. Of a list that
+        can never fit, as many of the first blocks are taken as fit.
+        """
         with self.lock:
             return self._stores.prepare(block_hashes, request)
 
@@ -171,14 +186,11 @@ class CascadingOffloadingManager(OffloadingManager):
         success: bool = True,
         request: Request | None = None,
     ) -> None:
+        """Make blocks loadable that the worker wrote; if not `success`, remove them."""
         with self.lock:
             self._stores.complete(block_hashes, success, request)
 
     # ---- recency, requests, steps --------------------------------------------------------
-
-    def touch(self, block_hashes: Iterable[BlockHash]) -> None:
-        with self.lock:
-            self._flow.top.policy.touch(block_hashes)
 
     def finish_request(self, request: Request) -> None:
         """End a request: set the recency of its blocks. Its transfers may still be in flight."""
@@ -255,6 +267,7 @@ class CascadingOffloadingManager(OffloadingManager):
         return self._claims.is_waited_for
 
     def take_events(self) -> list[BlockEvent]:
+        """Return the blocks stored or removed since the last call, in order."""
         with self.lock:
             return self._flow.take_events()
 

@@ -325,7 +325,7 @@ class TestDemotion:
     def test_shutdown_writes_everything_and_refreshes_recency(self) -> None:
         cascade = Cascade((8, 16))
         cascade.store(keys(0, 6))
-        cascade.manager.touch(keys(0, 2))
+        cascade.policies[0].touch(keys(0, 2))
         cascade.manager.shutdown()
         assert all(cascade.holds(1, block_hash) for block_hash in keys(0, 6))
         coldest = [block_hash for block_hash, _ in cascade.policies[1].coldest(16)]

@@ -180,7 +180,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(hashes=PREFIXES)
     def touch(self, hashes: list[BlockHash]) -> None:
-        self.manager.touch(hashes)
+        self.cascade.policies[0].touch(hashes)
 
     @rule()
     def events(self) -> None:
