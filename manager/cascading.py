@@ -208,7 +208,8 @@ class CascadingOffloadingManager:
             self._claims.end_step()
             self._maintain()
             self._flow.evicted.clear()
-            self.lookups.end_step()
+            if self.lookups.asking is not None:
+                self.lookups.end_step()
 
     def maintain(self) -> None:
         """Demote blocks, collect ended transfers, and drop expired pins.
@@ -217,7 +218,7 @@ class CascadingOffloadingManager:
         """
         if self.lock.acquire(blocking=False):
             try:
-                self._maintain(may_evict=not self.lookups.is_asking)
+                self._maintain(may_evict=self.lookups.asking is None)
             finally:
                 self.lock.release()
 

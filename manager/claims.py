@@ -117,6 +117,8 @@ class PromotionRoom:
         self._given_budget = budget_slots
         self._most = budget_slots or max(1, top.capacity - top.capacity // STORE_SHARE)
         """Slots that promotions may take or hold if no slot is dirty."""
+        self.is_pressed = False
+        """True if a store was refused in this step or the previous one."""
         self._store_need = 0
         """Size in blocks of the largest store that was refused in the previous step."""
         self._refused_stores = 0
@@ -125,11 +127,13 @@ class PromotionRoom:
     def note_refused_store(self, blocks: int) -> None:
         """Note a store that was refused for lack of slots. Its blocks take precedence over
         promotions."""
+        self.is_pressed = True
         self._refused_stores = max(self._refused_stores, blocks)
 
     def end_step(self) -> None:
         """End the step: its largest refused store counts for the next one."""
         self._store_need, self._refused_stores = self._refused_stores, 0
+        self.is_pressed = self._store_need > 0
 
     def room_for(self, claim: Claim, budget: int, blocked: Claim | None) -> int | None:
         """Return the slots that the claim may take now; None if it must wait.

@@ -270,10 +270,6 @@ class Level:
             self.policy.remove(block_hash)
             self.backend.free(status)
 
-    def holds(self, block_hash: BlockHash) -> bool:
-        """True if the level holds the block, ready or in flight."""
-        return self.policy.get(block_hash) is not None
-
     def note_lost_below(self, block_hashes: Sequence[BlockHash]) -> None:
         """Mark blocks dirty again that left a tier below and are ready here."""
         found = (self.policy.get(block_hash) for block_hash in block_hashes)
@@ -289,7 +285,8 @@ class Level:
         """Return the next batch of those that did not come back."""
         left = self._lost[-limit:]
         del self._lost[-limit:]
-        return [block_hash for block_hash in left if block_hash and not self.holds(block_hash)]
+        get = self.policy.get
+        return [block_hash for block_hash in left if block_hash and get(block_hash) is None]
 
     def empty(self, users: Counter[int]) -> None:
         """Forget every block after a reset.

@@ -127,18 +127,15 @@ class Lookups:
         """Function that returns the status of a block in the first tier. Adapters use it to inline
         the plain hit."""
         self.answers = Answers(flow.top.policy.ready_at)
-        self._asking: Request | None = None
+        self.asking: Request | None = None
+        """Request of the last lookup in this step. While there is one, blocks must stay in the
+        first tier."""
         self._is_waiting = False
         """True if the request that is asking waits for an earlier lookup."""
         self._looks = 0
         """Number of blocks searched below in this step."""
         self._missing: list[Request] = []
         """Requests that missed a block in this step and need not wait for others."""
-
-    @property
-    def is_asking(self) -> bool:
-        """True in the part of a step in which blocks must stay in the first tier."""
-        return self._asking is not None
 
     def lookup(self, block_hashes: Iterable[BlockHash], request: Request) -> int | None:
         """Return the length of the longest prefix of hits; None: ask again."""
@@ -162,7 +159,7 @@ class Lookups:
         The call is lock-free if the block is ready in the first tier, or in flight for this
         request.
         """
-        if request is not self._asking:
+        if request is not self.asking:
             self.begin_asking(request, block_hash)
         status = self.top_get(block_hash)
         if status is not None and status.ref_cnt >= 0:
@@ -183,7 +180,7 @@ class Lookups:
         step, or for the answer of a tier elsewhere. Every answer then makes the engine ask again.
         """
         with self._lock:  # from here on, the background removes no block of the first tier
-            self._asking = request
+            self.asking = request
         request.missed_at = None
         self.answers.begin()
         if request.claim is not None:
@@ -210,7 +207,7 @@ class Lookups:
             return state
 
     def end_step(self) -> None:
-        """End the step, also after a reset: its hits are no longer protected."""
+        """End a step with lookups, also after a reset: its hits are no longer protected."""
         if self._worth is not None:
             for request in self._missing:
                 self._worth.expect_computing(request)
@@ -218,7 +215,7 @@ class Lookups:
         self._flow.counters.lookup_misses += self.answers.misses
         self.answers.misses = 0
         self.answers.clear()
-        self._asking = None
+        self.asking = None
         self._looks = 0
 
     def _note_miss(self, block_hash: BlockHash, request: Request) -> None:
