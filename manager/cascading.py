@@ -28,14 +28,13 @@ from .demotion import Aging, Demoter, Watermarks
 from .flow import Clock, Flow
 from .flush import Closing
 from .level import Tier, Transfer
-from .loads import Loads
 from .lookup import Lookups
 from .promotion import Promoter
 from .request import Request, RequestEnds
 from .resets import Resets
 from .state import TierState
 from .stores import Stores
-from .workers import WorkerTransfers
+from .workers import Loads, WorkerTransfers
 from .worth import PrefillSpeed, Worth
 
 STEPS_UNTIL_FLUSHED = 8
@@ -135,7 +134,7 @@ class CascadingOffloadingManager:
             self._collect,
             options.offered_once,
         )
-        self._loads = Loads(flow, promoter, claims, workers, served_end)
+        self._loads = Loads(flow, claims, workers, served_end)
         counts_uses = admission.counts_uses
         self._request_ends = RequestEnds(flow, claims, worth, aging, counts_uses=counts_uses)
         self._resets = Resets(flow, demoter, promoter, claims, lookups, workers, options.on_reset)

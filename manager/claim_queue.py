@@ -154,7 +154,8 @@ class ClaimQueue:
         if claim is not None:
             self._queue.pop(claim, None)
             self._admitted.pop(claim, None)
-            self._promoter.leave(request)
+            if request.pending:
+                self._promoter.leave(request)
             request.end_wait()
         self._holds.release(request)
 
@@ -190,7 +191,7 @@ class ClaimQueue:
             self._release_expired()
         if not may_evict:
             return
-        if self._queue and self._is_time():
+        if self._queue and (self._has_new or self._is_time()):
             self._admit_waiting()
         if self._promoter.is_queued:  # a slot or a job may be free now
             self._promoter.flush(set(hits()), may_displace=bool(self._queue))
@@ -198,7 +199,7 @@ class ClaimQueue:
     def _admit_waiting(self) -> None:
         """Admit waiting claims that fit, and give up those that are better computed."""
         now_s, budget = self._flow.clock(), self.room.budget()
-        self._look_again_s = now_s + LOOK_AGAIN_S
+        self._has_new, self._look_again_s = False, now_s + LOOK_AGAIN_S
         ahead = [0, *(len(queue.queued) for queue in self._promoter.queues)]
         blocked: Claim | None = None
         self._recounted = (self._recounted + 1) % len(self._queue)
@@ -223,9 +224,8 @@ class ClaimQueue:
             ahead = [a + b for a, b in zip(ahead, claim.blocks, strict=True)]
 
     def _is_time(self) -> bool:
-        """True if a check of the queue may change something."""
-        if self._has_new or self._flow.clock() >= self._look_again_s:
-            self._has_new = False
+        """True if a check of the queue may change something although no claim is new."""
+        if self._flow.clock() >= self._look_again_s:
             return True
         first = next(iter(self._queue))
         return self.room.room_for(first, self.room.budget(), None) is not None

@@ -16,8 +16,6 @@ import math
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from ..tiers.base import BlockHash, BlockOutcome
 from .below.port import Ended
 from .claims import Holds
@@ -29,8 +27,6 @@ from .request import Request
 from .workers import WorkerTransfers
 from .worth import Worth
 
-SPENT = 255
-"""Origin of a promoted block that a request has loaded. Copies are on the device and below."""
 DEADLINES_PER_JOB = 3
 """Number of deadlines after which a job is late even if other jobs of its tier end."""
 
@@ -128,10 +124,6 @@ class Promoter:
         """False if `flush` has nothing to read."""
         self.late_s = math.inf
         """Earliest time at which a block or job may become late."""
-        self.origin = bytearray(self._top.capacity)
-        """For each slot of the first tier, the tier from which its block was read. `SPENT` once a
-        request has loaded the block; 0 if a worker stored it, or after its second load."""
-        self._origin_of = np.frombuffer(self.origin, dtype=np.uint8)
 
     def landing_slots(self) -> int:
         """Return the number of slots of the first tier that blocks from below are read into."""
@@ -229,7 +221,7 @@ class Promoter:
         may_drop = self._below.is_blocked
         top.policy.expect(queued[:wanted])
         if may_displace:
-            top.make_room_of(wanted, protected, self._origin_of == SPENT)
+            top.make_room_of_spent(wanted, protected)
         room = top.make_room(wanted, protected, may_drop_dirty=may_drop)
         for start in range(0, room, batch):
             self._send(queue, queued[start : min(start + batch, room)])
@@ -284,7 +276,7 @@ class Promoter:
         pending.waiters.clear()
 
     def _land(self, job: ReadJob, ended: Ended) -> None:
-        top, pop, origin = self._top, self.pending.pop, self.origin
+        top, pop, origin = self._top, self.pending.pop, self._top.origin
         arrived: list[BlockHash] = []
         slots: list[int] = []
         for block_hash, status, outcome in zip(

@@ -101,7 +101,7 @@ class Stores:
         flow, top = self._flow, self._top
         stored: list[BlockHash] = []
         slots: list[int] = []
-        pop, origin = self._workers.stores.pop, self._promoter.origin
+        pop, origin = self._workers.stores.pop, top.origin
         for block_hash in block_hashes:
             status = pop(block_hash, None)
             if status is None:  # from before a reset, or never prepared
