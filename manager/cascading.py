@@ -315,7 +315,8 @@ class CascadingOffloadingManager:
     def tier_states(self) -> list[TierState]:
         """Return the state of each tier, the first tier first. Any thread."""
         with self.lock:
-            top = self._flow.top
+            top, queues = self._flow.top, self._promoter.queues
+            landing = sum(len(job.statuses) for queue in queues for job in queue.jobs.values())
             first = TierState(
                 top.name,
                 top.medium,
@@ -323,10 +324,10 @@ class CascadingOffloadingManager:
                 blocks=len(top.policy),
                 capacity_blocks=top.capacity,
                 dirty_blocks=top.dirt.dirty_blocks,
-                writing_blocks=len(self._workers.stores) + self._promoter.landing_slots(),
+                writing_blocks=len(self._workers.stores) + landing,
                 reading_blocks=self._reading_slots(),
             )
-            below = zip(self._flow.below.state(), self._promoter.queues, strict=True)
+            below = zip(self._flow.below.state(), queues, strict=True)
             return [first, *(replace(state, waiting_blocks=queue.blocks) for state, queue in below)]
 
     def _reading_slots(self) -> int:

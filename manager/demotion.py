@@ -163,18 +163,6 @@ class Demoter:
         """Traffic into the tier below."""
         return self._below.links[0]
 
-    @property
-    def is_moving(self) -> bool:
-        """True if writes are in flight and make progress."""
-        return bool(self.jobs) and not self._below.write_state().is_stalled
-
-    @property
-    def losable_blocks(self) -> int:
-        """Number of blocks that the tier below could hold and this process would lose."""
-        if not self._below.tiers:
-            return 0
-        return min(len(self._level.policy), self._below.tiers[0].capacity)
-
     def maintain(self) -> None:
         """Start the writes that are due: of cold blocks, and of blocks of a certain age."""
         if self._level.taken_blocks - self._taken_at_scan >= self._slack:
@@ -221,7 +209,9 @@ class Demoter:
         if self._level.is_last:
             return False
         self.demote_coldest(n)
-        if self.is_moving or self.was_cut_short or self.may_find_room:
+        if self.was_cut_short or self.may_find_room:
+            return True
+        if self.jobs and not self._below.write_state().is_stalled:
             return True
         # settled blocks can be evicted at once
         return bool(self._level.policy.coldest(1, (), self._level.dirt.settled_mask))

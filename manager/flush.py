@@ -96,7 +96,8 @@ class Closing:
         counters = demoter.counters
         # The limit ends the loop: a block evicted by a smaller tier below becomes dirty again.
         # Blocks whose write failed are sent again, so the limit grows by them.
-        limit = demoter.losable_blocks - counters.demote_failed_blocks
+        losable = min(len(self._flow.top.policy), below.tiers[0].capacity)
+        limit = losable - counters.demote_failed_blocks
         sent = rests = written = 0
         order: list[BlockHash] = []
         while (left_s := deadline_s - clock()) > 0:

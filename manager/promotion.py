@@ -125,10 +125,6 @@ class Promoter:
         self.late_s = math.inf
         """Earliest time at which a block or job may become late."""
 
-    def landing_slots(self) -> int:
-        """Return the number of slots of the first tier that blocks from below are read into."""
-        return sum(len(job.statuses) for queue in self.queues for job in queue.jobs.values())
-
     def begin(self, block_hash: BlockHash, tier: int, request: Request | None) -> None:
         """Queue a block that `tier` holds. Without a request the read is a probe."""
         pending = self.pending[block_hash] = Pending(tier, is_probe=request is None)
