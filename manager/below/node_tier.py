@@ -175,7 +175,6 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
         most = max(1, min(facts.capacity, MAX_PUT_BYTES // facts.block_bytes))
         self.reads = NodeReads(flow, options.stall_s)
         self.writes = NodeWrites(flow, most, has_one_path=options.paths == 1)
-        self._medium = facts.medium
         self._coming = self.writes.coming
         self._wants_chains = options.wants_chains
         self._watch = EnduranceWatch(facts.name, self.feed.day_totals, clock)
@@ -188,10 +187,6 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
         if self.feed.find(key) < 0:
             return 0
         return 0 if key in self._coming else 1
-
-    def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
-        assert tier == 1, "there is one tier"
-        self.reads.get(ticket, keys, slots)
 
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
         return self.writes.put(ticket, keys, slots)

@@ -66,7 +66,10 @@ class RemoteTierParts:
 
 
 class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
-    """One tier on a server, whose blocks a node moves."""
+    """One tier on a server, whose blocks a node moves.
+
+    The server keeps its own order of eviction, by its own reads, so uses are not reported.
+    """
 
     def __init__(
         self,
@@ -83,7 +86,6 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
         feed = RemoteFeed(parts.new_mark(), memory)
         client = client_of(feed.take)
         super().__init__(client, feed, facts, Departures(), clock)
-        self._medium = facts.medium
         self._memory = memory
         self._questions = Questions(client, feed, memory, clock, limits.deadline_s)
         flow = NodeFlow(client, feed, self.links[0], clock, facts.block_bytes)
@@ -118,28 +120,12 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
     def wants_again(self, key: BlockHash) -> bool:
         return self.writes.rule.may_want(key)
 
-    def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
-        assert tier == 1, "there is one tier"
-        self.reads.get(ticket, keys, slots)
-
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
         self.feed.has_blocks = True
         may_send = self._is_reset_sent if self._resets_due else self.feed.mark is not None
         return self.writes.put(ticket, keys, slots, may_send=may_send)
 
-    def touch(self, keys: Sequence[BlockHash]) -> None:
-        """Do nothing: the server keeps its own order of eviction, by its own reads."""
-
-    def settle(self, keys: Sequence[BlockHash]) -> None:
-        """Do nothing: see `touch`."""
-
-    def chain(self, keys: Sequence[BlockHash]) -> bool:
-        return False
-
     # -- outcomes --------------------------------------------------------------------------
-
-    def take_lost(self) -> list[BlockHash]:
-        return []
 
     def take_events(self) -> list[BlockEvent]:
         events, self._events = self._events, []

@@ -245,6 +245,7 @@ class SingleTier(Below, Generic[Feed, Writes]):
         self.links = (LinkCounters(),)
         self.departures = (departures,)
         self.feed = feed
+        self._medium = facts.medium
         self._client = client
         self._clock = clock
         self._resets_due = 0
@@ -252,6 +253,10 @@ class SingleTier(Below, Generic[Feed, Writes]):
         self._reset_order: Callable[[int], Any] | None = None
         """Function that builds the message of the last reset from its ticket."""
         self._is_reset_sent = False
+
+    def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
+        assert tier == 1, "there is one tier"
+        self.reads.get(ticket, keys, slots)
 
     def poll(self) -> Sequence[Ended]:
         reads, writes, counters = self.reads, self.writes, self.links[0]
