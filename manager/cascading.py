@@ -24,7 +24,7 @@ from .base import BlockEvent, PrepareStoreOutput
 from .below.port import Below, Ended
 from .claim_queue import ClaimQueue
 from .claims import Holds, PromotionRoom
-from .demotion import Aging, Demoter, Watermarks
+from .demotion import Aging, Demoter
 from .flow import Clock, Flow
 from .flush import Closing
 from .level import Tier, Transfer
@@ -109,8 +109,13 @@ class CascadingOffloadingManager:
         age_s = 0.0 if mode is WriteMode.THROUGH else options.dirty_age_s
         is_aging = mode is not WriteMode.DEMOTE and not flow.is_single
         aging = Aging(clock, flow.top.capacity, age_s) if is_aging else None
-        marks = Watermarks(options.low_watermark, options.high_watermark)
-        demoter = self._demoter = Demoter(flow, admission, marks, aging)
+        demoter = self._demoter = Demoter(
+            flow,
+            admission,
+            aging,
+            low_watermark=options.low_watermark,
+            high_watermark=options.high_watermark,
+        )
         worth = _worth_of(flow, options)
         workers = self._workers = WorkerTransfers(flow.top.backend, options.steps_until_flushed)
         holds = self._holds = Holds()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import repeat
 
 from ..tiers.base import BlockHash, BlockOutcome
@@ -28,16 +27,6 @@ MAX_SETTLED = 512
 a restart, or with strict admission, most blocks of the tier are such."""
 AGING_PER_SLOT = 2
 """Entries per slot of the queue of stored blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Watermarks:
-    """Shares of a level's coldest slots that are kept clean."""
-
-    low: float
-    """A search starts if fewer than this share are clean."""
-    high: float
-    """The search ends when this share is clean."""
 
 
 class Aging:
@@ -130,10 +119,16 @@ class Demoter:
         self,
         flow: Flow,
         admission: Admission,
-        marks: Watermarks,
         aging: Aging | None,
+        *,
+        low_watermark: float,
+        high_watermark: float,
     ) -> None:
-        """`aging` has the blocks to write at a certain age; None: a block is written when cold."""
+        """`aging` has the blocks to write at a certain age; None: a block is written when cold.
+
+        The watermarks are shares of the level's coldest slots. A scan starts if fewer than the low
+        one are clean, and ends when the high one is.
+        """
         level = self._level = flow.top
         self._flow = flow
         self._below = flow.below
@@ -146,8 +141,9 @@ class Demoter:
         only a part of their job had room."""
         self.search = ColdSearch(level)
         self._batch = batch_blocks(level.block_size)
-        self._window = max(1, round(marks.high * level.capacity))
-        self._slack = max(1, round((marks.high - marks.low) * level.capacity))
+        self._window = max(1, round(high_watermark * level.capacity))
+        slack = round((high_watermark - low_watermark) * level.capacity)
+        self._slack = max(1, slack)
         self._taken_at_scan = -self._slack
         """Slots that the level had allocated when the last scan ended."""
         self._started_by_scan = 0
