@@ -125,8 +125,9 @@ class CascadingOffloadingManager:
         claims = ClaimQueue(flow, promoter, holds, room, worth, deadline_s, served_end)
         self._claims = claims
         store_wait_s = deadline_s if options.waits_for_stores else None
-        lookups = Lookups(self.lock, flow, promoter, claims, workers, worth, store_wait_s)
-        self.lookups = lookups
+        lookups = self.lookups = Lookups(
+            self.lock, flow, promoter, claims, workers, worth, store_wait_s, self._collect
+        )
         """Lookups of the current step, by single blocks, too. Adapters inline the plain hit."""
         self._stores = Stores(
             flow,

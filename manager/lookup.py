@@ -11,7 +11,7 @@ The scheduler's thread calls these methods. The manager's lock is held where sta
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -107,8 +107,10 @@ class Lookups:
         workers: WorkerTransfers,
         worth: Worth | None,
         store_wait_s: float | None,
+        collect: Callable[[], object],
     ) -> None:
-        """`worth` receives the misses of requests, because the requests compute these blocks.
+        """`collect` takes in the transfers and answers that ended below. `worth` receives the
+        misses of requests, because the requests compute these blocks.
 
         `store_wait_s`: longest wait for a block that a worker is storing; None: such a block is a
         miss.
@@ -120,6 +122,9 @@ class Lookups:
         self._workers = workers
         self._worth = worth
         self._store_wait_s = store_wait_s
+        self._collect = collect
+        self._has_collected = False
+        """True once a waiting request of this step had the ended transfers taken in."""
         self._below = flow.below
         self.is_single = flow.is_single
         """True if every block outside the first tier is a miss."""
@@ -181,6 +186,11 @@ class Lookups:
         """
         with self._lock:  # from here on, the background removes no block of the first tier
             self.asking = request
+            if (request.pending or request.asked is not None) and not self._has_collected:
+                # A model step lies between the end of the last step and now. What ended in it
+                # would otherwise wait for the end of this step, and the request for the next one.
+                self._has_collected = True
+                self._collect()
         request.missed_at = None
         self.answers.begin()
         if request.claim is not None:
@@ -216,6 +226,7 @@ class Lookups:
         self.answers.misses = 0
         self.answers.clear()
         self.asking = None
+        self._has_collected = False
         self._looks = 0
 
     def _note_miss(self, block_hash: BlockHash, request: Request) -> None:

@@ -178,6 +178,11 @@ class Questions:
         """Time until which nothing is asked, because a deadline passed without an answer. The node
         notices at about the same time, and says so in a note."""
 
+    @property
+    def awaited(self) -> bool:
+        """True while an answer is awaited."""
+        return bool(self._asked)
+
     def is_asking(self, key: BlockHash, owner: object) -> bool:
         """Return True if the answer about an unknown block is awaited; ask if it was not asked."""
         feed, now_s = self._feed, self._clock()

@@ -190,6 +190,10 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
 
     # -- inside ------------------------------------------------------------------------------
 
+    @property
+    def _is_asking(self) -> bool:
+        return self._questions.awaited
+
     def _reset_to(self, mark: int, *, is_new: bool) -> None:
         if self._resets_due:
             mark, is_new = max(mark, self._reset[0]), is_new or self._reset[1]

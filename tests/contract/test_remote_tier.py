@@ -10,6 +10,7 @@ from support.keys import keys
 from support.remote_rig import PAYLOAD_BYTES, THROUGH
 from support.remote_tier_rig import RemoteTierRig
 
+from kvcascade.handlers.node.node_keeper import LISTEN_INTERVAL_S
 from kvcascade.manager.below.port import Put
 from kvcascade.tiers.remote.generation import GENERATION_FRESH_S
 
@@ -33,6 +34,7 @@ class RemoteBelowRig(BelowRig):
         self.below.maintain()
         while self.host.step():
             pass
+        self.host.clock.advance(2 * LISTEN_INTERVAL_S)
 
     def now_s(self) -> float:
         return self.host.clock()

@@ -57,6 +57,28 @@ class Rig:
         return request.claim is not None and request.claim.is_admitted
 
 
+def test_blocks_that_arrived_since_the_last_step_are_hits_in_the_next_lookups() -> None:
+    rig, request = Rig(), Request()
+    assert rig.ask(request, 0, 4) is None
+    rig.manager.end_step()
+    for handler in rig.cascade.handlers:  # while the model computes
+        handler.wait(set(handler.queued))
+    assert rig.ask(request, 0, 4) == 4
+
+
+def test_transfers_are_taken_in_once_for_all_requests_that_wait() -> None:
+    rig, requests = Rig(), [Request(), Request()]
+    for number, request in enumerate(requests):
+        assert rig.ask(request, 4 * number, 4 * number + 4) is None
+    rig.manager.end_step()
+    assert rig.ask(requests[0], 0, 4) is None
+    for handler in rig.cascade.handlers:
+        handler.wait(set(handler.queued))
+    assert rig.ask(requests[1], 4, 8) is None, "it was looked at in this step"
+    rig.manager.end_step()
+    assert rig.ask(requests[1], 4, 8) == 4
+
+
 class TestTurns:
     def test_a_prefix_gets_its_room_whole_or_waits(self) -> None:
         rig, first, second = Rig(), Request("first"), Request("second")

@@ -57,6 +57,18 @@ def answered(rig: RemoteTierRig, n: int, after_s: float) -> None:
     assert all(rig.tier.may_hold(h) for h in keys(n))
 
 
+def test_the_next_poll_takes_in_an_answer_that_somebody_waits_for(rig: RemoteTierRig) -> None:
+    assert rig.tier.is_asking(key(0), "request")
+    rig.tier.maintain()
+    while rig.step():
+        pass
+    rig.node.work()
+    rig.tier.maintain()
+    assert rig.tier.is_asking(key(0), "request"), "upkeep has listened in this millisecond"
+    rig.tier.poll()
+    assert not rig.tier.is_asking(key(0), "request")
+
+
 def probed(rig: RemoteTierRig, block_hash: BlockHash) -> None:
     """A block that is asked for though its request does not wait, nor the next one."""
     assert not rig.tier.is_asking(block_hash, "request")

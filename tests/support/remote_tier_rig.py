@@ -5,6 +5,7 @@ Messages and calls wait in queues until the rig is pumped.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 import msgspec
 
 from kvcascade.config.remote import WriteWhen
+from kvcascade.handlers.node.node_keeper import LISTEN_INTERVAL_S
 from kvcascade.handlers.node.remote_node import RemoteNode, SlotParts
 from kvcascade.handlers.node.remote_wire import from_remote_node, to_remote_node
 from kvcascade.manager.below.port import TierFacts
@@ -105,6 +107,7 @@ class PumpedNode:
         self._take = take
         self._ticket = 0
         self._jobs: dict[int, Callable[[Any], None]] = {}
+        self._polled_s = -math.inf
         self.is_up = True
 
     def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
@@ -123,6 +126,7 @@ class PumpedNode:
         """Orders reach the node at once."""
 
     def poll(self) -> None:
+        self._polled_s = self._rig.clock.now_s
         answers = self._rig.answers
         while answers:
             message = from_remote_node.decode(answers.popleft())
@@ -134,14 +138,17 @@ class PumpedNode:
 
     def listen(self) -> None:
         self._rig.node.work()
-        self.poll()
+        if self._rig.clock.now_s - self._polled_s >= LISTEN_INTERVAL_S:
+            self.poll()
 
     def wait(self, is_done: Callable[[], bool], limit_s: float) -> bool:
         for _ in range(MAX_PUMPS):
-            self.listen()
+            self._rig.node.work()
+            self.poll()
             if is_done() or not self._rig.step():
                 break
-        self.listen()
+        self._rig.node.work()
+        self.poll()
         return is_done()
 
     def die(self) -> None:
