@@ -100,8 +100,6 @@ class ClaimQueue:
         """
         request = claim.request
         if claim.is_admitted:
-            if request.pending and self._flow.clock() >= self._promoter.late_s:
-                self._promoter.expire()
             return bool(request.pending)
         if first not in claim.wanted:
             self.release(request)
