@@ -127,6 +127,12 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
 
     # -- outcomes --------------------------------------------------------------------------
 
+    def poll(self) -> Sequence[Ended]:
+        """See `Below`. Requests also wait for answers that are neither reads nor writes."""
+        if self._questions.asked:
+            self._client.poll()
+        return super().poll()
+
     def take_events(self) -> list[BlockEvent]:
         events, self._events = self._events, []
         return events
@@ -189,10 +195,6 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
         ]
 
     # -- inside ------------------------------------------------------------------------------
-
-    @property
-    def _is_asking(self) -> bool:
-        return self._questions.awaited
 
     def _reset_to(self, mark: int, *, is_new: bool) -> None:
         if self._resets_due:

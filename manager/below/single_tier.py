@@ -260,7 +260,7 @@ class SingleTier(Below, Generic[Feed, Writes]):
 
     def poll(self) -> Sequence[Ended]:
         reads, writes, counters = self.reads, self.writes, self.links[0]
-        if reads.jobs or writes.jobs or self._is_asking:
+        if reads.jobs or writes.jobs:
             self._client.poll()
         self.feed.process()
         for traffic in (reads, writes):
@@ -294,11 +294,6 @@ class SingleTier(Below, Generic[Feed, Writes]):
         return has_ended
 
     # -- inside ------------------------------------------------------------------------------
-
-    @property
-    def _is_asking(self) -> bool:
-        """True while requests wait for an answer that is neither a read nor a write."""
-        return False
 
     def _listen(self) -> None:
         """Take in what the node said, and send a reset that no node has."""
