@@ -132,16 +132,15 @@ class EnduranceWatch:
         self._tier = tier
         self._totals = totals
         self._clock = clock
-        self._due_s = clock() + self.CHECK_S
+        self.due_s = clock() + self.CHECK_S
+        """Time of the next check on the clock."""
 
     def check(self) -> None:
-        """Check the totals, at most once in `CHECK_S` seconds. Other calls cost one comparison."""
-        if self._clock() < self._due_s:
-            return
-        self._due_s = self._clock() + self.CHECK_S
+        """Check the totals; the next check is due `CHECK_S` seconds later."""
+        self.due_s = self._clock() + self.CHECK_S
         totals = self._totals()
         if totals.is_whole_day and not totals.read:
-            self._due_s = float("inf")
+            self.due_s = float("inf")
             logger.warning(
                 "kvcascade: tier %s took %d bytes in the last day and none was read back; its "
                 'flash wears for nothing: set admission to "second_touch", or leave the tier out',

@@ -1,13 +1,10 @@
-"""Contract of the manager, which decides where each block is stored and which one moves next.
+"""What the manager answers: the state of a block, the slots of a store, and events.
 
-The manager does no I/O and does not use torch. Names and semantics follow vLLM's
-`OffloadingManager`. The scheduler's thread calls all methods, unless a method says otherwise.
+Names follow vLLM's `OffloadingManager`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -49,42 +46,3 @@ class BlockEvent:
     removed: bool
     tier: str = ""
     """Name of the tier."""
-
-
-class OffloadingManager(ABC):
-    """Decide where each block is stored."""
-
-    @abstractmethod
-    def lookup(self, block_hashes: Iterable[BlockHash]) -> int | None:
-        """Return the length of the longest prefix of blocks that can be loaded.
-
-        None: blocks of this prefix are in flight; ask again.
-        """
-
-    @abstractmethod
-    def prepare_load(self, block_hashes: Collection[BlockHash]) -> LoadStoreSpec:
-        """Pin blocks that were hits. Return the slots that the worker reads."""
-
-    @abstractmethod
-    def complete_load(self, block_hashes: Collection[BlockHash]) -> None:
-        """Undo one `prepare_load`, because the worker has read the blocks."""
-
-    @abstractmethod
-    def prepare_store(self, block_hashes: Sequence[BlockHash]) -> PrepareStoreOutput | None:
-        """Take slots for the blocks that are absent, and evict others if necessary.
-
-        None: no slot is free now, but some will be soon; offer the same list again. Of a list that
-        can never fit, as many of the first blocks are taken as fit.
-        """
-
-    @abstractmethod
-    def complete_store(self, block_hashes: Collection[BlockHash], success: bool = True) -> None:
-        """Make blocks loadable that the worker wrote; if not `success`, remove them."""
-
-    @abstractmethod
-    def touch(self, block_hashes: Iterable[BlockHash]) -> None:
-        """Count a use without a read. The blocks come in prefix order; tails are evicted first."""
-
-    @abstractmethod
-    def take_events(self) -> list[BlockEvent]:
-        """Return the blocks stored or removed since the last call, in order."""

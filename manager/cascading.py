@@ -16,30 +16,26 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from ..config.schema import OnReset, WriteMode
 from ..tiers.base import BlockHash, BlockStatus, LoadStoreSpec
 from .admission import Admission, AdmitAll, PastUses
-from .base import BlockEvent, LookupState, OffloadingManager, PrepareStoreOutput
+from .base import BlockEvent, PrepareStoreOutput
 from .below.port import Below, Ended
 from .claim_queue import ClaimQueue
-from .claims import PromotionRoom
+from .claims import Holds, PromotionRoom
 from .counters import Counters
-from .demotion import Aging, Demoter, Watermarks
+from .demotion import Aging, Demoter
 from .flow import Clock, Flow
-from .flush import Closing, FlushMeans
-from .holds import Holds
-from .level import Tier
-from .loads import Loads
+from .flush import Closing
+from .level import Tier, Transfer
 from .lookup import Lookups
-from .promotion import Promoter, collect
-from .request import Request
-from .request_ends import RequestEnds
+from .promotion import Promoter
+from .request import Request, RequestEnds
 from .resets import Resets
 from .state import TierState
 from .stores import Stores
-from .workers import WorkerTransfers
+from .workers import Loads, WorkerTransfers
 from .worth import PrefillSpeed, Worth
 
 STEPS_UNTIL_FLUSHED = 8
@@ -83,8 +79,12 @@ class ManagerOptions:
     with_events: bool = True
 
 
-class CascadingOffloadingManager(OffloadingManager):
-    """Manager of a cascade: one `Level` over the slots of the first tier, and a `Below`."""
+class CascadingOffloadingManager:
+    """Manager of a cascade: one `Level` over the slots of the first tier, and a `Below`.
+
+    It decides where each block is stored and which one moves next, does no I/O and does not use
+    torch. Names and semantics follow vLLM's `OffloadingManager`.
+    """
 
     def __init__(
         self,
@@ -109,52 +109,45 @@ class CascadingOffloadingManager(OffloadingManager):
         age_s = 0.0 if mode is WriteMode.THROUGH else options.dirty_age_s
         is_aging = mode is not WriteMode.DEMOTE and not flow.is_single
         aging = Aging(clock, flow.top.capacity, age_s) if is_aging else None
-        self._demoter = Demoter(
-            flow.top,
-            below,
+        demoter = self._demoter = Demoter(
+            flow,
             admission,
-            flow.tickets,
-            clock,
-            Watermarks(options.low_watermark, options.high_watermark),
             aging,
+            low_watermark=options.low_watermark,
+            high_watermark=options.high_watermark,
         )
         worth = _worth_of(flow, options)
-        workers = WorkerTransfers(flow.top.backend, options.steps_until_flushed)
-        holds = Holds()
-        promoter = self._promoter = Promoter(flow, self._demoter, holds, workers, deadline_s, worth)
+        workers = self._workers = WorkerTransfers(flow.top.backend, options.steps_until_flushed)
+        holds = self._holds = Holds()
+        promoter = self._promoter = Promoter(flow, demoter, holds, workers, deadline_s, worth)
         room = PromotionRoom(flow.top, promoter, holds, workers, options.promotion_budget_slots)
-        claims = self._claims = ClaimQueue(
-            flow, promoter, holds, room, worth, deadline_s, options.served_end
-        )
+        served_end = options.served_end
+        claims = ClaimQueue(flow, promoter, holds, room, worth, deadline_s, served_end)
+        self._claims = claims
         store_wait_s = deadline_s if options.waits_for_stores else None
-        self._collect = partial(collect, flow, promoter, self._demoter)
-        self.lookups = Lookups(
+        lookups = self.lookups = Lookups(
             self.lock, flow, promoter, claims, workers, worth, store_wait_s, self._collect
         )
-        """Lookups of the current step. Adapters use it to inline the plain hit."""
+        """Lookups of the current step, by single blocks, too. Adapters inline the plain hit."""
         self._stores = Stores(
             flow,
-            self._demoter,
+            demoter,
             promoter,
             claims,
             workers,
-            self.lookups.answers,
+            lookups.answers,
             worth,
+            self._collect,
             options.offered_once,
         )
-        self._workers, self._holds = workers, holds
-        self._loads = Loads(flow, promoter, claims, workers, options.served_end)
-        self._request_ends = RequestEnds(flow, aging, counts_uses=admission.counts_uses)
-        self._resets = Resets(
-            flow,
-            self._demoter,
-            promoter,
-            claims,
-            self.lookups,
-            workers,
-            options.on_reset,
+        self._loads = Loads(flow, claims, workers, served_end)
+        counts_uses = admission.counts_uses
+        self._request_ends = RequestEnds(flow, claims, worth, aging, counts_uses=counts_uses)
+        self._resets = Resets(flow, demoter, promoter, claims, lookups, workers, options.on_reset)
+        maintain = self._maintain_below
+        self._closing = Closing(
+            flow, demoter, workers, holds, self.lock, self._collect, maintain, pause
         )
-        self._closing = Closing(flow, self._demoter, workers, holds, pause)
 
     # ---- questions -----------------------------------------------------------------------
 
@@ -166,27 +159,34 @@ class CascadingOffloadingManager(OffloadingManager):
     def lookup(
         self, block_hashes: Iterable[BlockHash], request: Request | None = None
     ) -> int | None:
-        return self.lookups.lookup(block_hashes, request or Request())
+        """Return the length of the longest prefix of blocks that can be loaded.
 
-    def lookup_block(self, block_hash: BlockHash, request: Request) -> LookupState:
-        """Return the state of one block: `Lookups.lookup_block`."""
-        return self.lookups.lookup_block(block_hash, request)
+        None: blocks of this prefix are in flight; ask again.
+        """
+        return self.lookups.lookup(block_hashes, request or Request())
 
     # ---- loads and stores ------------------------------------------------------------------
 
     def prepare_load(
         self, block_hashes: Collection[BlockHash], request: Request | None = None
     ) -> LoadStoreSpec:
+        """Pin blocks that were hits. Return the slots that the worker reads."""
         with self.lock:
             return self._loads.prepare(block_hashes, request)
 
     def complete_load(self, block_hashes: Collection[BlockHash]) -> None:
+        """Undo one `prepare_load`, because the worker has read the blocks."""
         with self.lock:
             self._workers.end_loads(block_hashes)
 
     def prepare_store(
         self, block_hashes: Sequence[BlockHash], request: Request | None = None
     ) -> PrepareStoreOutput | None:
+        """Take slots for the blocks that are absent, and evict others if necessary.
+
+        None: no slot is free now, but some will be soon; offer the same list again. Of a list that
+        can never fit, as many of the first blocks are taken as fit.
+        """
         with self.lock:
             return self._stores.prepare(block_hashes, request)
 
@@ -196,20 +196,15 @@ class CascadingOffloadingManager(OffloadingManager):
         success: bool = True,
         request: Request | None = None,
     ) -> None:
+        """Make blocks loadable that the worker wrote; if not `success`, remove them."""
         with self.lock:
             self._stores.complete(block_hashes, success, request)
 
     # ---- recency, requests, steps --------------------------------------------------------
 
-    def touch(self, block_hashes: Iterable[BlockHash]) -> None:
-        with self.lock:
-            self._flow.top.policy.touch(block_hashes)
-
     def finish_request(self, request: Request) -> None:
         """End a request: set the recency of its blocks. Its transfers may still be in flight."""
         with self.lock:
-            self.lookups.end_request(request)
-            self._claims.finish(request)
             self._request_ends.end(request)
 
     def end_step(self) -> None:
@@ -218,11 +213,13 @@ class CascadingOffloadingManager(OffloadingManager):
         Call it at any time after the last lookup of the step.
         """
         with self.lock:
-            self._workers.end_step()
+            if self._workers.quarantine:
+                self._workers.end_step()
             self._claims.end_step()
             self._maintain()
             self._flow.evicted.clear()
-            self.lookups.end_step()
+            if self.lookups.asking is not None:
+                self.lookups.end_step()
 
     def maintain(self) -> None:
         """Demote blocks, collect ended transfers, and drop expired pins.
@@ -231,22 +228,35 @@ class CascadingOffloadingManager(OffloadingManager):
         """
         if self.lock.acquire(blocking=False):
             try:
-                self._maintain(may_evict=not self.lookups.is_asking)
+                self._maintain(may_evict=self.lookups.asking is None)
             finally:
                 self.lock.release()
 
     def _maintain(self, may_evict: bool = True) -> None:
         self._collect()
-        self._claims.release_expired()
+        self._claims.maintain(self.lookups.answers.hits, may_evict=may_evict)
+        self._demoter.maintain()
         if may_evict:
-            self._claims.admit()
-            if self._promoter.is_queued:  # a slot or a job may be free now
-                protected = set(self.lookups.answers.hits())
-                self._promoter.flush(protected, may_displace=self._claims.waiting > 0)
-        self._demoter.keep_ahead()
-        self._demoter.demote_due()
-        if may_evict:
-            self._resets.maintain()
+            self._maintain_below()
+
+    def _collect(self) -> None:
+        """Collect the transfers that ended below, and the keys that the tiers below lost."""
+        flow, promoter, demoter = self._flow, self._promoter, self._demoter
+        ended_jobs = flow.below.poll()
+        for ended in ended_jobs:
+            job: Transfer = (promoter if ended.is_get else demoter).land(ended)
+            if flow.on_transfer is not None:
+                flow.on_transfer(ended, job.created_s)
+        demoter.collect_lost()
+        if ended_jobs:
+            flow.collect_events()
+        if flow.clock() >= promoter.late_s:
+            promoter.expire()
+
+    def _maintain_below(self) -> None:
+        """Maintain the tiers below. Empty the first tier if another engine reset one."""
+        if self._flow.below.maintain():
+            self._resets.follow()
 
     @property
     def waiting_requests(self) -> int:
@@ -268,6 +278,7 @@ class CascadingOffloadingManager(OffloadingManager):
         return self._claims.is_waited_for
 
     def take_events(self) -> list[BlockEvent]:
+        """Return the blocks stored or removed since the last call, in order."""
         with self.lock:
             return self._flow.take_events()
 
@@ -294,17 +305,14 @@ class CascadingOffloadingManager(OffloadingManager):
         The call is for shutdown and may block, also while a failed tier rests. Return True if no
         such block is left or in flight.
         """
-        means = FlushMeans(self.lock, self._collect, self._resets.maintain)
-        return self._closing.flush_dirty(means, deadline_s)
+        return self._closing.flush_dirty(deadline_s)
 
     def shutdown(self) -> bool:
         """Write dirty blocks within `shutdown_flush_s`, then stop all transfers. Idempotent.
 
         Return False if transfers are still in flight, because a device is too slow.
         """
-        deadline_s = self._flow.clock() + self.options.shutdown_flush_s
-        means = FlushMeans(self.lock, self._collect, self._resets.maintain)
-        return self._closing.shutdown(means, deadline_s)
+        return self._closing.shutdown(self._flow.clock() + self.options.shutdown_flush_s)
 
     # ---- contents of the tiers -----------------------------------------------------------
 
@@ -318,7 +326,8 @@ class CascadingOffloadingManager(OffloadingManager):
     def tier_states(self) -> list[TierState]:
         """Return the state of each tier, the first tier first. Any thread."""
         with self.lock:
-            top = self._flow.top
+            top, queues = self._flow.top, self._promoter.queues
+            landing = sum(len(job.statuses) for queue in queues for job in queue.jobs.values())
             first = TierState(
                 top.name,
                 top.medium,
@@ -326,17 +335,17 @@ class CascadingOffloadingManager(OffloadingManager):
                 blocks=len(top.policy),
                 capacity_blocks=top.capacity,
                 dirty_blocks=top.dirt.dirty_blocks,
-                writing_blocks=len(self._workers.stores) + self._promoter.landing_slots(),
+                writing_blocks=len(self._workers.stores) + landing,
                 reading_blocks=self._reading_slots(),
             )
-            below = zip(self._flow.below.state(), self._promoter.queues, strict=True)
+            below = zip(self._flow.below.state(), queues, strict=True)
             return [first, *(replace(state, waiting_blocks=queue.blocks) for state, queue in below)]
 
     def _reading_slots(self) -> int:
         """Return the number of slots of the first tier that are pinned for reads."""
         loads = {status.block_id for status, _ in self._workers.loads.values()}
-        writes = (status.block_id for job in self._demoter.jobs for status in job.statuses)
-        return len(loads.union(self._holds.slots(), writes))
+        writes = (status.block_id for job in self._demoter.jobs.values() for status in job.statuses)
+        return len(loads.union(self._holds.users, writes))
 
 
 def _worth_of(flow: Flow, options: ManagerOptions) -> Worth | None:

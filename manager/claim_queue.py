@@ -31,10 +31,9 @@ from itertools import islice
 
 from ..tiers.base import BlockHash
 from .base import LookupState
-from .claims import Claim, PromotionRoom
+from .claims import Claim, Holds, PromotionRoom
 from .counters import Reason
 from .flow import Flow
-from .holds import Holds
 from .promotion import Promoter
 from .request import Request
 from .worth import Worth
@@ -88,7 +87,7 @@ class ClaimQueue:
     @property
     def is_waited_for(self) -> bool:
         """True if a request waits for its turn, or for a block in flight."""
-        return bool(self._queue or (self._promoter.in_flight and self._admitted))
+        return bool(self._queue or (self._promoter.pending and self._admitted))
 
     # ---- lookups -------------------------------------------------------------------------
 
@@ -101,8 +100,6 @@ class ClaimQueue:
         """
         request = claim.request
         if claim.is_admitted:
-            if request.pending and self._flow.clock() >= self._promoter.late_s:
-                self._promoter.expire()
             return bool(request.pending)
         if first not in claim.wanted:
             self.release(request)
@@ -131,9 +128,15 @@ class ClaimQueue:
             return LookupState.MISS
         claim = request.claim
         if claim is None or claim.is_admitted:
-            if claim is not None and not level and block_hash in claim.wanted:
-                return LookupState.PENDING
-            claim = self._new_claim(request, before())
+            if claim is not None:
+                if not level and block_hash in claim.wanted:
+                    return LookupState.PENDING
+                self._admitted.pop(claim, None)  # its pins last until the end of the step
+            claim = request.claim = Claim(request, self._flow.clock(), dict.fromkeys(before(), 0))
+            request.is_plain = False
+            self._queue[claim] = None
+            self._asked.append(claim)
+            self._has_new = True
         claim.wanted[block_hash] = level
         return LookupState.PENDING
 
@@ -149,15 +152,10 @@ class ClaimQueue:
         if claim is not None:
             self._queue.pop(claim, None)
             self._admitted.pop(claim, None)
-            self._promoter.leave(request)
+            if request.pending:
+                self._promoter.leave(request)
             request.end_wait()
         self._holds.release(request)
-
-    def finish(self, request: Request) -> None:
-        """Drop the claim, the pins and the backlog of a request that ended."""
-        self.release(request)
-        if self._worth is not None:
-            self._worth.backlog.end(request)
 
     def orphan(self) -> None:
         """Drop every claim and pin, after a reset of the first tier. Waiting requests ask anew."""
@@ -175,19 +173,32 @@ class ClaimQueue:
         lookups."""
         if self._worth is not None:
             self._worth.prefill.end_step(self._flow.clock())
-        self.room.end_step()
+        if self.room.is_pressed:
+            self.room.end_step()
         if self._asked:
             first = [c for c in self._asked if c in self._queue]
             self._queue = dict.fromkeys(first) | self._queue
             self._asked.clear()
 
-    def admit(self) -> None:
-        """Admit waiting claims that fit, and give up those that are better computed."""
-        if not self._queue or not self._is_time():
+    def maintain(self, hits: Callable[[], list[BlockHash]], *, may_evict: bool) -> None:
+        """Drop expired pins; if `may_evict`, also admit claims and read their blocks.
+
+        `hits` returns the hits of this step, which must stay in the first tier.
+        """
+        if self._admitted:
+            self._release_expired()
+        if not may_evict:
             return
+        if self._queue and (self._has_new or self._is_time()):
+            self._admit_waiting()
+        if self._promoter.is_queued:  # a slot or a job may be free now
+            self._promoter.flush(set(hits()), may_displace=bool(self._queue))
+
+    def _admit_waiting(self) -> None:
+        """Admit waiting claims that fit, and give up those that are better computed."""
         now_s, budget = self._flow.clock(), self.room.budget()
-        self._look_again_s = now_s + LOOK_AGAIN_S
-        ahead = self._promoter.queued_blocks()
+        self._has_new, self._look_again_s = False, now_s + LOOK_AGAIN_S
+        ahead = [0, *(len(queue.queued) for queue in self._promoter.queues)]
         blocked: Claim | None = None
         self._recounted = (self._recounted + 1) % len(self._queue)
         for number, claim in enumerate(list(self._queue)):
@@ -211,14 +222,13 @@ class ClaimQueue:
             ahead = [a + b for a, b in zip(ahead, claim.blocks, strict=True)]
 
     def _is_time(self) -> bool:
-        """True if a check of the queue may change something."""
-        if self._has_new or self._flow.clock() >= self._look_again_s:
-            self._has_new = False
+        """True if a check of the queue may change something although no claim is new."""
+        if self._flow.clock() >= self._look_again_s:
             return True
         first = next(iter(self._queue))
         return self.room.room_for(first, self.room.budget(), None) is not None
 
-    def release_expired(self) -> None:
+    def _release_expired(self) -> None:
         """Unpin ready blocks that their request did not load in time."""
         now_s = self._flow.clock()
         for claim in list(self._admitted):
@@ -230,18 +240,6 @@ class ClaimQueue:
                 self.release(claim.request)
 
     # ---- one claim ---------------------------------------------------------------------------
-
-    def _new_claim(self, request: Request, before: Iterable[BlockHash]) -> Claim:
-        """Queue a new claim. Pins from the request's earlier claim last until the end of the
-        step."""
-        if request.claim is not None:
-            self._admitted.pop(request.claim, None)
-        claim = Claim(request, self._flow.clock(), dict.fromkeys(before, 0))
-        request.begin_wait(claim)
-        self._queue[claim] = None
-        self._asked.append(claim)
-        self._has_new = True
-        return claim
 
     def _may_be_worth(self, level: int, request: Request) -> bool:
         """False if the request misses at once: the tier rests, or computing is faster for any
@@ -266,7 +264,8 @@ class ClaimQueue:
 
     def _count(self, claim: Claim) -> None:
         """Count the slots and reads that the claim needs now, and the blocks that it would save."""
-        holds, get, find = self._holds, self._top.policy.get, self._promoter.find
+        users, get = self._holds.users, self._top.policy.get
+        pending = self._promoter.pending
         blocks = [0] * len(self._flow.counters.tier_names)
         to_read: list[BlockHash] = []
         new_slots = 0
@@ -275,8 +274,8 @@ class ClaimQueue:
         for at, (block_hash, level) in enumerate(claim.wanted.items()):
             status = get(block_hash)
             if status is not None:
-                new_slots += status.ref_cnt >= 0 and status.block_id not in holds
-            elif find(block_hash) is None:
+                new_slots += status.ref_cnt >= 0 and status.block_id not in users
+            elif block_hash not in pending:
                 level = level or self._below.may_hold(block_hash, claim.request.allowed_media)
                 if not level:  # evicted everywhere, so the rest is useless
                     claim.wanted = dict(islice(claim.wanted.items(), at))
@@ -292,15 +291,14 @@ class ClaimQueue:
     def _gives_up(self, claim: Claim, ahead: Sequence[int], now_s: float) -> bool:
         """Give the claim up if its tier rests or computing is faster. Return True if it was given
         up."""
-        needed = [level for level, blocks in enumerate(claim.blocks) if blocks]
-        if not needed:
+        for level, blocks in enumerate(claim.blocks):
+            if blocks and self._below.rests(level):
+                self.release(claim.request)
+                return True
+        worth = self._worth
+        if worth is None or not any(claim.blocks):
             return False
-        if any(self._below.rests(level) for level in needed):
-            self.release(claim.request)
-            return True
-        if self._worth is None:
-            return False
-        if self._worth.is_worth(claim.blocks, ahead, now_s, claim.saved_blocks):
+        if worth.is_worth(claim.blocks, ahead, now_s, claim.saved_blocks):
             return False
         self._compute_instead(claim, now_s)
         return True
@@ -316,7 +314,7 @@ class ClaimQueue:
         if self._worth.is_hopeless(level, now_s) and self._worth.may_probe(level, now_s):
             room = max(0, self.room.left(self.room.budget()))
             for block_hash in missed[: min(room, self._worth.probe_blocks(level, now_s))]:
-                if self._promoter.find(block_hash) is None:
+                if block_hash not in self._promoter.pending:
                     self._promoter.begin(block_hash, claim.wanted[block_hash], None)
             self._flow.counters.promotion_probes += 1
         self._miss(request, missed, Reason.NOT_WORTH)
@@ -363,11 +361,11 @@ class ClaimQueue:
     def _take_first(self, block_hashes: Sequence[BlockHash], claim: Claim, room: int) -> int:
         """Take blocks in order while `room` slots are left. Return the number taken."""
         holds, promoter, request = self._holds, self._promoter, claim.request
-        get, find = self._top.policy.get, promoter.find
+        get, find = self._top.policy.get, promoter.pending.get
         for at, block_hash in enumerate(block_hashes):
             status, pending = get(block_hash), find(block_hash)
             if status is not None and status.ref_cnt >= 0:
-                takes_slot = status.block_id not in holds
+                takes_slot = status.block_id not in holds.users
             else:
                 takes_slot = status is None and pending is None
             if takes_slot:

@@ -1,18 +1,21 @@
-"""Claims of requests on blocks below, and the slots that promotions may take for them.
+"""Claims of requests on blocks below, their pins in the first tier, and the slots for promotions.
 
 Used under the manager's lock.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from ..tiers.base import BlockHash
-from .holds import Holds
+from ..tiers.base import BlockHash, BlockStatus
 from .level import Level
-from .promotion import Promoter
 from .request import Request
 from .workers import WorkerTransfers
+
+if TYPE_CHECKING:
+    from .promotion import Promoter
 
 STORE_SHARE = 16
 """Promotions leave 1/STORE_SHARE of the slots to stores, in addition to dirty slots. Half of the
@@ -47,6 +50,53 @@ class Claim:
     """Time at which the last block in flight arrived; None before."""
 
 
+class Holds:
+    """Pins of ready blocks of the first tier, for requests that wait for the rest of their prefix.
+
+    A held block cannot be evicted. A block that several requests hold takes one slot of the
+    promotion budget.
+    """
+
+    def __init__(self) -> None:
+        self.users: dict[int, int] = {}
+        """Number of requests that hold each slot; 0 is left out."""
+        self._requests: dict[Request, None] = {}
+        """Requests that hold a block, in the order of their first pin."""
+
+    def pin(self, request: Request, block_hash: BlockHash, status: BlockStatus) -> None:
+        """Pin a ready block until the request loads it. No effect if the request holds it."""
+        if block_hash not in request.holds:
+            status.ref_cnt += 1
+            request.holds[block_hash] = status
+            self._requests[request] = None
+            self.users[status.block_id] = self.users.get(status.block_id, 0) + 1
+
+    def release(self, request: Request) -> None:
+        """Unpin all blocks that the request holds."""
+        if not request.holds:
+            return
+        for status in request.holds.values():
+            status.ref_cnt -= 1
+            users = self.users.pop(status.block_id)
+            if users > 1:
+                self.users[status.block_id] = users - 1
+        request.holds.clear()
+        del self._requests[request]
+
+    def blocks(self) -> Iterator[BlockHash]:
+        """Yield the held blocks in prefix order. A block held by several requests comes several
+        times."""
+        for request in self._requests:
+            yield from request.holds
+
+    def forget_all(self) -> None:
+        """Forget every hold without unpinning, because the first tier was reset."""
+        self.users.clear()
+        for request in self._requests:
+            request.holds.clear()
+        self._requests.clear()
+
+
 class PromotionRoom:
     """Slots of the first tier that promotions may take or hold."""
 
@@ -65,6 +115,10 @@ class PromotionRoom:
         self._holds = holds
         self._workers = workers
         self._given_budget = budget_slots
+        self._most = budget_slots or max(1, top.capacity - top.capacity // STORE_SHARE)
+        """Slots that promotions may take or hold if no slot is dirty."""
+        self.is_pressed = False
+        """True if a store was refused in this step or the previous one."""
         self._store_need = 0
         """Size in blocks of the largest store that was refused in the previous step."""
         self._refused_stores = 0
@@ -73,11 +127,13 @@ class PromotionRoom:
     def note_refused_store(self, blocks: int) -> None:
         """Note a store that was refused for lack of slots. Its blocks take precedence over
         promotions."""
+        self.is_pressed = True
         self._refused_stores = max(self._refused_stores, blocks)
 
     def end_step(self) -> None:
         """End the step: its largest refused store counts for the next one."""
         self._store_need, self._refused_stores = self._refused_stores, 0
+        self.is_pressed = self._store_need > 0
 
     def room_for(self, claim: Claim, budget: int, blocked: Claim | None) -> int | None:
         """Return the slots that the claim may take now; None if it must wait.
@@ -90,9 +146,8 @@ class PromotionRoom:
             return None
         if blocked is None:
             is_alone = self.taken() == len(claim.request.holds)
-            most = self._most()
-            room = self.left(most if is_alone else budget)
-            is_too_large = claim.new_slots > most - len(claim.request.holds)
+            room = self.left(self._most if is_alone else budget)
+            is_too_large = claim.new_slots > self._most - len(claim.request.holds)
             may_be_cut = is_alone and is_too_large and not self._workers.loads
             return room if claim.new_slots <= room or may_be_cut else None
         if not claim.new_slots:
@@ -107,16 +162,11 @@ class PromotionRoom:
         if self._given_budget is not None:
             return self._given_budget
         kept = self._top.dirt.dirty_blocks + self._store_need
-        return max(1, self._top.capacity // 2, self._most() - kept)
-
-    def _most(self) -> int:
-        """Return the number of slots that promotions may take or hold if no slot is dirty."""
-        capacity = self._top.capacity
-        return self._given_budget or max(1, capacity - capacity // STORE_SHARE)
+        return max(1, self._top.capacity // 2, self._most - kept)
 
     def taken(self) -> int:
         """Return the number of slots that promotions have taken."""
-        return self._promoter.in_flight + len(self._holds)
+        return len(self._promoter.pending) + len(self._holds.users)
 
     def left(self, budget: int) -> int:
         """Return the slots left of a budget. Slots that workers read now are not available."""

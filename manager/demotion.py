@@ -12,15 +12,14 @@ engine above a smaller tier would write for ever.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 
 from ..tiers.base import BlockHash, BlockOutcome
-from .admission import Admission
-from .below.port import NOT_WANTED, Below, Ended, Put
+from .admission import Admission, AdmissionFunction, AdmitAll
+from .below.port import NOT_WANTED, Ended, Put
 from .counters import LinkCounters
-from .flow import MAX_JOBS_IN_FLIGHT, Clock, batch_blocks
+from .flow import MAX_JOBS_IN_FLIGHT, Clock, Flow, batch_blocks
 from .level import Level, Pairs, Transfer
 
 MAX_SETTLED = 512
@@ -28,16 +27,6 @@ MAX_SETTLED = 512
 a restart, or with strict admission, most blocks of the tier are such."""
 AGING_PER_SLOT = 2
 """Entries per slot of the queue of stored blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Watermarks:
-    """Shares of a level's coldest slots that are kept clean."""
-
-    low: float
-    """A search starts if fewer than this share are clean."""
-    high: float
-    """The search ends when this share is clean."""
 
 
 class Aging:
@@ -50,65 +39,39 @@ class Aging:
         """Blocks are due once they are `age_s` old. `slots`: capacity of the level."""
         self._clock = clock
         self._age_s = age_s
-        self._stored: deque[tuple[float, BlockHash]] = deque(maxlen=AGING_PER_SLOT * slots)
-
-    def __len__(self) -> int:
-        return len(self._stored)
+        self.stored: deque[tuple[float, BlockHash]] = deque(maxlen=AGING_PER_SLOT * slots)
+        """Blocks with the times of their stores, oldest first."""
 
     def note(self, block_hashes: Iterable[BlockHash]) -> None:
         """Append blocks that are dirty from now on."""
-        self._stored.extend(zip(repeat(self._clock()), block_hashes, strict=False))
+        self.stored.extend(zip(repeat(self._clock()), block_hashes, strict=False))
 
     def take_due(self, n: int) -> list[BlockHash]:
         """Remove and return up to `n` due blocks, without duplicates."""
         due_s = self._clock() - self._age_s
         due: list[BlockHash] = []
-        while len(due) < n and self._stored and self._stored[0][0] <= due_s:
-            due.append(self._stored.popleft()[1])
+        while len(due) < n and self.stored and self.stored[0][0] <= due_s:
+            due.append(self.stored.popleft()[1])
         return list(dict.fromkeys(due))
 
     def put_back(self, block_hashes: Sequence[BlockHash]) -> None:
         """Return due blocks that could not be written yet to the front of the queue."""
         due_s = self._clock() - self._age_s
-        self._stored.extendleft((due_s, block_hash) for block_hash in reversed(block_hashes))
+        self.stored.extendleft((due_s, block_hash) for block_hash in reversed(block_hashes))
 
     def clear(self) -> None:
         """Forget all blocks, because the level was reset."""
-        self._stored.clear()
+        self.stored.clear()
 
 
 class ColdSearch:
-    """Find the coldest dirty blocks of a level, and decide when the next scan is due."""
+    """Find the dirty blocks of a level: the coldest, or the most useful ones."""
 
-    def __init__(self, level: Level, marks: Watermarks) -> None:
-        self._level, slots = level, level.capacity
+    def __init__(self, level: Level) -> None:
+        self._level = level
         self._ahead = MAX_JOBS_IN_FLIGHT * batch_blocks(level.block_size)
-        self._window = max(1, round(marks.high * slots))
-        self._slack = max(1, round((marks.high - marks.low) * slots))
-        self._taken_at_scan = -self._slack
-        self._started_by_scan = 0
         self._found: list[BlockHash] = []
         """Blocks that the last search found beyond the limit of its caller, coldest first."""
-
-    @property
-    def is_due(self) -> bool:
-        """True if the level may have passed the low watermark since the last scan ended."""
-        return self._level.taken_blocks - self._taken_at_scan >= self._slack
-
-    def window(self) -> tuple[int, int]:
-        """Return the number of coldest blocks to keep clean, and how many this scan may still
-        write."""
-        window = self._window - self._level.backend.get_num_free_blocks()
-        return window, window - self._started_by_scan
-
-    def note_started(self, n: int) -> None:
-        """Count blocks that the scan wrote."""
-        self._started_by_scan += n
-
-    def end(self) -> None:
-        """End the scan."""
-        self._taken_at_scan = self._level.taken_blocks
-        self._started_by_scan = 0
 
     def next_cold(self, limit: int, window: int | None) -> Pairs:
         """Return up to `limit` of the coldest dirty blocks; an empty list if there are no more.
@@ -154,26 +117,38 @@ class Demoter:
 
     def __init__(
         self,
-        level: Level,
-        below: Below,
+        flow: Flow,
         admission: Admission,
-        tickets: Iterator[int],
-        clock: Clock,
-        marks: Watermarks,
         aging: Aging | None,
+        *,
+        low_watermark: float,
+        high_watermark: float,
     ) -> None:
-        """`aging` has the blocks to write at a certain age; None: a block is written when cold."""
-        self._level = level
-        self._below = below
-        self._admission = admission
-        self._tickets = tickets
-        self._clock = clock
+        """`aging` has the blocks to write at a certain age; None: a block is written when cold.
+
+        The watermarks are shares of the level's coldest slots. A scan starts if fewer than the low
+        one are clean, and ends when the high one is.
+        """
+        level = self._level = flow.top
+        self._flow = flow
+        self._below = flow.below
+        self._admits: AdmissionFunction | None = (
+            None if isinstance(admission, AdmitAll) else admission.admits
+        )
+        """Decides whether a block is written; None: all are."""
         self.aging = aging
         """Blocks to write once they are due. Those to try again come back: their device failed, or
         only a part of their job had room."""
-        self.search = ColdSearch(level, marks)
+        self.search = ColdSearch(level)
         self._batch = batch_blocks(level.block_size)
-        self._jobs: dict[int, Transfer] = {}
+        self._window = max(1, round(high_watermark * level.capacity))
+        slack = round((high_watermark - low_watermark) * level.capacity)
+        self._slack = max(1, slack)
+        self._taken_at_scan = -self._slack
+        """Slots that the level had allocated when the last scan ended."""
+        self._started_by_scan = 0
+        self.jobs: dict[int, Transfer] = {}
+        """Writes in flight, by ticket."""
         self.was_cut_short = False
         """True if the last scan ended because it had settled too many blocks."""
         self.may_find_room = False
@@ -184,51 +159,37 @@ class Demoter:
         """Traffic into the tier below."""
         return self._below.links[0]
 
-    @property
-    def jobs(self) -> list[Transfer]:
-        """Writes in flight."""
-        return list(self._jobs.values())
+    def maintain(self) -> None:
+        """Start the writes that are due: of cold blocks, and of blocks of a certain age."""
+        if self._level.taken_blocks - self._taken_at_scan >= self._slack:
+            self._keep_ahead()
+        aging = self.aging
+        if aging is None or not aging.stored or not self._may_start():
+            return
+        due = aging.take_due((MAX_JOBS_IN_FLIGHT - self._counted_jobs) * self._batch)
+        left = self.demote(due) if due else 0
+        if left:
+            aging.put_back(due[-left:])
 
-    @property
-    def job_ids(self) -> set[int]:
-        """Tickets of the writes in flight."""
-        return set(self._jobs)
-
-    @property
-    def jobs_in_flight(self) -> int:
-        """Number of writes in flight."""
-        return len(self._jobs)
-
-    @property
-    def is_moving(self) -> bool:
-        """True if writes are in flight and make progress."""
-        return bool(self._jobs) and not self._below.write_state().is_stalled
-
-    @property
-    def losable_blocks(self) -> int:
-        """Number of blocks that the tier below could hold and this process would lose."""
-        if not self._below.tiers:
-            return 0
-        return min(len(self._level.policy), self._below.tiers[0].capacity)
-
-    def keep_ahead(self) -> None:
-        """Clean the coldest blocks of the level if the low watermark may have been passed.
+    def _keep_ahead(self) -> None:
+        """Clean the coldest blocks, because the low watermark may have been passed.
 
         There is one scan for each `high - low` slots taken, so the cost per store is constant. A
         scan writes at most as many blocks as the window has. Without this limit, an idle engine
         above a smaller tier would write for ever, because evictions there make blocks dirty again.
         A scan that settles many blocks continues in the next step.
         """
-        search = self.search
-        if not search.is_due or self._level.is_last:
+        level = self._level
+        if level.is_last:
             return
-        window, left = search.window()
+        window = self._window - level.backend.get_num_free_blocks()
+        left = window - self._started_by_scan
         started = self._demote_coldest(left, window, MAX_SETTLED) if left > 0 else 0
-        search.note_started(started)
+        self._started_by_scan += started
         may_go_on = self.was_cut_short or self.may_find_room
         is_idle = self._counted_jobs < MAX_JOBS_IN_FLIGHT and not may_go_on
         if left <= started or (not started and is_idle):
-            search.end()
+            self._taken_at_scan, self._started_by_scan = level.taken_blocks, 0
 
     def demote_coldest(self, n: int) -> int:
         """Start writing up to `n` of the coldest dirty blocks. Return the number started.
@@ -244,20 +205,12 @@ class Demoter:
         if self._level.is_last:
             return False
         self.demote_coldest(n)
-        if self.is_moving or self.was_cut_short or self.may_find_room:
+        if self.was_cut_short or self.may_find_room:
+            return True
+        if self.jobs and not self._below.write_state().is_stalled:
             return True
         # settled blocks can be evicted at once
         return bool(self._level.policy.coldest(1, (), self._level.dirt.settled_mask))
-
-    def demote_due(self) -> None:
-        """Start writing the due blocks, as many as the jobs that may start have room for."""
-        aging = self.aging
-        if not aging or not self._may_start():
-            return
-        due = aging.take_due((MAX_JOBS_IN_FLIGHT - self._counted_jobs) * self._batch)
-        left = self.demote(due) if due else 0
-        if left:
-            aging.put_back(due[-left:])
 
     def demote(self, block_hashes: Sequence[BlockHash]) -> int:
         """Start writing those blocks that are in the level, ready and dirty.
@@ -276,7 +229,7 @@ class Demoter:
 
     def land(self, ended: Ended) -> Transfer:
         """Take in the outcomes of a write that ended. Return its job."""
-        job = self._jobs.pop(ended.ticket)
+        job = self.jobs.pop(ended.ticket)
         if job.is_orphan:
             self._level.release(job)
             return job
@@ -309,9 +262,9 @@ class Demoter:
         """Mark all writes in flight as orphans, because the level was reset. Return them."""
         if self.aging is not None:
             self.aging.clear()
-        for job in self._jobs.values():
+        for job in self.jobs.values():
             job.is_orphan = True
-        return self.jobs
+        return list(self.jobs.values())
 
     def _demote_coldest(self, n: int, window: int | None, max_settled: int) -> int:
         """Search only the `window` coldest blocks; None: all."""
@@ -343,7 +296,7 @@ class Demoter:
     def _counted_jobs(self) -> int:
         """Number of writes in flight that count against the limit. A slow tier far below must not
         hold up the nearest one."""
-        return len(self._jobs) - self._below.late_puts
+        return len(self.jobs) - self._below.late_puts
 
     def _may_start(self) -> bool:
         return self._counted_jobs < MAX_JOBS_IN_FLIGHT and self._below.takes_puts
@@ -364,7 +317,7 @@ class Demoter:
         wanted.reverse()
         hashes = [block_hash for block_hash, _ in wanted]
         slots = [status.block_id for _, status in wanted]
-        ticket = next(self._tickets)
+        ticket = next(self._flow.tickets)
         answers = self._below.put(ticket, hashes, slots)
         if answers.count(Put.STARTED) < len(answers):
             wanted = self._sort(wanted, answers)
@@ -375,7 +328,7 @@ class Demoter:
                 status.ref_cnt += 1
             self._level.dirt.set_arriving([status.block_id for status in statuses])
             going = [block_hash for block_hash, _ in wanted]
-            self._jobs[ticket] = Transfer(ticket, going, statuses, self._clock())
+            self.jobs[ticket] = Transfer(ticket, going, statuses, self._flow.clock())
         self.collect_lost()  # the port may have evicted blocks
         return started if started or Put.ALREADY in answers else None
 
@@ -395,17 +348,17 @@ class Demoter:
         """Settle blocks that are below already or that admission refuses; return the others."""
         wanted: Pairs = []
         settled: list[int] = []
-        below, admits = self._below, self._admission.admits
+        below, admits = self._below, self._admits
         uses = self._level.uses
         for block_hash, status in cold:
             slot = status.block_id
             if below.may_hold(block_hash) == 1 and not below.wants_again(block_hash):
                 settled.append(slot)
-            elif not admits(block_hash, uses.of(slot)):
+            elif admits is None or admits(block_hash, uses.of(slot)):
+                wanted.append((block_hash, status))
+            else:
                 settled.append(slot)
                 uses.note_refused(block_hash, slot)
                 self.counters.demote_refused_blocks += 1
-            else:
-                wanted.append((block_hash, status))
         self._level.dirt.set_settled(settled)
         return wanted

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from ..tiers.base import BlockHash
+from .claims import Holds
 from .demotion import Demoter
 from .flow import Flow
-from .holds import Holds
 from .level import Level
 from .workers import WorkerTransfers
 
@@ -35,18 +34,6 @@ ROOM_POLL_S = 0.001
 """Seconds between two checks whether a growing tier has room."""
 
 
-@dataclass(frozen=True, slots=True)
-class FlushMeans:
-    """Callbacks and the lock that the manager lends to a flush."""
-
-    lock: AbstractContextManager[Any]
-    """Lock held during every access to the manager's state, never during a wait."""
-    collect: Callable[[], None]
-    """Function that collects the ended transfers of every tier."""
-    maintain: Callable[[], None]
-    """Function that maintains the tiers, and takes in resets by other engines."""
-
-
 class Closing:
     """Flush and stop a cascade."""
 
@@ -56,41 +43,52 @@ class Closing:
         demoter: Demoter,
         workers: WorkerTransfers,
         holds: Holds,
+        lock: AbstractContextManager[Any],
+        collect: Callable[[], None],
+        maintain: Callable[[], None],
         pause: Callable[[float], None],
     ) -> None:
-        """`pause` waits for the given number of seconds of the clock."""
+        """`lock` is held during every access to the manager's state, never during a wait.
+
+        `collect` collects the ended transfers of every tier. `maintain` maintains the tiers below,
+        and takes in resets by other engines. `pause` waits for the given number of seconds of the
+        clock.
+        """
         self._flow = flow
         self._demoter = demoter
         self._workers = workers
         self._holds = holds
+        self._lock = lock
+        self._collect = collect
+        self._maintain = maintain
         self._pause = pause
         self._is_shut_down = False
 
-    def flush_dirty(self, means: FlushMeans, deadline_s: float) -> bool:
+    def flush_dirty(self, deadline_s: float) -> bool:
         """Write every dirty block of the first tier below it, until `deadline_s` on the clock.
 
         Return True if no such block is left or in flight.
         """
         flow = self._flow
-        self._flush(means, deadline_s)
-        with means.lock:
-            means.collect()
+        self._flush(deadline_s)
+        with self._lock:
+            self._collect()
             are_writing = any(state.demote_jobs for state in flow.below.state())
             return not (flow.top.dirt.dirty_blocks or are_writing)
 
-    def shutdown(self, means: FlushMeans, deadline_s: float) -> bool:
+    def shutdown(self, deadline_s: float) -> bool:
         """Flush, and stop all transfers; idempotent. Return False if transfers are in flight."""
         flow = self._flow
         if not self._is_shut_down:  # a node that was stopped takes nothing
-            self.flush_dirty(means, deadline_s)
+            self.flush_dirty(deadline_s)
         self._is_shut_down = True
-        with means.lock:
+        with self._lock:
             if not flow.is_single:
                 flow.below.touch(hottest(flow.top, self._in_use()))
-            means.maintain()  # sends the recency
+            self._maintain()  # sends the recency
         return flow.below.shutdown(deadline_s)
 
-    def _flush(self, means: FlushMeans, deadline_s: float) -> None:
+    def _flush(self, deadline_s: float) -> None:
         """Write dirty blocks until none is left, no more can be written, or the time is over."""
         if self._flow.is_single:
             return
@@ -98,12 +96,13 @@ class Closing:
         counters = demoter.counters
         # The limit ends the loop: a block evicted by a smaller tier below becomes dirty again.
         # Blocks whose write failed are sent again, so the limit grows by them.
-        limit = demoter.losable_blocks - counters.demote_failed_blocks
+        losable = min(len(self._flow.top.policy), below.tiers[0].capacity)
+        limit = losable - counters.demote_failed_blocks
         sent = rests = written = 0
         order: list[BlockHash] = []
         while (left_s := deadline_s - clock()) > 0:
-            with means.lock:
-                means.collect()
+            with self._lock:
+                self._collect()
                 if not order:
                     limit_now = limit + counters.demote_failed_blocks - sent
                     order = demoter.search.most_useful(limit_now, self._in_use())
@@ -112,8 +111,8 @@ class Closing:
                 order = order[len(order) - left :]
                 if counters.demoted_blocks > written:
                     written, rests = counters.demoted_blocks, 0
-                state, waiting = below.write_state(), demoter.job_ids
-                means.maintain()
+                state, waiting = below.write_state(), set(demoter.jobs)
+                self._maintain()
             may_recover = state.may_recover and 0 < state.rest_left_s < left_s
             if waiting and not state.is_stalled:
                 below.wait(waiting, left_s)

@@ -25,6 +25,9 @@ RUN_BLOCKS = 64
 """Length of a run in blocks. A shutdown writes a run together, because a later request reads it
 together."""
 
+SPENT = 255
+"""Origin of a promoted block that a request has loaded. Copies are on the device and below."""
+
 _block_id = attrgetter("block_id")
 
 
@@ -187,6 +190,10 @@ class Level:
         """Number of slots allocated since the start."""
         self.dirt = Dirt(self.capacity, is_last)
         self.uses = UseCounts(self.capacity, past)
+        self.origin = bytearray(self.capacity)
+        """For each slot, the tier from which its block was read. `SPENT` once a request has loaded
+        the block; 0 if a worker stored it, or after its second load."""
+        self._origin_of = np.frombuffer(self.origin, dtype=np.uint8)
         self.on_evicted = on_evicted
         self._lost: list[BlockHash] = []
         """Hashes lost to another process's reset, not yet reported as removal events; in descending
@@ -220,11 +227,11 @@ class Level:
             self.make_all_room(free + possible, protected, may_drop_dirty)
         return min(n, self.backend.get_num_free_blocks())
 
-    def make_room_of(self, n: int, protected: Container[BlockHash], first: SlotMask) -> None:
-        """Evict settled blocks in the slots of `first` until `n` slots are free or no such block is
-        left."""
+    def make_room_of_spent(self, n: int, protected: Container[BlockHash]) -> None:
+        """Evict settled blocks that requests have loaded, until `n` slots are free or no such block
+        is left."""
         missing = n - self.backend.get_num_free_blocks()
-        mask = first & self.dirt.settled_mask
+        mask = (self._origin_of == SPENT) & self.dirt.settled_mask
         found = len(self.policy.coldest(missing, protected, mask)) if missing > 0 else 0
         evicted = self.policy.evict(found, protected, mask) if found else None
         if evicted is not None:
@@ -270,10 +277,6 @@ class Level:
             self.policy.remove(block_hash)
             self.backend.free(status)
 
-    def holds(self, block_hash: BlockHash) -> bool:
-        """True if the level holds the block, ready or in flight."""
-        return self.policy.get(block_hash) is not None
-
     def note_lost_below(self, block_hashes: Sequence[BlockHash]) -> None:
         """Mark blocks dirty again that left a tier below and are ready here."""
         found = (self.policy.get(block_hash) for block_hash in block_hashes)
@@ -289,7 +292,8 @@ class Level:
         """Return the next batch of those that did not come back."""
         left = self._lost[-limit:]
         del self._lost[-limit:]
-        return [block_hash for block_hash in left if block_hash and not self.holds(block_hash)]
+        get = self.policy.get
+        return [block_hash for block_hash in left if block_hash and get(block_hash) is None]
 
     def empty(self, users: Counter[int]) -> None:
         """Forget every block after a reset.

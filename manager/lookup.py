@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ..tiers.base import BlockHash, BlockStatus
-from .answers import Answers
 from .base import LookupState
 from .claim_queue import ClaimQueue
 from .counters import Reason
@@ -30,6 +29,70 @@ MAX_LOOKS_PER_STEP = 4096
 """Number of blocks that one step searches below, at 3 to 11 µs for each block found. Requests that
 ask for more are asked again in the next step. Many simultaneous requests therefore do not stall the
 others."""
+
+
+class Answers:
+    """Hits and misses of the lookups of one step, and the slot in which the next hit is likely.
+
+    A prefix is stored into adjacent slots, in order. After a hit, the next block is therefore
+    expected in the next slot. Comparing its hash with that slot's is cheaper than a search of the
+    dictionary, and its cost does not grow with the tier. The hits of such a run are recorded by its
+    two ends only.
+
+    The scheduler's thread writes these objects. A background thread may read them under the
+    manager's lock while no request is asking.
+
+    The adapter of vLLM inlines the hit in a run: if `ready_at[at]` equals the hash, the block is a
+    hit, and `at` grows by one.
+    """
+
+    __slots__ = ("_hits", "_mark", "_nowhere", "_start", "at", "misses", "ready_at")
+
+    def __init__(self, ready_at: list[BlockHash] | None) -> None:
+        """For `ready_at` see `CachePolicy`. If it is None, every hit is searched."""
+        self.ready_at: list[BlockHash] = [BlockHash(b"")] if ready_at is None else ready_at
+        """Hash of the ready block in each slot. An empty hash means no block; the last entry is
+        always empty."""
+        self._nowhere = len(self.ready_at) - 1
+        self.at = self._nowhere
+        """Slot after the slot of the last hit."""
+        self.misses = 0
+        """Number of misses that the counters do not contain yet."""
+        self._start = self._nowhere
+        self._hits: list[BlockHash] = []
+        self._mark = 0
+
+    def begin(self) -> None:
+        """Start the lookups of another request."""
+        self._end_run()
+        self._mark = len(self._hits)
+
+    def hit(self, block_hash: BlockHash, slot: int | None = None) -> None:
+        """Record a hit found by a search. If its slot is given, a run begins behind it."""
+        self._end_run()
+        self._hits.append(block_hash)
+        if slot is not None:
+            self.at = self._start = min(slot + 1, self._nowhere)
+
+    def _end_run(self) -> None:
+        if self.at > self._start:
+            self._hits += self.ready_at[self._start : self.at]
+        self.at = self._start = self._nowhere
+
+    def hits(self) -> list[BlockHash]:
+        """Return all hits of this step. These blocks must stay until the step ends."""
+        return [*self._hits, *self.ready_at[self._start : self.at]]
+
+    def of_request(self) -> list[BlockHash]:
+        """Return the hits since `begin`, and end the run: the next block is searched."""
+        self._end_run()
+        return self._hits[self._mark :]
+
+    def clear(self) -> None:
+        """End the step: forget its hits."""
+        self.at = self._start = self._nowhere
+        self._hits.clear()
+        self._mark = 0
 
 
 class Lookups:
@@ -69,18 +132,15 @@ class Lookups:
         """Function that returns the status of a block in the first tier. Adapters use it to inline
         the plain hit."""
         self.answers = Answers(flow.top.policy.ready_at)
-        self._asking: Request | None = None
+        self.asking: Request | None = None
+        """Request of the last lookup in this step. While there is one, blocks must stay in the
+        first tier."""
         self._is_waiting = False
         """True if the request that is asking waits for an earlier lookup."""
         self._looks = 0
         """Number of blocks searched below in this step."""
         self._missing: list[Request] = []
         """Requests that missed a block in this step and need not wait for others."""
-
-    @property
-    def is_asking(self) -> bool:
-        """True in the part of a step in which blocks must stay in the first tier."""
-        return self._asking is not None
 
     def lookup(self, block_hashes: Iterable[BlockHash], request: Request) -> int | None:
         """Return the length of the longest prefix of hits; None: ask again."""
@@ -104,7 +164,7 @@ class Lookups:
         The call is lock-free if the block is ready in the first tier, or in flight for this
         request.
         """
-        if request is not self._asking:
+        if request is not self.asking:
             self.begin_asking(request, block_hash)
         status = self.top_get(block_hash)
         if status is not None and status.ref_cnt >= 0:
@@ -125,7 +185,7 @@ class Lookups:
         step, or for the answer of a tier elsewhere. Every answer then makes the engine ask again.
         """
         with self._lock:  # from here on, the background removes no block of the first tier
-            self._asking = request
+            self.asking = request
             if (request.pending or request.asked is not None) and not self._has_collected:
                 # A model step lies between the end of the last step and now. What ended in it
                 # would otherwise wait for the end of this step, and the request for the next one.
@@ -157,7 +217,7 @@ class Lookups:
             return state
 
     def end_step(self) -> None:
-        """End the step, also after a reset: its hits are no longer protected."""
+        """End a step with lookups, also after a reset: its hits are no longer protected."""
         if self._worth is not None:
             for request in self._missing:
                 self._worth.expect_computing(request)
@@ -165,14 +225,9 @@ class Lookups:
         self._flow.counters.lookup_misses += self.answers.misses
         self.answers.misses = 0
         self.answers.clear()
-        self._asking = None
+        self.asking = None
         self._has_collected = False
         self._looks = 0
-
-    def end_request(self, request: Request) -> None:
-        """Forget a request that ended."""
-        if request is self._asking:
-            self._asking = None
 
     def _note_miss(self, block_hash: BlockHash, request: Request) -> None:
         is_first = request.missed_at is None
@@ -205,7 +260,7 @@ class Lookups:
             return self._state_while_waiting(block_hash, request)
         if block_hash in request.missed or block_hash in self._workers.outdated:
             return LookupState.MISS
-        pending = self._promoter.find(block_hash)
+        pending = self._promoter.pending.get(block_hash)
         if pending is not None:
             medium = self._below.tiers[pending.tier - 1].medium
             if pending.is_late or not request.may_read(medium):

@@ -16,21 +16,17 @@ import math
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from ..tiers.base import BlockHash, BlockOutcome
 from .below.port import Ended
+from .claims import Holds
 from .counters import Reason
 from .demotion import Demoter
 from .flow import MAX_JOBS_IN_FLIGHT, Flow, batch_blocks
-from .holds import Holds
 from .level import Transfer
 from .request import Request
 from .workers import WorkerTransfers
 from .worth import Worth
 
-SPENT = 255
-"""Origin of a promoted block that a request has loaded. Copies are on the device and below."""
 DEADLINES_PER_JOB = 3
 """Number of deadlines after which a job is late even if other jobs of its tier end."""
 
@@ -61,7 +57,7 @@ class ReadQueue:
 
     def __init__(self, tier: int, deadline_s: float) -> None:
         self.tier = tier
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self.queued: list[BlockHash] = []
         """Blocks whose read has not started."""
         self.moved_s = -math.inf
@@ -74,15 +70,9 @@ class ReadQueue:
         """Number of blocks that are queued or in flight."""
         return len(self.queued) + sum(len(job.hashes) for job in self.jobs.values())
 
-    def add(self, block_hash: BlockHash, now_s: float) -> None:
-        """Append a block to the queue."""
-        if not self.queued:
-            self.moved_s = now_s
-        self.queued.append(block_hash)
-
     def take_late(self, now_s: float) -> list[BlockHash]:
         """Remove and return the queued blocks that are late: all of them, or none."""
-        if not self.queued or now_s < self.moved_s + self._deadline_s:
+        if not self.queued or now_s < self.moved_s + self.deadline_s:
             return []
         late, self.queued = self.queued, []
         return late
@@ -96,13 +86,13 @@ class ReadQueue:
 
     def next_due_s(self) -> float:
         """Return the earliest time at which a block or job may become late."""
-        due_s = self.moved_s + self._deadline_s if self.queued else math.inf
+        due_s = self.moved_s + self.deadline_s if self.queued else math.inf
         return min([due_s, *(self._due_s(job) for job in self.jobs.values() if not job.is_late)])
 
     def _due_s(self, job: ReadJob) -> float:
         moved_s = max(job.created_s, self.moved_s)
-        last_s = job.created_s + (DEADLINES_PER_JOB - 1) * self._deadline_s
-        return min(moved_s, last_s) + self._deadline_s
+        last_s = job.created_s + (DEADLINES_PER_JOB - 1) * self.deadline_s
+        return min(moved_s, last_s) + self.deadline_s
 
 
 class Promoter:
@@ -125,45 +115,27 @@ class Promoter:
         self._workers = workers
         self._worth = worth
         self._top = flow.top
-        self._pending: dict[BlockHash, Pending] = {}
-        self.find = self._pending.get
-        """Function that returns the state of a block's promotion; None if it is not promoted."""
+        self._batch = batch_blocks(flow.top.block_size)
+        self.pending: dict[BlockHash, Pending] = {}
+        """Blocks that are queued or in flight."""
         self.queues = [ReadQueue(tier, deadline_s) for tier in range(1, 1 + len(flow.below.tiers))]
         """One queue for each tier below, nearest first."""
+        self.is_queued = False
+        """False if `flush` has nothing to read."""
         self.late_s = math.inf
         """Earliest time at which a block or job may become late."""
-        self.origin = bytearray(self._top.capacity)
-        """For each slot of the first tier, the tier from which its block was read. `SPENT` once a
-        request has loaded the block; 0 if a worker stored it, or after its second load."""
-        self._origin_of = np.frombuffer(self.origin, dtype=np.uint8)
-
-    @property
-    def in_flight(self) -> int:
-        """Number of blocks that are queued or in flight."""
-        return len(self._pending)
-
-    @property
-    def is_queued(self) -> bool:
-        """True if `flush` has blocks to read."""
-        return any(queue.queued for queue in self.queues)
-
-    def landing_slots(self) -> int:
-        """Return the number of slots of the first tier that blocks from below are read into."""
-        return sum(len(job.statuses) for queue in self.queues for job in queue.jobs.values())
-
-    def queued_blocks(self) -> list[int]:
-        """Return the number of queued blocks by tier; index 0 stands for the first tier."""
-        return [0, *(len(queue.queued) for queue in self.queues)]
 
     def begin(self, block_hash: BlockHash, tier: int, request: Request | None) -> None:
         """Queue a block that `tier` holds. Without a request the read is a probe."""
-        pending = self._pending[block_hash] = Pending(tier, is_probe=request is None)
+        pending = self.pending[block_hash] = Pending(tier, is_probe=request is None)
         if request is not None:
             self.join(block_hash, pending, request)
         queue = self.queues[tier - 1]
-        queue.add(block_hash, self._flow.clock())
-        if len(queue.queued) == 1:
-            self.late_s = min(self.late_s, queue.next_due_s())
+        if not queue.queued:
+            queue.moved_s = self._flow.clock()
+            self.late_s = min(self.late_s, queue.moved_s + queue.deadline_s)
+        queue.queued.append(block_hash)
+        self.is_queued = True
 
     def join(self, block_hash: BlockHash, pending: Pending, request: Request) -> None:
         """Let the request wait for a block that is being promoted."""
@@ -173,7 +145,7 @@ class Promoter:
     def leave(self, request: Request) -> None:
         """End the request's waits. Queued blocks without a waiting request are not read."""
         for block_hash in request.pending:
-            self._pending[block_hash].waiters.pop(request, None)
+            self.pending[block_hash].waiters.pop(request, None)
         request.pending.clear()
 
     def flush(self, protected: Container[BlockHash], may_displace: bool) -> None:
@@ -182,9 +154,11 @@ class Promoter:
         `may_displace`: True evicts promoted blocks first that were loaded already. Use it if
         requests wait for room.
         """
+        self.is_queued = False
         for queue in self.queues:
             if queue.queued:
                 self._flush_queue(queue, protected, may_displace)
+                self.is_queued |= bool(queue.queued)
 
     def land(self, ended: Ended) -> ReadJob:
         """Take in a read that ended: its tier's speed and its blocks. Return its job."""
@@ -212,7 +186,7 @@ class Promoter:
                 self._fail(block_hash, Reason.DEADLINE)
             for job in queue.late_jobs(now_s):
                 for block_hash in job.hashes:
-                    pending = self._pending.get(block_hash)
+                    pending = self.pending.get(block_hash)
                     if pending is not None:
                         pending.is_late = True
                         self._miss(block_hash, pending, Reason.DEADLINE)
@@ -220,10 +194,10 @@ class Promoter:
 
     def orphan(self) -> list[Transfer]:
         """Drop all promotions after a reset of the first tier. Return the reads in flight."""
-        for pending in self._pending.values():
+        for pending in self.pending.values():
             for request in pending.waiters:
                 request.pending.clear()
-        self._pending.clear()
+        self.pending.clear()
         orphans: list[Transfer] = []
         for queue in self.queues:
             queue.queued = []
@@ -237,13 +211,13 @@ class Promoter:
     ) -> None:
         """Start jobs for a queue. Blocks that must wait for a free job stay queued."""
         top, queued = self._top, queue.queued
-        batch = batch_blocks(top.block_size)
+        batch = self._batch
         free_jobs = MAX_JOBS_IN_FLIGHT - len(queue.jobs)
         wanted = min(len(queued), free_jobs * batch)
         may_drop = self._below.is_blocked
         top.policy.expect(queued[:wanted])
         if may_displace:
-            top.make_room_of(wanted, protected, self._origin_of == SPENT)
+            top.make_room_of_spent(wanted, protected)
         room = top.make_room(wanted, protected, may_drop_dirty=may_drop)
         for start in range(0, room, batch):
             self._send(queue, queued[start : min(start + batch, room)])
@@ -255,18 +229,19 @@ class Promoter:
 
     def _will_have_room(self, n: int, may_drop: bool) -> bool:
         """Return True if slots will become free, or if blocks can be evicted after this step."""
-        if self._demoter.clean_ahead(n) or self._workers.is_busy or self._holds:
+        if self._demoter.clean_ahead(n) or self._workers.is_busy or self._holds.users:
             return True
         top = self._top
         return bool(top.policy.coldest(1, (), None if may_drop else top.dirt.settled_mask))
 
     def _send(self, queue: ReadQueue, hashes: list[BlockHash]) -> None:
         present: list[BlockHash] = []
+        get = self._top.policy.get
         for block_hash in hashes:
-            pending = self._pending.get(block_hash)
+            pending = self.pending.get(block_hash)
             if pending is None or not (pending.waiters or pending.is_probe):
-                self._pending.pop(block_hash, None)
-            elif not self._below.may_hold(block_hash) or self._top.holds(block_hash):
+                self.pending.pop(block_hash, None)
+            elif not self._below.may_hold(block_hash) or get(block_hash) is not None:
                 self._fail(block_hash)
             else:
                 present.append(block_hash)
@@ -276,7 +251,7 @@ class Promoter:
         ticket, now_s = next(self._flow.tickets), self._flow.clock()
         queue.jobs[ticket] = ReadJob(ticket, present, targets, now_s)
         queue.moved_s = now_s
-        self.late_s = min(self.late_s, queue.next_due_s())
+        self.late_s = min(self.late_s, now_s + queue.deadline_s)
         if self._worth is not None:
             speed = self._worth.links[queue.tier - 1]
             speed.started(len(present) * self._top.block_size, now_s)
@@ -284,7 +259,7 @@ class Promoter:
 
     def _fail(self, block_hash: BlockHash, reason: Reason | None = None) -> None:
         """Drop a promotion: its block is a miss for every waiting request."""
-        pending = self._pending.pop(block_hash, None)
+        pending = self.pending.pop(block_hash, None)
         if pending is not None:
             self._miss(block_hash, pending, reason)
 
@@ -297,7 +272,7 @@ class Promoter:
         pending.waiters.clear()
 
     def _land(self, job: ReadJob, ended: Ended) -> None:
-        top, pop, origin = self._top, self._pending.pop, self.origin
+        top, pop, origin = self._top, self.pending.pop, self._top.origin
         arrived: list[BlockHash] = []
         slots: list[int] = []
         for block_hash, status, outcome in zip(
@@ -322,17 +297,3 @@ class Promoter:
             top.dirt.set_dirty(slots)
         top.policy.mark_ready(arrived, slots)
         self._flow.emit(arrived, removed=False)
-
-
-def collect(flow: Flow, promoter: Promoter, demoter: Demoter) -> None:
-    """Collect the transfers that ended below, and the keys that the tiers below lost."""
-    ended_jobs = flow.below.poll()
-    for ended in ended_jobs:
-        job: Transfer = (promoter if ended.is_get else demoter).land(ended)
-        if flow.on_transfer is not None:
-            flow.on_transfer(ended, job.created_s)
-    demoter.collect_lost()
-    if ended_jobs:
-        flow.collect_events()
-    if flow.clock() >= promoter.late_s:
-        promoter.expire()

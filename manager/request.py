@@ -1,4 +1,4 @@
-"""State of one request between its first lookup and its end."""
+"""State of one request between its first lookup and its end, and what its end changes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, TypeVar
 from ..tiers.base import BlockHash, BlockStatus
 
 if TYPE_CHECKING:
+    from .claim_queue import ClaimQueue
     from .claims import Claim
-
+    from .demotion import Aging
+    from .flow import Flow
+    from .worth import Worth
 
 Hash = TypeVar("Hash", bound=bytes)
 
@@ -96,29 +99,12 @@ class Request:
         """Return True if the request may read from this medium."""
         return self.allowed_media is None or medium in self.allowed_media
 
-    def begin_wait(self, claim: Claim) -> None:
-        """Start to wait for the blocks of a claim."""
-        self.claim = claim
-        self.is_plain = False
-
     def end_wait(self) -> None:
         """End the wait: the request is served, has ended, or gave up."""
         self.claim = None
         self.storing_since_s = None
         self.pending.clear()
         self.is_plain = self.allowed_media is None
-
-    def note_stored(self, offered: Sequence[BlockHash], new: Sequence[BlockHash]) -> None:
-        """Record an offer of blocks, of which the `new` ones are being stored.
-
-        A known block keeps its entry. An offer of a block that the request stored before is not a
-        use. A block that the request reused stays reused, even if it is stored again after an
-        eviction.
-        """
-        noted, keys = dict.fromkeys(offered, False) | dict.fromkeys(new, True), self.keys
-        if keys:
-            noted |= {block_hash: keys[block_hash] for block_hash in noted.keys() & keys.keys()}
-        keys.update(noted)
 
     def note_deferred(self, block_hashes: Sequence[BlockHash]) -> None:
         """Record a deferred store. The engine should offer its blocks again.
@@ -128,8 +114,85 @@ class Request:
         self.deferrals += 1
         self.deferred.update(block_hashes)
 
-    def note_taken(self, offered: Sequence[BlockHash]) -> None:
-        """Record an accepted store. It repeats the deferred ones if it shares a block with them."""
+    def note_stored(self, offered: Sequence[BlockHash], new: Sequence[BlockHash]) -> None:
+        """Record an accepted store, of which the `new` blocks are being stored.
+
+        It repeats the deferred ones if it shares a block with them.
+
+        A known block keeps its entry. An offer of a block that the request stored before is not a
+        use. A block that the request reused stays reused, even if it is stored again after an
+        eviction.
+        """
         if self.deferred and not self.deferred.isdisjoint(offered):
             self.deferrals = 0
             self.deferred.difference_update(offered)
+        noted, keys = dict.fromkeys(offered, False) | dict.fromkeys(new, True), self.keys
+        if keys:
+            noted |= {block_hash: keys[block_hash] for block_hash in noted.keys() & keys.keys()}
+        keys.update(noted)
+
+
+class RequestEnds:
+    """What the end of a request changes. Used under the manager's lock."""
+
+    def __init__(
+        self,
+        flow: Flow,
+        claims: ClaimQueue,
+        worth: Worth | None,
+        aging: Aging | None,
+        *,
+        counts_uses: bool,
+    ) -> None:
+        """`counts_uses`: True if admission to the tier below depends on use counts."""
+        self._flow = flow
+        self._top = flow.top
+        self._claims = claims
+        self._worth = worth
+        self._aging = aging
+        self._counts_uses = counts_uses
+
+    def end(self, request: Request) -> None:
+        """Drop the request's claim and pins, and set the recency of its blocks.
+
+        Recency is set once per request and in the order of its prompt. Tails are thus evicted
+        before heads, whatever the number of lookups and the order of stores and transfers.
+        """
+        if request.claim is not None or request.holds:
+            self._claims.release(request)
+        if self._worth is not None:
+            self._worth.backlog.end(request)
+        self._flow.counters.store_lost_blocks += len(request.deferred)
+        request.deferred.clear()
+        if not request.keys:
+            return
+        used, request.keys = request.keys, {}
+        in_order = request.in_prompt_order(used)
+        # The chain is reported to the first tier only: demotion brings its blocks to a tier below
+        # much later, which an eviction policy there would count as a reuse.
+        policy = self._top.policy
+        if policy.wants_chains:
+            policy.note_chain(in_order)
+        else:
+            for is_new, run in runs_from_the_end(in_order, used.__getitem__):
+                (policy.settle if is_new else policy.touch)(run)
+        if not self._flow.is_single and not all(used.values()):
+            self._note_reuse([h for h in used if not used[h]])
+
+    def _note_reuse(self, reused: list[BlockHash]) -> None:
+        """Count the uses, and mark blocks dirty that a tier below may take now.
+
+        If tier 1 lacks a settled block, admission refused it, and may accept it now.
+        """
+        top, below, counts = self._top, self._flow.below, self._counts_uses
+        found = [(h, s) for h in reused if (s := top.policy.get(h)) is not None and s.ref_cnt >= 0]
+        top.uses.note_reuse([status for _, status in found])
+        settled = top.dirt.settled_mask
+        wanted = [
+            (h, s.block_id)
+            for h, s in found
+            if settled[s.block_id] and ((counts and below.may_hold(h) != 1) or below.wants_again(h))
+        ]
+        top.dirt.set_dirty([slot for _, slot in wanted])
+        if wanted and self._aging is not None:
+            self._aging.note([h for h, _ in wanted])

@@ -49,11 +49,10 @@ class Resets:
         self._flow.below.reset()
         self._forget_top(is_own=True)
 
-    def maintain(self) -> None:
-        """Maintain every tier. Empty the first tier if another process reset one."""
-        if self._flow.below.maintain():
-            self._flow.counters.resets_by_others += 1
-            self._forget_top(is_own=False)
+    def follow(self) -> None:
+        """Empty the first tier, because another engine reset a tier below."""
+        self._flow.counters.resets_by_others += 1
+        self._forget_top(is_own=False)
 
     def _forget_worker_transfers(self) -> None:
         written = list(self._workers.stores.values())

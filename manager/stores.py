@@ -5,15 +5,15 @@ Used under the manager's lock.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ..tiers.base import BlockHash
-from .answers import Answers
 from .base import PrepareStoreOutput
 from .claim_queue import ClaimQueue
 from .demotion import Demoter
 from .flow import Flow
-from .promotion import Promoter, collect
+from .lookup import Answers
+from .promotion import Promoter
 from .request import Request
 from .workers import WorkerTransfers
 from .worth import Worth
@@ -35,9 +35,12 @@ class Stores:
         workers: WorkerTransfers,
         answers: Answers,
         worth: Worth | None,
+        collect: Callable[[], None],
         offered_once: tuple[bytes, ...],
     ) -> None:
         """`answers` holds the protected hits of this step; `worth` receives the offers of requests.
+
+        `collect` collects the ended transfers of every tier.
 
         `offered_once`: ends of the hashes of blocks that the engine never offers again.
         """
@@ -50,6 +53,7 @@ class Stores:
         self._workers = workers
         self._answers = answers
         self._worth = worth
+        self._collect = collect
         self._aging = demoter.aging
         self._offered_once = offered_once
 
@@ -68,7 +72,9 @@ class Stores:
         if new:
             flow.counters.store_sizes.append(len(new))
         top.policy.expect(new)
-        room = self._room_for(new, block_hashes, request)
+        room: int | None = len(new)
+        if len(new) > top.backend.get_num_free_blocks():
+            room = self._make_room(new, block_hashes, request)
         if self._worth is not None and request is not None:
             self._worth.note_offer(block_hashes, request, room is not None, flow.clock())
         if room is None:
@@ -84,7 +90,6 @@ class Stores:
         statuses = top.take(new, depth) if new else []
         self._workers.stores.update(zip(new, statuses, strict=True))
         if request is not None:
-            request.note_taken(block_hashes)
             request.note_stored(block_hashes, new)
         evicted, flow.evicted = flow.evicted, []
         return PrepareStoreOutput(new, top.backend.get_load_store_spec(new, statuses), evicted)
@@ -96,7 +101,7 @@ class Stores:
         flow, top = self._flow, self._top
         stored: list[BlockHash] = []
         slots: list[int] = []
-        pop, origin = self._workers.stores.pop, self._promoter.origin
+        pop, origin = self._workers.stores.pop, top.origin
         for block_hash in block_hashes:
             status = pop(block_hash, None)
             if status is None:  # from before a reset, or never prepared
@@ -120,13 +125,11 @@ class Stores:
             in_order = [block_hash for _, block_hash in sorted(zip(slots, stored, strict=True))]
             self._aging.note(request.in_prompt_order(in_order) if request else in_order)
 
-    def _room_for(
+    def _make_room(
         self, new: list[BlockHash], offered: Sequence[BlockHash], request: Request | None
     ) -> int | None:
         """Make room. Return the number of slots for new blocks; None if a short wait gives more."""
         need, top = len(new), self._top
-        if need <= top.backend.get_num_free_blocks():
-            return need
         protected = {*offered, *self._answers.hits()}
         may_drop = self._below.is_blocked
         if need <= top.capacity and top.make_all_room(need, protected, may_drop):
@@ -146,19 +149,15 @@ class Stores:
         wanted = min(need, top.capacity)
         if not may_drop:
             demoter.demote_coldest(wanted)
-            collect(self._flow, self._promoter, demoter)
-            if demoter.jobs_in_flight or demoter.may_find_room:
+            self._collect()
+            if demoter.jobs or demoter.may_find_room:
                 return None
             if demoter.was_cut_short:  # the inspected blocks need not be written
                 return wanted if top.make_all_room(wanted, protected, False) else None
             # No tier below accepts writes: lose the coldest blocks rather than the newest.
         if top.make_all_room(wanted, protected, may_drop_dirty=True):
             return wanted
-        if wanted == need and self._is_busy():
+        will_free = self._workers.is_busy or self._promoter.pending or demoter.jobs
+        if wanted == need and will_free:
             return None
         return top.make_room(wanted, protected, may_drop_dirty=True)
-
-    def _is_busy(self) -> bool:
-        """Return True if transfers in flight will free slots of the first tier."""
-        is_moving = self._workers.is_busy or self._promoter.in_flight
-        return bool(is_moving or self._demoter.jobs_in_flight)

@@ -8,10 +8,17 @@ engine does not know of a reset by another engine, and reports all completions. 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from itertools import chain
+from typing import TYPE_CHECKING
 
-from ..tiers.base import Backend, BlockHash, BlockStatus
+from ..tiers.base import Backend, BlockHash, BlockStatus, LoadStoreSpec
+from .flow import Flow
+from .level import SPENT
+from .request import Request
+
+if TYPE_CHECKING:
+    from .claim_queue import ClaimQueue
 
 
 class WorkerTransfers:
@@ -21,7 +28,8 @@ class WorkerTransfers:
         self._backend = backend
         self._steps_until_flushed = steps_until_flushed
         self._step = 0
-        self._quarantine: list[tuple[int, list[BlockStatus], list[BlockStatus]]] = []
+        """Number of steps in which slots were in quarantine."""
+        self.quarantine: list[tuple[int, list[BlockStatus], list[BlockStatus]]] = []
         """For each reset: the step at which its quarantine ends, the slots to free then, and the
         slots to unpin then."""
         self.stores: dict[BlockHash, BlockStatus] = {}
@@ -35,16 +43,7 @@ class WorkerTransfers:
     @property
     def is_busy(self) -> bool:
         """True if transfers in flight will free or unpin slots."""
-        return bool(self.stores or self.loads or self.outdated or self._quarantine)
-
-    def begin_loads(
-        self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
-    ) -> None:
-        """Count one load of each block. The caller has pinned the blocks for it."""
-        loads = self.loads
-        for block_hash, status in zip(block_hashes, statuses, strict=True):
-            entry = loads.get(block_hash)
-            loads[block_hash] = (status, 1 if entry is None else entry[1] + 1)
+        return bool(self.stores or self.loads or self.outdated or self.quarantine)
 
     def end_loads(self, block_hashes: Collection[BlockHash]) -> None:
         """Remove one pin of each block, because a worker has read them."""
@@ -91,11 +90,11 @@ class WorkerTransfers:
     def outdate_pinned(self) -> None:
         """Free quarantined slots at the end instead of unpinning them, because their blocks leave
         the cache, too."""
-        self._quarantine = [(until, [*gone, *kept], []) for until, gone, kept in self._quarantine]
+        self.quarantine = [(until, [*gone, *kept], []) for until, gone, kept in self.quarantine]
 
     def quarantined(self) -> Iterator[BlockStatus]:
         """Yield the slots in quarantine."""
-        for _, statuses, pinned in self._quarantine:
+        for _, statuses, pinned in self.quarantine:
             yield from statuses
             yield from pinned
 
@@ -110,21 +109,22 @@ class WorkerTransfers:
         self.outdated.clear()
         if statuses or pinned:
             until = self._step + self._steps_until_flushed
-            self._quarantine.append((until, statuses, pinned or []))
+            self.quarantine.append((until, statuses, pinned or []))
 
     def end_step(self) -> None:
-        """End a step: free the slots whose quarantine is over."""
+        """End a step: free the slots whose quarantine is over. Without a quarantine it need not be
+        called."""
         self._step += 1
-        while self._quarantine and self._quarantine[0][0] <= self._step:
+        while self.quarantine and self.quarantine[0][0] <= self._step:
             self._release_oldest()
 
     def all_flushed(self) -> None:
         """End the quarantine: all worker transfers from before the last reset have ended."""
-        while self._quarantine:
+        while self.quarantine:
             self._release_oldest()
 
     def _release_oldest(self) -> None:
-        _, statuses, pinned = self._quarantine.pop(0)
+        _, statuses, pinned = self.quarantine.pop(0)
         for status in pinned:
             status.ref_cnt -= 1
         for status in statuses:
@@ -135,3 +135,54 @@ class WorkerTransfers:
         status.ref_cnt -= 1
         if status.ref_cnt == 0:
             self._backend.free(status)
+
+
+class Loads:
+    """Pin the blocks that workers read. Used under the manager's lock."""
+
+    def __init__(
+        self,
+        flow: Flow,
+        claims: ClaimQueue,
+        workers: WorkerTransfers,
+        served_end: bytes,
+    ) -> None:
+        """`served_end`: last bytes of the hashes of those blocks by which tokens are counted."""
+        self._flow = flow
+        self._top = flow.top
+        self._claims = claims
+        self._workers = workers
+        self._served_end = served_end
+        self._media = [flow.top.medium, *(facts.medium for facts in flow.below.tiers)]
+
+    def prepare(
+        self, block_hashes: Collection[BlockHash], request: Request | None
+    ) -> LoadStoreSpec:
+        """Implement `CascadingOffloadingManager.prepare_load`."""
+        hashes = list(block_hashes)
+        counters, loads = self._flow.counters, self._workers.loads
+        origin, served_end = self._top.origin, self._served_end
+        loaded, served = counters.loaded_blocks, counters.served_blocks
+        pinned: list[BlockStatus] = []
+        for block_hash, status in zip(hashes, self._top.policy.get_many(hashes), strict=True):
+            assert status is not None and status.ref_cnt >= 0, "only hits can be loaded"
+            status.ref_cnt += 1
+            pinned.append(status)
+            entry = loads.get(block_hash)
+            loads[block_hash] = (status, 1 if entry is None else entry[1] + 1)
+            slot = status.block_id
+            source = origin[slot]
+            if source:  # the first load counts for the tier below, later ones for the first tier
+                origin[slot] = 0 if source == SPENT else SPENT
+                source = 0 if source == SPENT else source
+                if source and request is not None:
+                    request.sources[block_hash] = self._media[source]
+            loaded[source] += 1
+            served[source] += block_hash.endswith(served_end)
+        if request is None:
+            self._top.policy.touch(hashes)
+        else:
+            request.keys.update(dict.fromkeys(hashes, False))
+            if request.claim is not None:
+                self._claims.release(request)
+        return self._top.backend.get_load_store_spec(hashes, pinned)

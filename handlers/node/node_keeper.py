@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import select
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -25,8 +26,8 @@ import msgspec
 
 from ...errors import KVCascadeError, TierIOError
 from ...logs import get_logger
+from ...tiers.nvme.path.frames import MessageStream, frame
 from .node_child import STARTS_PER_MINUTE, Connection, StartLimits
-from .node_stream import NodeStream
 from .path_wire import from_node_process
 
 START_LIMIT_S = 30.0
@@ -73,6 +74,36 @@ class KeeperOptions:
     """Called with the other messages; by any thread that calls a method of `NodeKeeper`."""
     is_batched: bool = False
     """True if jobs and notes are kept until `flush`, `poll` or `wait`, to be sent together."""
+
+
+class NodeStream(MessageStream):
+    """Messages to and from one process. Used under the lock of its `NodeKeeper`."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        decode: Callable[[bytes], Any],
+        now_s: float,
+        batch_bytes: int,
+    ) -> None:
+        """Messages of up to `batch_bytes` together are kept until `flush`."""
+        super().__init__(connection, decode)
+        self._batch_bytes = batch_bytes
+        self.heard_s = now_s
+        """Time of the last message, or since when a message is expected."""
+        self.is_ready = False
+        """True once the process takes jobs."""
+
+    def add(self, message: msgspec.Struct) -> None:
+        """Keep a message for `flush`, or send it with all that are kept."""
+        self.unsent += frame(message)
+        if len(self.unsent) >= self._batch_bytes:
+            self.flush()
+
+    def close(self) -> None:
+        """Close the socket; the node ends by itself."""
+        self._socket.close()
+        self.has_ended = True
 
 
 class NodeKeeper:

@@ -34,7 +34,7 @@ from ..assembly.node_parts import EngineFacts, SlotMemory, open_node_tier
 from ..config.machine import ThisMachine
 from ..config.schema import CascadeConfig, NvmeTierOptions, OnReset
 from ..logs import get_logger
-from ..manager.below.node_traffic import STALLED_S
+from ..manager.below.single_tier import STALLED_S
 from ..manager.below.tier_jobs import TierJobs
 from ..tiers.base import BlockHash
 from ..tiers.nvme.namespace import NamespaceKey

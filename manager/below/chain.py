@@ -244,11 +244,6 @@ class BelowChain(Below):
         self._resets = _Resets(ports, clock)
         self._clock = clock
 
-    @property
-    def late_puts(self) -> int:
-        """Number of puts in flight that tier 1 has no part in, or has ended."""
-        return sum(put.parts.get(0, _NO_PART).ended is not None for put in self._puts.values())
-
     # -- keys ------------------------------------------------------------------------------
 
     def may_hold(self, key: BlockHash, media: frozenset[str] | None = None) -> int:
@@ -312,6 +307,7 @@ class BelowChain(Below):
                     answers[at] = Put.STARTED
         if parts:
             self._puts[ticket] = _Put(parts, answers.count(Put.STARTED), len(parts), keys)
+            self._count_late()
         return answers
 
     def touch(self, keys: Sequence[BlockHash]) -> None:
@@ -341,6 +337,8 @@ class BelowChain(Below):
                     del self._puts[ended.ticket]
                     self._left_early += put.keys if put.has_seen_loss else ()
                     found.append(put.merged(ended.ticket))
+        if self._puts or self.late_puts:
+            self._count_late()
         return found
 
     def take_lost(self) -> list[BlockHash]:
@@ -436,6 +434,11 @@ class BelowChain(Below):
         return [state for port in self._ports for state in port.state()]
 
     # -- inside ------------------------------------------------------------------------------
+
+    def _count_late(self) -> None:
+        """Count the puts that tier 1 has no part in, or has ended."""
+        puts = self._puts.values()
+        self.late_puts = sum(put.parts.get(0, _NO_PART).ended is not None for put in puts)
 
     def _touch_from(self, number: int, keys: Sequence[BlockHash]) -> None:
         """Count a use in the nearest port from `number` on that holds a block."""

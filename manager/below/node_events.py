@@ -29,7 +29,7 @@ class NodeEvents:
         self._medium = medium
         self._is_wanted = is_wanted
         self._events: list[BlockEvent] = []
-        self._listed: bytes | None = b"" if is_wanted else None
+        self.listed_to: bytes | None = b"" if is_wanted else None
         """Last key of the list that was named; None once all are."""
         self._is_asking = True
         """True while no question may be sent: one is under way, or no writer serves the node."""
@@ -40,23 +40,23 @@ class NodeEvents:
 
     def question(self) -> ListKeys | None:
         """Return the question that is due once earlier events were taken; the caller sends it."""
-        if self._is_asking or self._listed is None or self._events:
+        if self._is_asking or self.listed_to is None or self._events:
             return None
         self._is_asking = True
-        return ListKeys(self._listed, LISTED_BLOCKS)
+        return ListKeys(self.listed_to, LISTED_BLOCKS)
 
     def listed(self, message: KeysListed) -> None:
         """Name blocks that the tier held; an answer that was asked for twice counts once."""
-        if message.after != self._listed:
+        if message.after != self.listed_to:
             return
         self._is_asking = False
-        self._listed = message.keys[-1] if message.keys else None
+        self.listed_to = message.keys[-1] if message.keys else None
         self.emit(cast(list[BlockHash], message.keys), removed=False)
 
     def changed(self, keys: Sequence[bytes], *, removed: bool) -> None:
         """Name blocks that the writer stored or removed, except those that the list will have."""
         if self._is_wanted:
-            last = self._listed
+            last = self.listed_to
             named = keys if last is None else [key for key in keys if key <= last]
             self.emit(cast(Sequence[BlockHash], named), removed=removed)
 
@@ -74,7 +74,7 @@ class NodeEvents:
 
     def end_list(self) -> None:
         """Note a reset: nothing is left that was stored before."""
-        self._listed = None
+        self.listed_to = None
 
     def clear(self) -> None:
         """Forget what was not taken, because this engine reset the tier."""

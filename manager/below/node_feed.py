@@ -27,7 +27,7 @@ from ...tiers.nvme.path.path_messages import Epoch, KeysListed, Removed, Stored,
 from ...tiers.nvme.path.presence_table import PresenceTable
 from ..counters import Departures
 from .node_events import NodeEvents
-from .node_inbox import MAX_MARKS, NodeInbox
+from .single_tier import MAX_MARKS, NodeInbox
 
 Find = Callable[[bytes], int]
 """Function that returns the slot of a block; -1 if it is absent."""

@@ -9,20 +9,34 @@ answered, nothing is found and reads end as GONE.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from ...handlers.node.path_wire import CAN_READ, JobDone, NodeState, ResetJob, UseNote
-from ...tiers.base import BlockHash
+from ...handlers.node.path_wire import CAN_READ, JobDone, NodeState, PutJob, ResetJob, UseNote
+from ...tiers.base import BlockHash, BlockOutcome
+from ...tiers.breaker import Breaker
+from ...tiers.nvme.path.path_messages import Why
 from ..admission import EnduranceWatch
 from ..base import BlockEvent
 from ..state import TierState
 from .node_feed import MapTable, NodeFeed
-from .node_traffic import STALLED_S, NodeClient, NodeFlow, NodeReads, NodeWrites
-from .port import Put, TierFacts, WriteState
-from .single_tier import OnNote, SingleTier
+from .port import Ended, Put, TierFacts, WriteState
+from .single_tier import (
+    STALLED_S,
+    Going,
+    NodeClient,
+    NodeFlow,
+    NodeReads,
+    OnNote,
+    SingleTier,
+    Traffic,
+    answers_to_put,
+)
 
+NO_ROOM_PAUSE_S = 0.05
+"""Time for which no put is started after one that found no room."""
 MAX_PUT_BYTES = 4 << 30
 """Largest number of bytes of puts in flight."""
 
@@ -42,6 +56,100 @@ class NodeTierOptions:
     """Whether the policy of the tier uses chains."""
     paths: int = 1
     """Number of the tier's paths."""
+
+
+class NodeWrites(Traffic[NodeFeed]):
+    """All writes into the tier."""
+
+    def __init__(self, flow: NodeFlow[NodeFeed], max_blocks: int, *, has_one_path: bool) -> None:
+        """At most `max_blocks` are in flight."""
+        super().__init__(flow, Breaker(flow.clock, STALLED_S, failures_to_open=1))
+        self._max_blocks = max_blocks
+        self._has_one_path = has_one_path
+        self._no_room_until_s = flow.clock()
+        self._why = Why.GRANTED
+        self.coming: set[BlockHash] = set()
+        """Blocks whose write is in flight; lookups do not find them."""
+        self.may_recover = True
+        """True if the last failure came from the device or the node, not from lack of room."""
+
+    @property
+    def is_open(self) -> bool:
+        """True while nothing may be written."""
+        return self.breaker.is_open or not self._flow.feed.can_write
+
+    def room(self, n: int) -> int:
+        """Return how many of `n` blocks may be started."""
+        if self._flow.clock() < self._no_room_until_s:
+            return 0
+        return min(n, self._max_blocks - len(self.coming))
+
+    def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
+        """Start writing as many blocks as may be in flight."""
+        if self.is_open:
+            return [Put.RESTING] * len(keys)
+        flow, coming, n = self._flow, self.coming, len(keys)
+        find = flow.feed.find
+        new = [at for at, key in enumerate(keys) if key not in coming and find(key) < 0]
+        room, answer = self.room(len(new)), Put.FULL if self._why is Why.FULL else Put.LATER
+        left_bytes = self._budget_left_bytes()
+        if room and left_bytes is not None and left_bytes < room * flow.block_bytes:
+            room, answer = left_bytes // flow.block_bytes, Put.OVER_BUDGET
+            flow.counters.demote_over_budget_blocks += len(new) - room
+        started = new[:room]
+        if len(started) < n:
+            keys, slots = [keys[at] for at in started], [slots[at] for at in started]
+        packed, epoch = array("i", slots).tobytes(), flow.feed.epoch
+        if started and self._submit(
+            ticket, keys, lambda number: PutJob(number, list(keys), packed, epoch)
+        ):
+            coming.update(keys)
+        elif started:
+            self.breaker.trip()
+            self.may_recover = True
+            started, answer = [], Put.NOT_TAKEN
+        return answers_to_put(n, new, started, answer)
+
+    def _budget_left_bytes(self) -> int | None:
+        figures = self._flow.feed.figures
+        if figures is None or figures.budget_left_bytes is None:
+            return None
+        return max(0, figures.budget_left_bytes - len(self.coming) * self._flow.block_bytes)
+
+    def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
+        flow, counters = self._flow, self._flow.counters
+        self.coming.difference_update(going.keys)
+        stored, failed, no_space = outcomes.count(BlockOutcome.OK), 0, 0
+        if stored < len(outcomes):
+            failed = outcomes.count(BlockOutcome.IO_ERROR)
+            no_space = outcomes.count(BlockOutcome.NO_SPACE)
+            refused = outcomes.count(BlockOutcome.REFUSED)
+            counters.demote_held_blocks += outcomes.count(BlockOutcome.HELD)
+            counters.demote_no_space_blocks += refused + no_space
+            counters.demote_failed_blocks += failed
+        counters.demote_s += done.time_s
+        counters.demote_latencies_s.append(flow.clock() - going.started_s)
+        counters.demoted_blocks += stored
+        counters.demoted_bytes += stored * flow.block_bytes
+        flow.feed.blocks += stored
+        self._why = done.why
+        if self._why is not Why.GRANTED:
+            self._no_room_until_s = flow.clock() + NO_ROOM_PAUSE_S
+        self.breaker.ended(self._is_failure(failed, no_space))
+        self.may_recover = no_space == 0
+        size_bytes = stored * flow.block_bytes
+        self.ended.append(Ended(going.ticket, False, 1, outcomes, size_bytes, done.time_s))
+
+    def _is_failure(self, failed: int, no_space: int) -> bool:
+        """Return True if blocks could not be written, and the tier has no other place to try.
+
+        The writer rests a path whose writes fail, and grants slots in the others. If it grants none
+        because all rest, it says so.
+        """
+        if not self._has_one_path:
+            return self._why is Why.RESTING
+        # A full disk fails like any other one; a full tier says so before anything is written.
+        return failed > 0 or (no_space > 0 and self._why not in (Why.FULL, Why.BUDGET))
 
 
 class NodeTier(SingleTier[NodeFeed, NodeWrites]):
@@ -67,7 +175,6 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
         most = max(1, min(facts.capacity, MAX_PUT_BYTES // facts.block_bytes))
         self.reads = NodeReads(flow, options.stall_s)
         self.writes = NodeWrites(flow, most, has_one_path=options.paths == 1)
-        self._medium = facts.medium
         self._coming = self.writes.coming
         self._wants_chains = options.wants_chains
         self._watch = EnduranceWatch(facts.name, self.feed.day_totals, clock)
@@ -80,10 +187,6 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
         if self.feed.find(key) < 0:
             return 0
         return 0 if key in self._coming else 1
-
-    def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
-        assert tier == 1, "there is one tier"
-        self.reads.get(ticket, keys, slots)
 
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
         return self.writes.put(ticket, keys, slots)
@@ -136,10 +239,11 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
     def maintain(self) -> int:
         """See `Below`. Jobs and notes of the step are sent together here."""
         self._listen()
-        question = self.feed.events.question()
-        if question is not None:
+        events = self.feed.events
+        if events.listed_to is not None and (question := events.question()) is not None:
             self._client.tell(question)
-        if self.feed.is_reporter:  # the others would say the same
+        # The engines that do not report would say the same.
+        if self._clock() >= self._watch.due_s and self.feed.is_reporter:
             self._watch.check()
         self._client.flush()
         return 1 if self.feed.was_reset() else 0

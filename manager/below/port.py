@@ -108,11 +108,8 @@ class Below(ABC):
     """Traffic of each tier. The port counts what transfers do; the manager adds its decisions."""
     departures: Sequence[Departures]
     """Blocks evicted from each tier to make room."""
-
-    @property
-    def late_puts(self) -> int:
-        """Number of puts in flight that only tiers below tier 1 still write."""
-        return 0
+    late_puts = 0
+    """Number of puts in flight that only tiers below tier 1 still write."""
 
     # -- keys ------------------------------------------------------------------------------
 
@@ -160,22 +157,20 @@ class Below(ABC):
         until then.
         """
 
-    @abstractmethod
-    def touch(self, keys: Sequence[BlockHash]) -> None:
+    def touch(self, keys: Sequence[BlockHash]) -> None:  # noqa: B027 - optional for implementers
         """Count a use of these blocks in the nearest tier that holds them, in prefix order;
         unknown blocks are ignored."""
 
-    @abstractmethod
-    def settle(self, keys: Sequence[BlockHash]) -> None:
+    def settle(self, keys: Sequence[BlockHash]) -> None:  # noqa: B027 - optional for implementers
         """Report blocks that one request stored in several parts, in prompt order. Not a use."""
 
-    @abstractmethod
     def chain(self, keys: Sequence[BlockHash]) -> bool:
         """Report all blocks of a request that ended, in prefix order.
 
         Return False if the policy of tier 1 ignores the report. The caller then uses `touch` and
         `settle`.
         """
+        return False
 
     # -- outcomes --------------------------------------------------------------------------
 
@@ -183,7 +178,6 @@ class Below(ABC):
     def poll(self) -> Sequence[Ended]:
         """Return the transfers that ended since the last call; each is reported exactly once."""
 
-    @abstractmethod
     def take_lost(self) -> list[BlockHash]:
         """Return the keys lost by a tier since the last call, by eviction or damage.
 
@@ -191,6 +185,7 @@ class Below(ABC):
 
         Blocks of a tier that was reset are not listed.
         """
+        return []
 
     @abstractmethod
     def take_events(self) -> list[BlockEvent]:
@@ -303,20 +298,8 @@ class NoTierBelow(Below):
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
         return [Put.FULL] * len(keys)
 
-    def touch(self, keys: Sequence[BlockHash]) -> None:
-        """Do nothing: there is no tier."""
-
-    def settle(self, keys: Sequence[BlockHash]) -> None:
-        """Do nothing: there is no tier."""
-
-    def chain(self, keys: Sequence[BlockHash]) -> bool:
-        return False
-
     def poll(self) -> Sequence[Ended]:
         return ()
-
-    def take_lost(self) -> list[BlockHash]:
-        return []
 
     def take_events(self) -> list[BlockEvent]:
         return []

@@ -16,8 +16,7 @@ from ...tiers.base import RESET_TICKS_PER_S, BlockHash, BlockOutcome
 from ...tiers.remote.presence import PresenceMemory, drop_oldest
 from ...tiers.remote.remote_counters import Verb
 from ..counters import latencies
-from .node_inbox import MAX_MARKS, NodeInbox
-from .node_traffic import NodeClient
+from .single_tier import MAX_MARKS, NodeClient, NodeInbox
 
 CLOCK_SKEW_TICKS = 60 * RESET_TICKS_PER_S
 """Greatest difference of two hosts' clocks. An engine that stored blocks before it heard of a reset
@@ -170,7 +169,7 @@ class Questions:
         self._deadline_s = deadline_s
         self._gathered: dict[tuple[object, bytes], list[BlockHash]] = {}
         """Chains to ask for, by owner and KV group."""
-        self._asked: dict[BlockHash, float] = {}
+        self.asked: dict[BlockHash, float] = {}
         """Blocks whose answer is awaited, and the time at which each counts as absent."""
         self._left_s: dict[BlockHash, float] = {}
         """Blocks that are there and were not read yet: what their lookup left of the deadline."""
@@ -178,21 +177,16 @@ class Questions:
         """Time until which nothing is asked, because a deadline passed without an answer. The node
         notices at about the same time, and says so in a note."""
 
-    @property
-    def awaited(self) -> bool:
-        """True while an answer is awaited."""
-        return bool(self._asked)
-
     def is_asking(self, key: BlockHash, owner: object) -> bool:
         """Return True if the answer about an unknown block is awaited; ask if it was not asked."""
         feed, now_s = self._feed, self._clock()
-        ends_s = self._asked.get(key)
+        ends_s = self.asked.get(key)
         if ends_s is None:
             if feed.lookups_rest or now_s < self._rests_until_s:
                 return False
-            if feed.is_doubted and self._asked:
+            if feed.is_doubted and self.asked:
                 return False
-            self._asked[key] = now_s + self._deadline_s
+            self.asked[key] = now_s + self._deadline_s
             self._gathered.setdefault((owner, key[-GROUP_BYTES:]), []).append(key)
             return not feed.is_doubted
         if now_s < ends_s:
@@ -222,7 +216,7 @@ class Questions:
 
     def clear(self) -> None:
         """Forget all questions, because the tier was reset."""
-        self._asked.clear()
+        self.asked.clear()
         self._left_s.clear()
         self._gathered.clear()
 
@@ -246,10 +240,10 @@ class Questions:
             return
         now_s = self._clock()
         for key in held:
-            ends_s = self._asked.pop(key, None)
+            ends_s = self.asked.pop(key, None)
             if ends_s is not None:
                 self._left_s[key] = ends_s - now_s
         for key in absent:
-            self._asked.pop(key, None)
+            self.asked.pop(key, None)
         drop_oldest(self._left_s)
         self._memory.note(epoch, held, absent)

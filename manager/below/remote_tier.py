@@ -30,19 +30,20 @@ from ..base import BlockEvent
 from ..counters import Departures
 from ..flow import MAX_JOBS_IN_FLIGHT
 from ..state import TierState
-from .node_traffic import (
+from .port import Ended, Put, TierFacts, WriteState
+from .remote_feed import Questions, RemoteFeed
+from .single_tier import (
     LOST,
     STALLED_S,
     Going,
     NodeClient,
     NodeFlow,
     NodeReads,
+    OnNote,
+    SingleTier,
     Traffic,
     answers_to_put,
 )
-from .port import Ended, Put, TierFacts, WriteState
-from .remote_feed import Questions, RemoteFeed
-from .single_tier import OnNote, SingleTier
 
 MEDIUM = "REMOTE"
 UNBOUNDED_BLOCKS = 1 << 40
@@ -65,7 +66,10 @@ class RemoteTierParts:
 
 
 class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
-    """One tier on a server, whose blocks a node moves."""
+    """One tier on a server, whose blocks a node moves.
+
+    The server keeps its own order of eviction, by its own reads, so uses are not reported.
+    """
 
     def __init__(
         self,
@@ -82,7 +86,6 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
         feed = RemoteFeed(parts.new_mark(), memory)
         client = client_of(feed.take)
         super().__init__(client, feed, facts, Departures(), clock)
-        self._medium = facts.medium
         self._memory = memory
         self._questions = Questions(client, feed, memory, clock, limits.deadline_s)
         flow = NodeFlow(client, feed, self.links[0], clock, facts.block_bytes)
@@ -117,28 +120,18 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
     def wants_again(self, key: BlockHash) -> bool:
         return self.writes.rule.may_want(key)
 
-    def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
-        assert tier == 1, "there is one tier"
-        self.reads.get(ticket, keys, slots)
-
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
         self.feed.has_blocks = True
         may_send = self._is_reset_sent if self._resets_due else self.feed.mark is not None
         return self.writes.put(ticket, keys, slots, may_send=may_send)
 
-    def touch(self, keys: Sequence[BlockHash]) -> None:
-        """Do nothing: the server keeps its own order of eviction, by its own reads."""
-
-    def settle(self, keys: Sequence[BlockHash]) -> None:
-        """Do nothing: see `touch`."""
-
-    def chain(self, keys: Sequence[BlockHash]) -> bool:
-        return False
-
     # -- outcomes --------------------------------------------------------------------------
 
-    def take_lost(self) -> list[BlockHash]:
-        return []
+    def poll(self) -> Sequence[Ended]:
+        """See `Below`. Requests also wait for answers that are neither reads nor writes."""
+        if self._questions.asked:
+            self._client.poll()
+        return super().poll()
 
     def take_events(self) -> list[BlockEvent]:
         events, self._events = self._events, []
@@ -202,10 +195,6 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
         ]
 
     # -- inside ------------------------------------------------------------------------------
-
-    @property
-    def _is_asking(self) -> bool:
-        return self._questions.awaited
 
     def _reset_to(self, mark: int, *, is_new: bool) -> None:
         if self._resets_due:
@@ -285,26 +274,20 @@ class _RemoteWrites(Traffic[RemoteFeed]):
             offer.value for offer in offers if offer in (Offer.FULL, Offer.RESTING)
         )
         started = [at for at, offer in enumerate(offers) if offer is Offer.QUEUED]
-        if started and not self._start(ticket, keys, slots, started):
+        if started and not self._start(
+            ticket, [keys[at] for at in started], [slots[at] for at in started]
+        ):
             started = []
         return answers_to_put(len(keys), (), started, Put.ALREADY)
 
-    def _start(
-        self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int], started: list[int]
-    ) -> bool:
-        going = Going(ticket, [keys[at] for at in started], self._flow.clock())
-        packed = np.array([slots[at] for at in started], dtype=np.int32).tobytes()
+    def _start(self, ticket: int, keys: list[BlockHash], slots: list[int]) -> bool:
+        packed, mark = np.array(slots, dtype=np.int32).tobytes(), self._flow.feed.mark
         self._epochs[ticket] = self._memory.epoch
-        mark = self._flow.feed.mark
-
-        def order(number: int) -> PutJob:
-            return PutJob(number, list(going.keys), packed, mark)
-
-        if self._submit(going, order):
+        if self._submit(ticket, keys, lambda number: PutJob(number, list(keys), packed, mark)):
             return True
         del self._epochs[ticket]
-        self.rule.end(going.keys, [False] * len(started))
-        self._flow.feed.unsent[Offer.RESTING.value] += len(started)
+        self.rule.end(keys, [False] * len(keys))
+        self._flow.feed.unsent[Offer.RESTING.value] += len(keys)
         return False
 
     def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:

@@ -1,39 +1,241 @@
-"""`SingleTier`: the parts of the port `Below` that all tiers behind a node share."""
+"""What all tiers behind a node share: `SingleTier`, its jobs, and the queue of what its node says.
+
+Each job is one message to the node and one answer. Used under the manager's lock, except where a
+method says otherwise.
+"""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
+from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from ...handlers.node.path_wire import GetJob, JobDone, unpack_outcomes
+from ...tiers.base import BlockHash, BlockOutcome
+from ...tiers.breaker import Breaker
 from ..counters import Departures, LinkCounters
-from .node_inbox import NodeInbox
-from .node_traffic import NodeClient, NodeReads, Traffic
-from .port import Below, Ended, TierFacts
+from .port import Below, Ended, Put, TierFacts
 
 NODE_STOP_S = 1.0
 """Minimum time in seconds that a node gets to end its transfers at a shutdown."""
+STALLED_S = 15.0
+"""Time limit in seconds. If transfers in one direction are in flight and none ends for so long,
+this counts as a failure."""
+MAX_MARKS = 64
+"""Most marks of resets that are kept until they are taken."""
+SILENCE = frozenset({BlockOutcome.IO_ERROR, BlockOutcome.NO_SPACE})
+"""Outcomes of reads caused by a failing device; every other outcome concerns the block."""
+LOST = frozenset({BlockOutcome.CORRUPT, BlockOutcome.GONE})
+"""Outcomes of reads after which the block is not in the tier."""
+DIED = JobDone(0)
+"""Stands for the answer of a node that died."""
+
 OnNote = Callable[[Any], None]
 
 
-FeedT = TypeVar("FeedT", bound=NodeInbox)
-WritesT = TypeVar("WritesT", bound=Traffic[Any])
+class NodeClient(Protocol):
+    """The scheduler's side of a node."""
+
+    def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
+        """Take a job, built from its ticket. Return False if it cannot be taken now.
+
+        It may be sent as late as at the next `flush`, `poll` or `wait`.
+
+        `on_end` gets the answer, or None if the process died. It may be called by any thread that
+        calls a method of this class.
+        """
+        ...
+
+    def tell(self, message: Any) -> None:
+        """Take a note that has no answer, as `submit`; it is lost if the node is not up."""
+        ...
+
+    def flush(self) -> None:
+        """Send what was taken; never blocks."""
+        ...
+
+    def poll(self) -> None:
+        """Receive what came; never blocks."""
+        ...
+
+    def listen(self) -> None:
+        """Poll for maintenance, unless the last poll was very recent."""
+        ...
+
+    def wait(self, is_done: Callable[[], bool], limit_s: float) -> bool:
+        """Poll until the condition holds or the time is over. Return True if it holds."""
+        ...
+
+    def kill(self) -> bool:
+        """Kill the process. Return True if no job is left."""
+        ...
 
 
-class SingleTier(Below, Generic[FeedT, WritesT]):
+class NodeInbox(ABC):
+    """Queue of what one node says."""
+
+    def __init__(self) -> None:
+        self.marks: list[int] = []
+        """Marks of resets by other engines that were not taken yet."""
+        self._incoming: deque[tuple[Callable[[Any], None], Any]] = deque()
+        """What came, each with the function that takes it in."""
+
+    def take(self, note: Any) -> None:
+        """Queue a note of the node; None if its process died. Any thread."""
+        self._incoming.append((self._note, note))
+
+    def end(self, on_end: Callable[[Any], None], done: Any) -> None:
+        """Queue the answer to a job; None if the node died. Any thread."""
+        self._incoming.append((on_end, done))
+
+    def process(self) -> None:
+        """Work off what came, in order."""
+        incoming = self._incoming
+        while incoming:
+            take_in, message = incoming.popleft()
+            take_in(message)
+
+    @abstractmethod
+    def _note(self, message: Any) -> None:
+        """Take in a note; None if the process of the node died."""
+
+
+Feed = TypeVar("Feed", bound=NodeInbox)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFlow(Generic[Feed]):
+    """Parts that the reads and the writes of a tier share."""
+
+    client: NodeClient
+    feed: Feed
+    counters: LinkCounters
+    clock: Callable[[], float]
+    block_bytes: int
+
+
+class Going(NamedTuple):
+    """One job in flight."""
+
+    ticket: int
+    keys: Sequence[BlockHash]
+    started_s: float
+
+
+class Traffic(ABC, Generic[Feed]):
+    """Jobs of one direction."""
+
+    def __init__(self, flow: NodeFlow[Feed], breaker: Breaker) -> None:
+        self._flow = flow
+        self.breaker = breaker
+        self.jobs: dict[int, Going] = {}
+        self.open_tickets: set[int] = set()
+        """Tickets without an answer from the node. Any thread that waits removes some."""
+        self.ended: list[Ended] = []
+        """Jobs that ended and were not reported."""
+
+    def _submit(self, ticket: int, keys: Sequence[BlockHash], order: Callable[[int], Any]) -> bool:
+        """Start a job. Return False if the node cannot take it now."""
+        going = self.jobs[ticket] = Going(ticket, keys, self._flow.clock())
+        self.open_tickets.add(ticket)
+        if self._flow.client.submit(order, partial(self._arrived, going)):
+            self.breaker.started()
+            return True
+        del self.jobs[ticket]
+        self.open_tickets.discard(ticket)
+        return False
+
+    def _arrived(self, going: Going, done: JobDone | None) -> None:
+        """Queue the end of a job; any thread."""
+        self._flow.feed.end(partial(self._end, going), done)
+        self.open_tickets.discard(going.ticket)
+
+    def _end(self, going: Going, done: JobDone | None) -> None:
+        """Conclude a job, under the manager's lock."""
+        del self.jobs[going.ticket]
+        n = len(going.keys)
+        if done is None:
+            self._land(going, [BlockOutcome.IO_ERROR] * n, DIED)
+        else:
+            self._land(going, unpack_outcomes(done.outcomes, n), done)
+
+    @abstractmethod
+    def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
+        """Count a job that ended, and report it; `done` is `DIED` if the node died."""
+
+
+class NodeReads(Traffic[Feed]):
+    """All reads from the tier."""
+
+    def __init__(self, flow: NodeFlow[Feed], stall_s: float) -> None:
+        """If reads are in flight and none ends for `stall_s` seconds, this counts as a failure."""
+        super().__init__(flow, Breaker(flow.clock, stall_s))
+
+    def get(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
+        """Start reading blocks."""
+        order = self._order(keys, array("i", slots).tobytes())
+        if order is None or not self._submit(ticket, keys, order):
+            self._flow.counters.promote_failed_blocks += len(keys)
+            self.ended.append(Ended(ticket, True, 1, [BlockOutcome.CANCELLED] * len(keys)))
+
+    def _order(self, keys: Sequence[BlockHash], slots: bytes) -> Callable[[int], Any] | None:
+        """Return what builds the message of a job from its ticket; None: do not start it."""
+        return lambda number: GetJob(number, list(keys), slots)
+
+    def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
+        flow, counters = self._flow, self._flow.counters
+        arrived = outcomes.count(BlockOutcome.OK)
+        if arrived < len(outcomes):
+            corrupt, gone = outcomes.count(BlockOutcome.CORRUPT), outcomes.count(BlockOutcome.GONE)
+            counters.promote_corrupt_blocks += corrupt
+            counters.promote_gone_blocks += gone
+            counters.promote_failed_blocks += len(outcomes) - arrived - corrupt - gone
+        counters.promote_s += done.time_s
+        counters.promote_latencies_s.append(flow.clock() - going.started_s)
+        counters.promoted_blocks += arrived
+        counters.promoted_bytes += arrived * flow.block_bytes
+        self.breaker.ended(arrived == 0 and SILENCE.issuperset(outcomes))
+        size_bytes = arrived * flow.block_bytes
+        self.ended.append(Ended(going.ticket, True, 1, outcomes, size_bytes, done.time_s))
+
+
+def answers_to_put(n: int, new: Sequence[int], started: Sequence[int], refusal: Put) -> list[Put]:
+    """Return the answer to each of the `n` keys of a put.
+
+    `new` are the positions of keys that the tier lacks. Those of them that were not `started` get
+    `refusal`.
+    """
+    if len(started) == n:
+        return [Put.STARTED] * n
+    answers = [Put.ALREADY] * n
+    for at in new:
+        answers[at] = refusal
+    for at in started:
+        answers[at] = Put.STARTED
+    return answers
+
+
+Writes = TypeVar("Writes", bound=Traffic[Any])
+
+
+class SingleTier(Below, Generic[Feed, Writes]):
     """One tier, whose blocks a node moves. A subclass sets `reads` and `writes`.
 
     A reset is sent to the node, and again to the next node if that one dies before it answered.
     """
 
     reads: NodeReads[Any]
-    writes: WritesT
-    feed: FeedT
+    writes: Writes
+    feed: Feed
 
     def __init__(
         self,
         client: NodeClient,
-        feed: FeedT,
+        feed: Feed,
         facts: TierFacts,
         departures: Departures,
         clock: Callable[[], float],
@@ -43,6 +245,7 @@ class SingleTier(Below, Generic[FeedT, WritesT]):
         self.links = (LinkCounters(),)
         self.departures = (departures,)
         self.feed = feed
+        self._medium = facts.medium
         self._client = client
         self._clock = clock
         self._resets_due = 0
@@ -51,13 +254,18 @@ class SingleTier(Below, Generic[FeedT, WritesT]):
         """Function that builds the message of the last reset from its ticket."""
         self._is_reset_sent = False
 
+    def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
+        assert tier == 1, "there is one tier"
+        self.reads.get(ticket, keys, slots)
+
     def poll(self) -> Sequence[Ended]:
         reads, writes, counters = self.reads, self.writes, self.links[0]
-        if reads.jobs or writes.jobs or self._is_asking:
+        if reads.jobs or writes.jobs:
             self._client.poll()
         self.feed.process()
-        reads.breaker.look_at_clock()
-        writes.breaker.look_at_clock()
+        for traffic in (reads, writes):
+            if traffic.jobs:
+                traffic.breaker.look_at_clock()
         counters.promote_openings = reads.breaker.openings
         counters.demote_openings = writes.breaker.openings
         if not (reads.ended or writes.ended):
@@ -86,11 +294,6 @@ class SingleTier(Below, Generic[FeedT, WritesT]):
         return has_ended
 
     # -- inside ------------------------------------------------------------------------------
-
-    @property
-    def _is_asking(self) -> bool:
-        """True while requests wait for an answer that is neither a read nor a write."""
-        return False
 
     def _listen(self) -> None:
         """Take in what the node said, and send a reset that no node has."""

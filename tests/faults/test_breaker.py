@@ -7,7 +7,7 @@ from support.clock import ManualClock
 from support.keys import key, keys
 
 from kvcascade.manager.base import LookupState
-from kvcascade.manager.below.node_traffic import STALLED_S
+from kvcascade.manager.below.single_tier import STALLED_S
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockOutcome
@@ -81,11 +81,11 @@ class TestBreaker:
 def ask(cascade: Cascade, i: int) -> LookupState:
     """A new request's answer for a block, after the transfers have run if it has to wait."""
     request = Request()
-    state = cascade.manager.lookup_block(key(i), request)
+    state = cascade.manager.lookups.lookup_block(key(i), request)
     if state is PENDING:
         cascade.manager.end_step()
         cascade.run_transfers()
-        state = cascade.manager.lookup_block(key(i), request)
+        state = cascade.manager.lookups.lookup_block(key(i), request)
     cascade.manager.finish_request(request)
     cascade.manager.end_step()
     return state
@@ -123,12 +123,12 @@ class TestReads:
         cascade = Cascade((8, 16), ManagerOptions(promotion_deadline_s=3.0))
         cascade.below_only(keys(0, 8))
         first = Request()
-        assert cascade.manager.lookup_block(key(0), first) is PENDING
+        assert cascade.manager.lookups.lookup_block(key(0), first) is PENDING
         cascade.manager.end_step()
         cascade.now_s += 3.0
         cascade.manager.end_step()
-        assert cascade.manager.lookup_block(key(0), first) is MISS, "its deadline"
-        assert cascade.manager.lookup_block(key(1), Request()) is MISS
+        assert cascade.manager.lookups.lookup_block(key(0), first) is MISS, "its deadline"
+        assert cascade.manager.lookups.lookup_block(key(1), Request()) is MISS
         assert not cascade.up[0].queued[1:], "nothing more was started"
         assert cascade.manager.counters.links[0].promote_openings == 1
         cascade.run_transfers()

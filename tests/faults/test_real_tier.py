@@ -21,8 +21,7 @@ from support.keys import keys
 from support.path_engine import PathEngine
 
 from kvcascade.manager.base import LookupState
-from kvcascade.manager.below.node_traffic import STALLED_S
-from kvcascade.manager.below.single_tier import NODE_STOP_S
+from kvcascade.manager.below.single_tier import NODE_STOP_S, STALLED_S
 from kvcascade.manager.counters import Reason
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockOutcome

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from support.cascade import Cascade, key
 
-from kvcascade.manager.answers import Answers
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.cascading import ManagerOptions
+from kvcascade.manager.lookup import Answers
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash
 
@@ -76,7 +76,7 @@ def test_hits_in_a_run_stay_until_the_end_of_the_step() -> None:
     cascade.store(blocks)
     cascade.manager.flush_dirty(cascade.now_s + 60)
     manager, request = cascade.manager, Request()
-    assert manager.lookup_block(blocks[0], request) is LookupState.HIT
+    assert manager.lookups.lookup_block(blocks[0], request) is LookupState.HIT
     assert follow(manager.lookups.answers, *blocks[1:]) == [True] * 7
     output = manager.prepare_store([key(100)])
     assert output is None or not output.block_hashes_evicted, "all eight are promised"
@@ -95,7 +95,7 @@ def test_the_background_takes_nothing_while_a_request_is_asking() -> None:
         cascade.store([key(start + i) for i in range(4)])
         cascade.manager.flush_dirty(cascade.now_s + 60)
     manager = cascade.manager
-    assert manager.lookup_block(below[0], Request("waits")) is LookupState.PENDING
+    assert manager.lookups.lookup_block(below[0], Request("waits")) is LookupState.PENDING
     manager.lookups.begin_asking(Request("asks"), key(0))
     manager.maintain()
     assert cascade.policies[0].coldest(4), "all slots still hold what they held"

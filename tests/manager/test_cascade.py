@@ -28,7 +28,7 @@ HIT, MISS, PENDING, RETRY = (
 
 
 def states(cascade: Cascade, request: Request, hashes: list[BlockHash]) -> list[LookupState]:
-    return [cascade.manager.lookup_block(block_hash, request) for block_hash in hashes]
+    return [cascade.manager.lookups.lookup_block(block_hash, request) for block_hash in hashes]
 
 
 class TestStore:
@@ -325,7 +325,7 @@ class TestDemotion:
     def test_shutdown_writes_everything_and_refreshes_recency(self) -> None:
         cascade = Cascade((8, 16))
         cascade.store(keys(0, 6))
-        cascade.manager.touch(keys(0, 2))
+        cascade.policies[0].touch(keys(0, 2))
         cascade.manager.shutdown()
         assert all(cascade.holds(1, block_hash) for block_hash in keys(0, 6))
         coldest = [block_hash for block_hash, _ in cascade.policies[1].coldest(16)]
@@ -417,7 +417,7 @@ class TestPromotion:
         cascade.manager.end_step()
         cascade.now_s += 4.0
         with monkeypatch.context() as patch:
-            patch.setattr(cascade.manager._promoter, "_pending", None)
+            patch.setattr(cascade.manager._promoter, "pending", None)
             cascade.manager.end_step()
         cascade.now_s += 6.0
         cascade.manager.end_step()

@@ -160,14 +160,14 @@ class TestTurns:
         rig.cascade.below_only(window)
         request = Request("huge")
         manager = rig.manager
-        assert [manager.lookup_block(k, request) for k in keys(0, 16)] == [PENDING] * 16
-        assert [manager.lookup_block(k, request) for k in window[15:13:-1]] == [PENDING] * 2
+        assert [manager.lookups.lookup_block(k, request) for k in keys(0, 16)] == [PENDING] * 16
+        assert [manager.lookups.lookup_block(k, request) for k in window[15:13:-1]] == [PENDING] * 2
         rig.read()
-        assert [manager.lookup_block(k, request) for k in keys(0, 7)] == [HIT] * 6 + [MISS]
-        assert [manager.lookup_block(k, request) for k in window[5:3:-1]] == [PENDING] * 2
+        assert [manager.lookups.lookup_block(k, request) for k in keys(0, 7)] == [HIT] * 6 + [MISS]
+        assert [manager.lookups.lookup_block(k, request) for k in window[5:3:-1]] == [PENDING] * 2
         rig.read()
-        assert [manager.lookup_block(k, request) for k in keys(0, 7)] == [HIT] * 6 + [MISS]
-        assert [manager.lookup_block(k, request) for k in window[5:3:-1]] == [HIT] * 2
+        assert [manager.lookups.lookup_block(k, request) for k in keys(0, 7)] == [HIT] * 6 + [MISS]
+        assert [manager.lookups.lookup_block(k, request) for k in window[5:3:-1]] == [HIT] * 2
 
     def test_what_the_device_holds_meanwhile_is_not_read(self) -> None:
         rig = Rig()
@@ -218,7 +218,7 @@ class TestTurns:
         monkeypatch.undo()
         rig.read()
         assert rig.manager.counters.links[0].promoted_blocks == 0
-        assert not rig.manager._promoter.in_flight
+        assert not rig.manager._promoter.pending
 
     def test_the_wait_is_counted(self) -> None:
         rig, first, second = Rig(), Request("first"), Request("second")
@@ -320,11 +320,11 @@ def test_many_that_come_at_once_are_looked_for_in_several_steps(
     first, second, hit = Request("first"), Request("second"), Request("hit")
     rig.cascade.store(keys(100, 102))
     assert rig.ask(first, 0, 12) is None, "one request is never cut"
-    assert rig.manager.lookup_block(key(20), second) is RETRY
+    assert rig.manager.lookups.lookup_block(key(20), second) is RETRY
     assert second.claim is None
     assert rig.manager.lookup(keys(100, 102), hit) == 2, "what is there needs no look"
     rig.manager.end_step()
-    assert rig.manager.lookup_block(key(20), second) is PENDING
+    assert rig.manager.lookups.lookup_block(key(20), second) is PENDING
 
 
 def test_waiting_ends_where_the_tier_fails() -> None:

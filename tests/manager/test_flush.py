@@ -7,7 +7,7 @@ from support.cascade import Cascade, key
 from support.inside import demoters
 
 from kvcascade.manager import flush, level
-from kvcascade.manager.below.node_traffic import STALLED_S
+from kvcascade.manager.below.single_tier import STALLED_S
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.flush import RESTS_AT_MOST
 from kvcascade.manager.request import Request
@@ -213,7 +213,7 @@ def test_shutdown_refreshes_the_recency_of_so_many_at_most(
     cascade = Cascade((8, 16))
     cascade.store(keys(0, 6))
     cascade.manager.flush_dirty(cascade.now_s + 1)
-    cascade.manager.touch(keys(4, 6))
+    cascade.policies[0].touch(keys(4, 6))
     cascade.manager.shutdown()
     coldest = [block_hash for block_hash, _ in cascade.policies[1].coldest(16)]
     assert coldest == [key(5), key(3), key(2), key(1), key(0), key(4)], "the hottest one alone"

@@ -101,7 +101,7 @@ def test_what_waits_to_be_written_is_bounded_while_the_tier_below_fails(mode: Wr
         cascade.store([key(i)])
         cascade.manager.end_step()
     aging = cascade.manager._demoter.aging
-    assert aging is not None and len(aging) <= AGING_PER_SLOT * 8
+    assert aging is not None and len(aging.stored) <= AGING_PER_SLOT * 8
     cascade.down[0].accepts = True
     for _ in range(8):
         cascade.now_s += REST_S + 1
@@ -124,14 +124,15 @@ def test_a_write_that_failed_is_tried_again_without_anybodys_doing(mode: WriteMo
         cascade.now_s += REST_S + 1
         cascade.run_transfers()
     assert all(cascade.holds(1, h) for h in keys(0, 4))
-    assert not cascade.manager._demoter.aging
+    aging = cascade.manager._demoter.aging
+    assert aging is not None and not aging.stored
 
 
 def test_an_idle_engine_does_not_compute() -> None:
     """It takes no steps between the end of a request and the next one: that time says nothing."""
     cascade = Cascade((64, 64), ManagerOptions(tokens_per_block=TOKENS))
     manager, request = cascade.manager, Request()
-    assert manager.lookup_block(key(0), request) is LookupState.MISS
+    assert manager.lookups.lookup_block(key(0), request) is LookupState.MISS
     manager.end_step()
     assert manager.prepare_store(keys(0, 10), request) is not None
     cascade.now_s += 0.5

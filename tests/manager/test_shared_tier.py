@@ -163,13 +163,13 @@ def test_loads_under_way_end_and_every_slot_can_be_had_again() -> None:
     for _, status in cascade.policies[0].evict(3, ()) or ():
         cascade.backends[0].free(status)
     request = Request()
-    asked = [cascade.manager.lookup_block(block_hash, request) for block_hash in keys(0, 3)]
+    asked = [cascade.manager.lookups.lookup_block(block_hash, request) for block_hash in keys(0, 3)]
     assert asked == [LookupState.PENDING] * 3
     cascade.manager.end_step()
     reset_by_another(cascade)
     cascade.up[0].fate = lambda source, target: BlockOutcome.GONE
     cascade.run_transfers()
-    asked = [cascade.manager.lookup_block(block_hash, request) for block_hash in keys(0, 3)]
+    asked = [cascade.manager.lookups.lookup_block(block_hash, request) for block_hash in keys(0, 3)]
     assert asked == [LookupState.MISS] * 3
     assert cascade.backends[0].get_num_free_blocks() == 8
     assert cascade.backends[1].get_num_free_blocks() == 16

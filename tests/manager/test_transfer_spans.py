@@ -43,7 +43,7 @@ def traced(cascade: Cascade) -> Spans:
 def ask(cascade: Cascade, request: Request, start: int, end: int) -> None:
     """Look blocks up, and end the step, so that their promotion starts."""
     for block_hash in keys(start, end):
-        cascade.manager.lookup_block(block_hash, request)
+        cascade.manager.lookups.lookup_block(block_hash, request)
     cascade.manager.end_step()
 
 
@@ -108,7 +108,7 @@ def test_pinned_slots_are_counted_by_what_pins_them() -> None:
     cascade.run_transfers()
     assert pinned() == (3, 2), "kept for the request"
     for block_hash in keys(0, 2):
-        cascade.manager.lookup_block(block_hash, request)
+        cascade.manager.lookups.lookup_block(block_hash, request)
     cascade.manager.prepare_load(keys(0, 2), request)
     assert pinned() == (3, 2), "a slot counts once"
     cascade.manager.complete_store(keys(10, 13))

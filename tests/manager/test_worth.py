@@ -244,7 +244,7 @@ class Slow:
         """As the scheduler does: up to the first miss."""
         states: list[LookupState] = []
         for block_hash in KEYS:
-            states.append(self.manager.lookup_block(block_hash, request))
+            states.append(self.manager.lookups.lookup_block(block_hash, request))
             if states[-1] is MISS:
                 break
         return states
@@ -333,7 +333,9 @@ def test_prefill_is_measured_by_what_a_request_computes() -> None:
     manager = cascade.manager
     held, computed = [key(i) for i in range(20)], [key(i) for i in range(20, 30)]
     request = Request("r")
-    assert manager.lookup_block(computed[0], request) is MISS  # the device holds what is before
+    assert (
+        manager.lookups.lookup_block(computed[0], request) is MISS
+    )  # the device holds what is before
     output = manager.prepare_store(held + computed, request)
     assert output is not None
     cascade.now_s += 0.5
@@ -350,7 +352,7 @@ def test_what_is_put_off_does_not_make_computing_look_faster() -> None:
     assert manager._claims._worth is not None
     request, prompt = Request("r"), [key(i) for i in range(260)]
     cascade.store([key(i) for i in range(1000, 1300)])
-    assert manager.lookup_block(prompt[0], request) is MISS
+    assert manager.lookups.lookup_block(prompt[0], request) is MISS
     for step in range(25):
         assert manager.prepare_store(prompt[: 10 * (step + 1)], request) is None
         cascade.now_s += 0.1
@@ -396,7 +398,7 @@ def test_a_prompt_of_several_groups_is_counted_once(first: list[BlockHash]) -> N
     manager, request = cascade.manager, Request("r")
     assert manager._claims._worth is not None
     for block_hash in (KEYS[1], *reversed(WINDOW_KEYS)):
-        assert manager.lookup_block(block_hash, request) is MISS
+        assert manager.lookups.lookup_block(block_hash, request) is MISS
     second = WINDOW_KEYS if first is KEYS else KEYS
     assert manager.prepare_store(first + second, request) is not None
     cascade.now_s += 0.5
@@ -410,7 +412,7 @@ def test_it_computes_from_what_it_missed_when_it_asked_last() -> None:
     cascade = Cascade((64, 64), ManagerOptions(tokens_per_block=TOKENS))
     manager, request = cascade.manager, Request("r")
     for missed in (KEYS[3], KEYS[0]):
-        assert manager.lookup_block(missed, request) is MISS
+        assert manager.lookups.lookup_block(missed, request) is MISS
         manager.end_step()
     assert manager.prepare_store(KEYS, request) is not None
     cascade.now_s += 0.5
@@ -427,7 +429,7 @@ def test_an_offer_beside_one_that_is_put_off_is_not_counted() -> None:
     worth.note_offer(KEYS[:3], request, False, 10.0)
     request.note_deferred(KEYS[:3])
     worth.note_offer(WINDOW_KEYS[:1], request, True, 10.0)
-    request.note_taken(WINDOW_KEYS[:1])
+    request.note_stored(WINDOW_KEYS[:1], ())
     worth.note_offer(KEYS, request, True, 10.0)
     for now in (10.5, 10.6, 11.0):
         worth.prefill.end_step(now)
@@ -487,6 +489,6 @@ def test_what_another_loads_anyway_costs_no_more() -> None:
     slow.manager._claims._worth.links[0].started(2 * BLOCK_SIZE, slow.cascade.now_s)
     long, short = Request("long"), Request("short")
     assert slow.ask(long) == [PENDING] * 4
-    assert slow.manager.lookup_block(KEYS[0], short) is PENDING
+    assert slow.manager.lookups.lookup_block(KEYS[0], short) is PENDING
     slow.manager.end_step()
     assert slow.counters.promotions_worth == 3 and slow.counters.promotions_not_worth == 0

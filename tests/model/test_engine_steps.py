@@ -168,13 +168,16 @@ class Engine:
         """Full attention up to a miss, then the window before it; load what was found."""
         request, waits, found = prompt.request, False, 0
         for block_hash in prompt.keys(FULL, 0, prompt.blocks):
-            state = self.manager.lookup_block(block_hash, request)
+            state = self.manager.lookups.lookup_block(block_hash, request)
             if state is LookupState.MISS:
                 break
             waits |= state is not LookupState.HIT
             found += state is not LookupState.RETRY
         window = prompt.keys(WINDOW, max(0, found - WINDOW_BLOCKS), found)
-        states = [self.manager.lookup_block(block_hash, request) for block_hash in reversed(window)]
+        states = [
+            self.manager.lookups.lookup_block(block_hash, request)
+            for block_hash in reversed(window)
+        ]
         waits |= LookupState.PENDING in states or LookupState.RETRY in states
         self.disturb(self.transfer_rate / 4)
         if waits:
@@ -327,7 +330,7 @@ class Engine:
             self.cascade.now_s += 3 * DEADLINE_S
             self.cascade.run_transfers()
         promoter, claims = self.manager._promoter, self.manager._claims
-        assert not (self.jobs or promoter._pending or self.manager._claims._holds)
+        assert not (self.jobs or promoter.pending or self.manager._claims._holds.users)
         assert not (claims._queue or claims._admitted)
         self.check()
         self.manager.shutdown()

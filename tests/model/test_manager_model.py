@@ -75,7 +75,7 @@ class ManagerMachine(RuleBasedStateMachine):
         hits: list[BlockHash] = []
         is_waiting = False
         for block_hash in hashes:
-            state = self.manager.lookup_block(block_hash, request)
+            state = self.manager.lookups.lookup_block(block_hash, request)
             if state is LookupState.MISS:
                 break
             if state is LookupState.HIT:
@@ -180,7 +180,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(hashes=PREFIXES)
     def touch(self, hashes: list[BlockHash]) -> None:
-        self.manager.touch(hashes)
+        self.cascade.policies[0].touch(hashes)
 
     @rule()
     def events(self) -> None:

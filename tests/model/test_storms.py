@@ -59,6 +59,6 @@ def test_every_request_is_served_in_time(seed: int) -> None:
     assert last_s <= 5.0 + 2 * read_s + compute_s + decode_s, "the queues are not served in turn"
     manager = storm.manager
     assert not manager.waiting_requests and not manager.has_pending_work()
-    assert not manager._claims._holds and not manager._workers.is_busy
+    assert not manager._claims._holds.users and not manager._workers.is_busy
     if manager._claims._worth is not None:
         assert manager._claims._worth.backlog.tokens == pytest.approx(0.0)

@@ -28,14 +28,14 @@ class Books:
         self.readers[0].update(read)
         self.writing[0].update(written)
         for index, demoter in enumerate(demoters(self._manager)):
-            for job in demoter.jobs:  # it reads here; its writes below are the tier's
+            for job in demoter.jobs.values():  # it reads here; its writes below are the tier's
                 slots = [status.block_id for status in job.statuses]
                 self.readers[index].update(slots)
                 self.leaving[index].update(slots)
         for queue in self._manager._promoter.queues:
             for job_up in queue.jobs.values():
                 self.writing[0] |= {status.block_id for status in job_up.statuses}
-        for _, gone, kept in self._manager._workers._quarantine:
+        for _, gone, kept in self._manager._workers.quarantine:
             self.readers[0].update(status.block_id for status in kept)
             self.writing[0] |= {status.block_id for status in gone}
 
@@ -45,7 +45,7 @@ class Books:
         for request in requests:
             self.readers[0].update(status.block_id for status in request.holds.values())
         held = {status.block_id for request in requests for status in request.holds.values()}
-        assert set(manager._claims._holds._users) == held, "held for nobody"
+        assert set(manager._claims._holds.users) == held, "held for nobody"
         assert manager._claims.room.taken() <= self._most(), "beyond the budget"
         for request in requests:
             self._check_request(request)
@@ -66,7 +66,7 @@ class Books:
         if claim is None or not claim.is_admitted:
             assert not request.holds and not request.pending, "it takes room and waits for its turn"
         for block_hash in request.pending:
-            pending = promoter.find(block_hash)
+            pending = promoter.pending.get(block_hash)
             assert pending is not None and request in pending.waiters, "it waits for nothing"
             assert not pending.is_late, "it waits for what is late"
 

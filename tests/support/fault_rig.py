@@ -138,7 +138,7 @@ class FaultRig:
 
     def ask(self, hashes: Sequence[BlockHash], request: Request) -> list[LookupState]:
         """One look at each block, and a step."""
-        states = [self.manager.lookup_block(block_hash, request) for block_hash in hashes]
+        states = [self.manager.lookups.lookup_block(block_hash, request) for block_hash in hashes]
         self.manager.end_step()
         return states
 
@@ -146,7 +146,9 @@ class FaultRig:
         """Serve a request; how many of the blocks came. Hardly any time goes by."""
         request = Request()
         for _ in range(STEPS_MAX):
-            states = [self.manager.lookup_block(block_hash, request) for block_hash in hashes]
+            states = [
+                self.manager.lookups.lookup_block(block_hash, request) for block_hash in hashes
+            ]
             if not {LookupState.PENDING, LookupState.RETRY} & set(states):
                 break
             self.manager.end_step()

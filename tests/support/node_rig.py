@@ -16,8 +16,8 @@ from kvcascade.handlers.node.path_io import NodeIO
 from kvcascade.handlers.node.path_node import PathNode
 from kvcascade.handlers.node.path_wire import NodeSetup, from_node_process, to_node
 from kvcascade.manager.below.node_tier import NodeTier, NodeTierOptions
-from kvcascade.manager.below.node_traffic import STALLED_S
 from kvcascade.manager.below.port import TierFacts
+from kvcascade.manager.below.single_tier import STALLED_S
 from kvcascade.tiers.base import BlockHash, SlotArray
 from kvcascade.tiers.nvme.disk.filesystem import FileSystem
 from kvcascade.tiers.nvme.path.block_reader import BlocksRead

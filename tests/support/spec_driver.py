@@ -281,7 +281,7 @@ class Driver:
         below = manager._flow.below
         with manager.lock:
             tickets = {t for queue in manager._promoter.queues for t in queue.jobs}
-            tickets |= manager._demoter.job_ids
+            tickets |= manager._demoter.jobs.keys()
         below.wait(tickets, WAIT_S)
         below.wait(set(), WAIT_S)
 
@@ -293,7 +293,7 @@ class Driver:
             self.wait_for_transfers()
             self.finish_jobs(list(self.jobs.values()))
             self.step()
-            busy = any(demoter.jobs_in_flight for demoter in demoters(manager))
+            busy = any(demoter.jobs for demoter in demoters(manager))
             if not busy and not self.manager.has_pending_work():
                 return
         raise AssertionError("the cascade never came to rest")

@@ -69,7 +69,7 @@ class TwinEngine:
 
     def ask(self, request: Request, hashes: list[BlockHash]) -> list[LookupState]:
         """Look blocks up."""
-        return [self.manager.lookup_block(block_hash, request) for block_hash in hashes]
+        return [self.manager.lookups.lookup_block(block_hash, request) for block_hash in hashes]
 
     def loads(self, request: Request, hashes: list[BlockHash]) -> None:
         """Blocks that are hits have the right bytes."""

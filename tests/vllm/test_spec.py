@@ -338,7 +338,7 @@ def test_a_store_between_two_steps_is_no_question(tmp_path: Path) -> None:
         assert driver.look_up(request) == 0
         driver.step()
         assert driver.manager.prepare_store(request.keys[0], request.context) is not None
-        assert not driver.cascade.manager.lookups.is_asking
+        assert driver.cascade.manager.lookups.asking is None
 
 
 def test_ends_of_requests_do_not_have_metrics_read_at_every_step(

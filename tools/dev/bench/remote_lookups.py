@@ -90,7 +90,7 @@ def look(cascade: Cascade, keys: Keys) -> tuple[int, list[int]]:
     Return the processor time of all lookups, and the time of each, in ns.
     """
     manager, request = cascade.manager, Request(f"bench-{next(_requests)}")
-    lookup, clock, took_ns = manager.lookup_block, time.perf_counter_ns, list[int]()
+    lookup, clock, took_ns = manager.lookups.lookup_block, time.perf_counter_ns, list[int]()
     cpu_ns = time.thread_time_ns()
     for key in keys:
         begun_ns = clock()

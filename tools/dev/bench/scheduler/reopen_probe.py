@@ -45,7 +45,7 @@ def probe(folder: Path, blocks: int) -> tuple[WrittenTier, object]:
     began = perf_counter()
     opened = open_written(folder, blocks, CPU_BLOCKS)
     opened_s = perf_counter() - began
-    state = opened.manager.lookup_block(asked[0], Request())
+    state = opened.manager.lookups.lookup_block(asked[0], Request())
     first_s = perf_counter() - began - opened_s
     held = opened.holds(asked)
     coldest = opened.coldest(len(expected))
