@@ -44,6 +44,12 @@ the depth of the engine's pipeline (stages + 2). An engine that calls `on_reset_
 wait."""
 
 
+OnTransfer = Callable[[str, Ended, float], None]
+"""Function that receives each job between the first tier and a tier below when it has ended: the
+name of the tier below, the outcome, and the time at which it began on the manager's clock. It is
+called under the manager's lock by the scheduler's thread or the ticker, and must not wait."""
+
+
 @dataclass(frozen=True, slots=True)
 class ManagerOptions:
     """Behaviour of the cascade."""
@@ -77,6 +83,7 @@ class ManagerOptions:
     """True: a block that a worker is storing is pending. False: it is a miss, because the engine
     reports stores only at the end of their request."""
     with_events: bool = True
+    on_transfer: OnTransfer | None = None
 
 
 class CascadingOffloadingManager:
@@ -245,8 +252,9 @@ class CascadingOffloadingManager:
         ended_jobs = flow.below.poll()
         for ended in ended_jobs:
             job: Transfer = (promoter if ended.is_get else demoter).land(ended)
-            if flow.on_transfer is not None:
-                flow.on_transfer(ended, job.created_s)
+            if self.options.on_transfer is not None:
+                name = self.counters.tier_names[ended.tier]
+                self.options.on_transfer(name, ended, job.created_s)
         demoter.collect_lost()
         if ended_jobs:
             flow.collect_events()
@@ -263,15 +271,6 @@ class CascadingOffloadingManager:
         """Number of requests whose promotion waits for its turn. Any thread."""
         with self.lock:
             return self._claims.waiting
-
-    def trace_transfers(self, on_transfer: Callable[[Ended, float], None]) -> None:
-        """Report each job between the first tier and a tier below to a function when it has ended.
-
-        `on_transfer` receives the outcome and the time at which the job began on the manager's
-        clock. It is called under the manager's lock by the scheduler thread or the ticker, and must
-        not wait.
-        """
-        self._flow.on_transfer = on_transfer
 
     def has_pending_work(self) -> bool:
         """Return True if requests wait for progress that further calls make."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from ..tiers.base import BlockHash
 from .admission import PastUses
 from .base import BlockEvent
-from .below.port import Below, Ended
+from .below.port import Below
 from .counters import Counters, Departures
 from .level import Level, Pairs, Tier
 
@@ -54,9 +54,6 @@ class Flow:
         )
         self.tickets = itertools.count(1)
         self.events: list[BlockEvent] = []
-        self.on_transfer: Callable[[Ended, float], None] | None = None
-        """Receives each job between the first tier and one below when it has ended, and the time at
-        which it began on `clock`. None: nobody traces them."""
         self.evicted: list[BlockHash] = []
         """Hashes evicted from the first tier since the last store."""
 

@@ -29,7 +29,7 @@ from ..handlers.device.copier import DeviceCopier
 from ..handlers.device.geometry import PageRef, WorkerLayout
 from ..logs import get_logger
 from ..manager.below.port import NoTierBelow
-from ..manager.cascading import CascadingOffloadingManager, ManagerOptions
+from ..manager.cascading import CascadingOffloadingManager, ManagerOptions, OnTransfer
 from ..manager.level import Tier
 from ..manager.request import Request
 from ..manager.ticker import Ticker
@@ -255,6 +255,7 @@ def open_cascade(
     expect_workers: bool = True,
     about: Mapping[str, Any] | None = None,
     file_system: FileSystemOf = real_file_system,
+    on_transfer: OnTransfer | None = None,
 ) -> Cascade:
     """Open the scheduler's side; the workers have opened theirs.
 
@@ -291,6 +292,7 @@ def open_cascade(
             tokens_per_block=geometry.tokens_per_block,
             served_end=geometry.served_end,
             offered_once=geometry.offered_once,
+            on_transfer=on_transfer,
         )
         recorder = _recorder(settings, geometry, arena_geometry.slot_bytes)
         manager = _manager(settings, top, nodes, remote, options_)

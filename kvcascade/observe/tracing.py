@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from ..logs import get_logger
@@ -41,34 +41,33 @@ class TransferSpans:
 
     def __init__(
         self,
-        tier_names: Sequence[str],
         emit: EmitSpan,
         clock: Callable[[], float] = time.monotonic,
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """`tier_names`: all tiers, first tier first. `clock` is the manager's clock."""
-        self._tier_names = tier_names
+        """`clock` is the manager's clock."""
         self._emit: EmitSpan | None = emit
         self._clock = clock
         self._wall_ns = wall_ns
 
-    def __call__(self, ended: Ended, begun_s: float) -> None:
-        """Make the span of a transfer that began at `begun_s` on the manager's clock."""
+    def __call__(self, tier_name: str, ended: Ended, begun_s: float) -> None:
+        """Make the span of a transfer between the first tier and the tier below of that name, which
+        began at `begun_s` on the manager's clock."""
         if self._emit is None:
             return
         end_ns = self._wall_ns()
         start_ns = end_ns - round((self._clock() - begun_s) * NS_PER_S)
         name = "kvcascade.promote" if ended.is_get else "kvcascade.demote"
         try:
-            self._emit(name, start_ns, end_ns, self._attributes(ended))
+            self._emit(name, start_ns, end_ns, self._attributes(tier_name, ended))
         except Exception:
             self._emit = None
             logger.exception("kvcascade: a trace span could not be made; no more will be")
 
-    def _attributes(self, ended: Ended) -> dict[str, str | int | float]:
+    def _attributes(self, tier_name: str, ended: Ended) -> dict[str, str | int | float]:
         outcomes = Counter(ended.outcomes)
         found: dict[str, str | int | float] = {
-            "kvcascade.tier": self._tier_names[ended.tier],
+            "kvcascade.tier": tier_name,
             "kvcascade.blocks": len(ended.outcomes),
             "kvcascade.bytes": ended.size_bytes,
             "kvcascade.transfer_seconds": ended.time_s,

@@ -137,7 +137,7 @@ def open_scheduler_side(
     settings, said = with_time_to_flush(settings, engine_config)
     if said is not None:
         logger.info(said)
-    cascade = open_cascade(
+    return open_cascade(
         settings,
         geometry,
         engine_id,
@@ -148,14 +148,11 @@ def open_scheduler_side(
         waits_for_stores=waits_for_stores,
         about=about,
         file_system=file_system,
+        on_transfer=transfer_spans(engine_config),
     )
-    _trace(cascade, engine_config)
-    return cascade
 
 
-def _trace(cascade: Cascade, engine_config: Any | None) -> None:
-    """Report transfers as spans if vLLM was started with `--otlp-traces-endpoint`."""
+def transfer_spans(engine_config: Any | None) -> TransferSpans | None:
+    """Return what makes spans of transfers if vLLM was started with `--otlp-traces-endpoint`."""
     emit = span_maker() if engine_facts.is_traced(engine_config) else None
-    if emit is not None:
-        manager = cascade.manager
-        manager.trace_transfers(TransferSpans(manager.counters.tier_names, emit))
+    return None if emit is None else TransferSpans(emit)

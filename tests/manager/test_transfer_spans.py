@@ -10,6 +10,7 @@ from support.cascade import BLOCK_SIZE, Cascade
 from support.inside import demoters
 from support.keys import keys
 
+from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.request import Request
 from kvcascade.observe.tracing import NS_PER_S, TransferSpans
 from kvcascade.tiers.base import BlockOutcome
@@ -30,14 +31,12 @@ class Spans:
         self.made.append((span_name, start_time, end_time, attributes))
 
 
-def traced(cascade: Cascade) -> Spans:
-    """Trace a cascade whose wall clock stands still."""
-    spans = Spans()
-    names = cascade.manager.counters.tier_names
-    cascade.manager.trace_transfers(
-        TransferSpans(names, spans, lambda: cascade.now_s, lambda: WALL_NS)
-    )
-    return spans
+def traced() -> tuple[Cascade, Spans]:
+    """A traced cascade of two tiers, whose wall clock stands still."""
+    spans, made = Spans(), list[Cascade]()
+    on_transfer = TransferSpans(spans, lambda: made[0].now_s, lambda: WALL_NS)
+    made.append(Cascade((8, 16), ManagerOptions(on_transfer=on_transfer)))
+    return made[0], spans
 
 
 def ask(cascade: Cascade, request: Request, start: int, end: int) -> None:
@@ -48,8 +47,7 @@ def ask(cascade: Cascade, request: Request, start: int, end: int) -> None:
 
 
 def test_a_demotion_is_a_span_from_its_start_to_its_end() -> None:
-    cascade = Cascade((8, 16))
-    spans = traced(cascade)
+    cascade, spans = traced()
     cascade.store(keys(0, 3))
     demoters(cascade.manager)[0].demote_coldest(3)
     assert spans.made == [], "it has not ended"
@@ -64,9 +62,9 @@ def test_a_demotion_is_a_span_from_its_start_to_its_end() -> None:
 
 
 def test_a_promotion_says_which_blocks_failed() -> None:
-    cascade = Cascade((8, 16))
+    cascade, spans = traced()
     cascade.below_only(keys(0, 3))
-    spans = traced(cascade)
+    spans.made.clear()
     lost = iter([BlockOutcome.OK, BlockOutcome.CORRUPT, BlockOutcome.OK])
     cascade.up[0].fate = lambda source, target: next(lost)
     ask(cascade, Request(), 0, 3)
@@ -78,14 +76,13 @@ def test_a_promotion_says_which_blocks_failed() -> None:
 
 
 def test_a_tracer_that_fails_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    cascade = Cascade((8, 16))
     calls: list[str] = []
 
     def fails(span_name: str, start_time: int, end_time: int, attributes: Attributes) -> None:
         calls.append(span_name)
         raise RuntimeError("no exporter")
 
-    cascade.manager.trace_transfers(TransferSpans(("M0", "M1"), fails))
+    cascade = Cascade((8, 16), ManagerOptions(on_transfer=TransferSpans(fails)))
     cascade.below_only(keys(0, 3))
     cascade.below_only(keys(3, 6))
     assert len(calls) == 1 and "no exporter" in caplog.text

@@ -9,6 +9,7 @@ import pytest
 from support.cascade import Cascade
 from support.keys import keys
 
+from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.vllm import engine_facts, generation, scheduler_side
 
 trace = pytest.importorskip("opentelemetry.trace")
@@ -36,9 +37,8 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_promotion_and_a_demotion_are_exported(exporter: Any) -> None:
-    cascade = Cascade((8, 16))
-    whole: Any = SimpleNamespace(manager=cascade.manager)
-    scheduler_side._trace(whole, engine("http://localhost:4317"))
+    on_transfer = scheduler_side.transfer_spans(engine("http://localhost:4317"))
+    cascade = Cascade((8, 16), ManagerOptions(on_transfer=on_transfer))
     cascade.below_only(keys(0, 3))
     cascade.manager.lookup(keys(0, 3))
     cascade.manager.end_step()
@@ -52,10 +52,7 @@ def test_a_promotion_and_a_demotion_are_exported(exporter: Any) -> None:
 def test_nothing_is_traced_without_the_switch() -> None:
     assert not engine_facts.is_traced(engine(None)) and not engine_facts.is_traced(None)
     assert engine_facts.is_traced(engine("http://localhost:4317"))
-    cascade = Cascade((8, 16))
-    whole: Any = SimpleNamespace(manager=cascade.manager)
-    scheduler_side._trace(whole, engine(None))
-    assert cascade.manager._flow.on_transfer is None
+    assert scheduler_side.transfer_spans(engine(None)) is None
 
 
 def test_without_opentelemetry_there_is_no_maker(monkeypatch: pytest.MonkeyPatch) -> None:
