@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from io import StringIO
 from pathlib import Path
 
@@ -68,8 +69,11 @@ def test_a_bar_shows_the_progress_on_a_terminal_only() -> None:
     for is_terminal in (True, False):
         shown = StringIO()
         with progress_bar(4, Console(file=shown, force_terminal=is_terminal)) as advance:
-            advance(3)
+            for _ in range(3):
+                advance(1)
         assert ("75%" in shown.getvalue()) is is_terminal
+        rate = re.search(r"3 requests, [\d,]+/s", shown.getvalue())
+        assert (rate is not None) is is_terminal
 
 
 def test_a_sweep_as_json(trace: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -183,15 +183,19 @@ def _with(tiers: Sequence[TierOptions], tier: TierOptions) -> tuple[TierOptions,
 
 @contextmanager
 def progress_bar(total: int, console: Console | None = None) -> Iterator[Callable[[int], None]]:
-    """Yield a function that advances a progress bar; there is no bar if the console is not a
-    terminal.
+    """Yield a function that advances a progress bar with a rate; there is no bar if the console is
+    not a terminal.
 
     The console is standard error by default.
     """
     from rich.console import Console
     from rich.progress import Progress
 
+    from ..commands.rate_column import RateColumn
+
     console = console or Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("requests", total=total)
+    columns = (*Progress.get_default_columns(), RateColumn("requests"))
+    is_off = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=is_off) as bar:
+        task = bar.add_task("replay", total=total)
         yield lambda requests: bar.advance(task, requests)

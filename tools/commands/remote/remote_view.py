@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
 from ....tiers.base import RESET_TICKS_PER_S
 from ....tiers.remote.objects import Verdict
 from .. import show
+from ..rate_column import RateColumn
 from ..verify.verify_view import MAX_SHOWN, progress_of
 from .collect_remote import RemoteCollected
 from .open_remote import Advance
@@ -30,15 +31,6 @@ _VERDICTS = {
 }
 
 
-class _RateColumn(ProgressColumn):
-    """Number of objects so far, and per second."""
-
-    def render(self, task: Task) -> Text:
-        rate = task.finished_speed or task.speed
-        shown = "" if rate is None else f", {rate:,.0f}/s"
-        return Text(f"{task.completed:,.0f} objects{shown}")
-
-
 @contextmanager
 def counting(title: str, is_quiet: bool) -> Iterator[Advance]:
     """Show a number of objects and its rate on standard error; nothing for JSON or a pipe."""
@@ -46,7 +38,7 @@ def counting(title: str, is_quiet: bool) -> Iterator[Advance]:
     if is_quiet or not console.is_terminal:
         yield lambda count: None
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), _RateColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), RateColumn("objects"))
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda count: bar.advance(task, count)
