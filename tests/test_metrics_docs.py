@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcascade.handlers.node.remote_wire import RemoteNote
 from kvcascade.manager.counters import Counters
 from kvcascade.manager.state import TierState
 from kvcascade.observe.metrics import (
@@ -65,6 +66,23 @@ def test_what_one_tier_serves_those_above_it_missed() -> None:
     (metric,) = (metric for metric in METRICS if metric.name == "tier_misses")
     missed = {tier: value for (tier,), value in metric.values(MetricsSnapshot(counters, []))}
     assert missed == {"cpu": 30, "nvme": 10, "slow": 7}
+
+
+def test_usual_reasons_of_dropped_uploads_are_reported_before_the_first_one() -> None:
+    counters, remote = Counters.for_tiers(("cpu", "remote")), RemoteNote(None)
+    (metric,) = (metric for metric in METRICS if metric.name == "remote_dropped_blocks")
+
+    def dropped() -> dict[tuple[str, ...], float]:
+        tier = TierState("remote", "STORAGE", 64, 0, 16, 0, remote=remote)
+        return dict(metric.values(MetricsSnapshot(counters, [tier])))
+
+    assert dropped() == {("remote", "full"): 0, ("remote", "resting"): 0}
+    remote.unsent.update(full=3, dropped=2)
+    assert dropped() == {
+        ("remote", "full"): 3,
+        ("remote", "resting"): 0,
+        ("remote", "dropped"): 2,
+    }
 
 
 def test_shares_of_the_first_tier_are_shares_of_its_slots() -> None:

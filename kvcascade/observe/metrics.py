@@ -14,6 +14,7 @@ from enum import Enum
 from ..handlers.node.remote_wire import VerbTotals
 from ..manager.counters import Counters, LinkCounters
 from ..manager.state import TierState
+from ..tiers.remote.uploads import Offer
 
 PREFIX = "vllm:kvcascade_"
 VLLM_PREFIX = "vllm:kv_offload_"
@@ -179,10 +180,15 @@ def _remote_outcomes(snapshot: MetricsSnapshot) -> Values:
                 yield (state.name, verb, outcome), float(blocks)
 
 
+_NEVER_DROPPED = {offer.value: 0 for offer in (Offer.FULL, Offer.RESTING)}
+"""The usual reasons are reported from the start, so that an alert sees the first increase."""
+
+
 def _remote_dropped(snapshot: MetricsSnapshot) -> Values:
     for state in snapshot.tiers:
-        for reason, blocks in {} if state.remote is None else state.remote.unsent.items():
-            yield (state.name, reason), float(blocks)
+        if state.remote is not None:
+            for reason, blocks in {**_NEVER_DROPPED, **state.remote.unsent}.items():
+                yield (state.name, reason), float(blocks)
 
 
 LINK_FIELDS: dict[str, str] = {

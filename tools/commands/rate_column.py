@@ -15,6 +15,7 @@ class RateColumn(ProgressColumn):
         self._things = things
 
     def render(self, task: Task) -> Text:
+        """Return the number of things, with their rate once it is known."""
         rate = task.finished_speed or task.speed
         shown = "" if rate is None else f", {rate:,.0f}/s"
         return Text(f"{task.completed:,.0f} {self._things}{shown}")

@@ -2,8 +2,9 @@
 
     python -m kvcascade.tools.dev.record_metrics tests/data/metrics-run.txt.gz
 
-A server with a small model serves prompts that fit neither its device cache nor its CPU tier, and
-is scraped meanwhile. The file is in the OpenMetrics format with the time of every scrape, so
+A server with a small model serves prompts that fit neither its device cache nor its CPU and NVMe
+tiers, and is scraped meanwhile. Its remote tier is on Redis or Valkey if that is on the PATH, and
+in a folder otherwise. The file is in the OpenMetrics format with the time of every scrape, so
 `promtool tsdb create-blocks-from openmetrics` turns it into a database.
 """
 
@@ -23,6 +24,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from .model import make_llama
+from .remote_server import remote_tier
 from .server import (
     CPU_ENVIRONMENT,
     ENVIRONMENT,
@@ -38,6 +40,8 @@ BLOCK_BYTES = 4 * 4 * 2 * BLOCK_TOKENS * 32 * 4
 """Layers, KV heads, key and value, tokens, size of a head, and bytes of a float32."""
 PROMPTS = 12
 PROMPT_TOKENS = 640
+ANSWER_TOKENS = BLOCK_TOKENS - 1
+"""Too few for another block, and enough to bound the rate: most prompts are hits of some tier."""
 CLIENTS = 2
 SCRAPES = 24
 SCRAPE_INTERVAL_S = 5.0
@@ -48,8 +52,11 @@ Scrape = tuple[float, str]
 """Seconds since the epoch, and the text of `/metrics`."""
 
 
-def configuration(disk: Path) -> dict[str, Any]:
-    """Return the arguments of the server: caches far smaller than the prompts."""
+def configuration(disk: Path, remote: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the server: caches far smaller than the prompts.
+
+    `remote`: options of the remote tier.
+    """
     tiers = [
         {"type": "cpu", "capacity": 64 * BLOCK_BYTES},
         {
@@ -59,6 +66,7 @@ def configuration(disk: Path) -> dict[str, Any]:
             "min_free": 0,
             "write_budget": "1GiB",
         },
+        {"type": "remote", **remote},
     ]
     extra = {
         "spec_name": "CascadeOffloadingSpec",
@@ -87,7 +95,7 @@ def scrapes_of(server: ServerProcess) -> list[Scrape]:
             due_s += SCRAPE_INTERVAL_S
             found.append((time.time(), server.fetch("/metrics").decode()))
             print(f"scrape {len(found)} of {SCRAPES}", flush=True)
-        server.complete_all([rng.choice(prompts) for _ in range(CLIENTS)], 4, CLIENTS)
+        server.complete_all([rng.choice(prompts) for _ in range(CLIENTS)], ANSWER_TOKENS, CLIENTS)
     return found
 
 
@@ -134,8 +142,13 @@ def record(folder: Path) -> list[Scrape]:
     environment = {**ENVIRONMENT, **(CPU_ENVIRONMENT if is_on_cpu() else {})}
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
-    options = {"model": str(model), **configuration(folder / "disk")}
-    with ServerProcess(folder / "server.log", options, environment) as server:
+    with remote_tier(folder / "remote") as remote:
+        options = {"model": str(model), **configuration(folder / "disk", remote)}
+        return _served(folder / "server.log", options, environment)
+
+
+def _served(log: Path, options: Mapping[str, Any], environment: Mapping[str, str]) -> list[Scrape]:
+    with ServerProcess(log, options, environment) as server:
         print(f"ready after {server.ready():.0f} s", flush=True)
         return scrapes_of(server)
 
