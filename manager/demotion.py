@@ -321,14 +321,15 @@ class Demoter:
         answers = self._below.put(ticket, hashes, slots)
         if answers.count(Put.STARTED) < len(answers):
             wanted = self._sort(wanted, answers)
+            hashes = [block_hash for block_hash, _ in wanted]
+            slots = [status.block_id for _, status in wanted]
         started = len(wanted)
         if started:
             statuses = [status for _, status in wanted]
             for status in statuses:
                 status.ref_cnt += 1
-            self._level.dirt.set_arriving([status.block_id for status in statuses])
-            going = [block_hash for block_hash, _ in wanted]
-            self.jobs[ticket] = Transfer(ticket, going, statuses, self._flow.clock())
+            self._level.dirt.set_arriving(slots)
+            self.jobs[ticket] = Transfer(ticket, hashes, statuses, self._flow.clock())
         self.collect_lost()  # the port may have evicted blocks
         return started if started or Put.ALREADY in answers else None
 

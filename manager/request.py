@@ -193,6 +193,8 @@ class RequestEnds:
             for h, s in found
             if settled[s.block_id] and ((counts and below.may_hold(h) != 1) or below.wants_again(h))
         ]
+        if not wanted:
+            return
         top.dirt.set_dirty([slot for _, slot in wanted])
-        if wanted and self._aging is not None:
+        if self._aging is not None:
             self._aging.note([h for h, _ in wanted])

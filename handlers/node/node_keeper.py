@@ -93,6 +93,8 @@ class NodeStream(MessageStream):
         """Time of the last message, or since when a message is expected."""
         self.is_ready = False
         """True once the process takes jobs."""
+        self.silence_limit_s = SILENCE_LIMIT_S
+        """Time after which a process that owes a message counts as dead."""
 
     def add(self, message: msgspec.Struct) -> None:
         """Keep a message for `flush`, or send it with all that are kept."""
@@ -205,7 +207,8 @@ class NodeKeeper:
             if stream is None:
                 self._start_if_allowed()
                 return
-            stream.flush()
+            if stream.unsent:
+                stream.flush()
             before = stream.received_bytes
             for message in stream.receive(to_the_end=self._is_closed):
                 self._take(stream, message)
@@ -213,7 +216,9 @@ class NodeKeeper:
                     break
             if stream.received_bytes > before:
                 stream.heard_s = now_s
-            if not stream.has_ended and self._is_silent(stream, now_s):
+            owes_message = bool(self._jobs) or not stream.is_ready
+            is_silent = owes_message and now_s - stream.heard_s > stream.silence_limit_s
+            if is_silent and not stream.has_ended:
                 _log.warning("the process that moves blocks says nothing any more; it is killed")
                 stream.has_ended = True
             if stream.has_ended:
@@ -299,13 +304,8 @@ class NodeKeeper:
             self._options.on_note(message)
         if not stream.is_ready:
             stream.is_ready = True
+            stream.silence_limit_s = self._options.silence_limit_s
             self._limits.note_ready()
-
-    def _is_silent(self, stream: NodeStream, now_s: float) -> bool:
-        if stream.is_ready and not self._jobs:
-            return False
-        limit_s = self._options.silence_limit_s if stream.is_ready else SILENCE_LIMIT_S
-        return now_s - stream.heard_s > limit_s
 
     def _bury(self) -> None:
         """Kill the process of a closed connection. Once it is dead, fail its jobs and restart."""

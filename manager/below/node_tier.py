@@ -73,11 +73,6 @@ class NodeWrites(Traffic[NodeFeed]):
         self.may_recover = True
         """True if the last failure came from the device or the node, not from lack of room."""
 
-    @property
-    def is_open(self) -> bool:
-        """True while nothing may be written."""
-        return self.breaker.is_open or not self._flow.feed.can_write
-
     def room(self, n: int) -> int:
         """Return how many of `n` blocks may be started."""
         if self._flow.clock() < self._no_room_until_s:
@@ -85,17 +80,17 @@ class NodeWrites(Traffic[NodeFeed]):
         return min(n, self._max_blocks - len(self.coming))
 
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
-        """Start writing as many blocks as may be in flight."""
-        if self.is_open:
-            return [Put.RESTING] * len(keys)
+        """Start writing as many blocks as may be in flight. Call it only while `takes_puts`."""
         flow, coming, n = self._flow, self.coming, len(keys)
         find = flow.feed.find
         new = [at for at, key in enumerate(keys) if key not in coming and find(key) < 0]
         room, answer = self.room(len(new)), Put.FULL if self._why is Why.FULL else Put.LATER
-        left_bytes = self._budget_left_bytes()
-        if room and left_bytes is not None and left_bytes < room * flow.block_bytes:
-            room, answer = left_bytes // flow.block_bytes, Put.OVER_BUDGET
-            flow.counters.demote_over_budget_blocks += len(new) - room
+        left_bytes = None if flow.feed.figures is None else flow.feed.figures.budget_left_bytes
+        if room and left_bytes is not None:
+            left = max(0, left_bytes // flow.block_bytes - len(coming))
+            if left < room:
+                room, answer = left, Put.OVER_BUDGET
+                flow.counters.demote_over_budget_blocks += len(new) - room
         started = new[:room]
         if len(started) < n:
             keys, slots = [keys[at] for at in started], [slots[at] for at in started]
@@ -109,12 +104,6 @@ class NodeWrites(Traffic[NodeFeed]):
             self.may_recover = True
             started, answer = [], Put.NOT_TAKEN
         return answers_to_put(n, new, started, answer)
-
-    def _budget_left_bytes(self) -> int | None:
-        figures = self._flow.feed.figures
-        if figures is None or figures.budget_left_bytes is None:
-            return None
-        return max(0, figures.budget_left_bytes - len(self.coming) * self._flow.block_bytes)
 
     def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
         flow, counters = self._flow, self._flow.counters
@@ -189,6 +178,8 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
         return 0 if key in self._coming else 1
 
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
+        if not self.takes_puts:
+            return [Put.RESTING] * len(keys)
         return self.writes.put(ticket, keys, slots)
 
     def touch(self, keys: Sequence[BlockHash]) -> None:
@@ -220,7 +211,7 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
 
     @property
     def takes_puts(self) -> bool:
-        return not self.writes.is_open
+        return self.feed.can_write and not self.writes.breaker.is_open
 
     @property
     def is_blocked(self) -> bool:

@@ -81,20 +81,20 @@ class NodeInbox(ABC):
     def __init__(self) -> None:
         self.marks: list[int] = []
         """Marks of resets by other engines that were not taken yet."""
-        self._incoming: deque[tuple[Callable[[Any], None], Any]] = deque()
-        """What came, each with the function that takes it in."""
+        self.incoming: deque[tuple[Callable[[Any], None], Any]] = deque()
+        """What came and waits for `process`, each with the function that takes it in."""
 
     def take(self, note: Any) -> None:
         """Queue a note of the node; None if its process died. Any thread."""
-        self._incoming.append((self._note, note))
+        self.incoming.append((self._note, note))
 
     def end(self, on_end: Callable[[Any], None], done: Any) -> None:
         """Queue the answer to a job; None if the node died. Any thread."""
-        self._incoming.append((on_end, done))
+        self.incoming.append((on_end, done))
 
     def process(self) -> None:
         """Work off what came, in order."""
-        incoming = self._incoming
+        incoming = self.incoming
         while incoming:
             take_in, message = incoming.popleft()
             take_in(message)
@@ -262,7 +262,8 @@ class SingleTier(Below, Generic[Feed, Writes]):
         reads, writes, counters = self.reads, self.writes, self.links[0]
         if reads.jobs or writes.jobs:
             self._client.poll()
-        self.feed.process()
+        if self.feed.incoming:
+            self.feed.process()
         for traffic in (reads, writes):
             if traffic.jobs:
                 traffic.breaker.look_at_clock()
@@ -298,7 +299,8 @@ class SingleTier(Below, Generic[Feed, Writes]):
     def _listen(self) -> None:
         """Take in what the node said, and send a reset that no node has."""
         self._client.listen()
-        self.feed.process()
+        if self.feed.incoming:
+            self.feed.process()
         if self._resets_due and not self._is_reset_sent:
             self._send_reset()
 

@@ -310,7 +310,7 @@ class Engine:
         assert isinstance(chain, BelowChain)
         feeds = [port.feed for port in chain._ports if isinstance(port, NodeTier)]
         # A tier says one step later what it evicted.
-        is_behind = any(feed._incoming or feed.lost for feed in feeds)
+        is_behind = any(feed.incoming or feed.lost for feed in feeds)
         for block_hash, status in evicted:
             assert status.ref_cnt == 0, "in use"
             is_counted = level.is_last or level.dirt.is_dirty(status.block_id)

@@ -6,7 +6,7 @@ time uses a directory, or several under one lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..base import BlockHash, BlockStatus
 
@@ -38,14 +38,15 @@ class DictDirectory:
             found += self._status_at[run] if run else map(self.get, piece)
         return found
 
-    def slots_of(self, block_hashes: Sequence[BlockHash]) -> list[int]:
-        """Return the slots of the blocks that are present."""
+    def slots_from_the_end(self, block_hashes: Iterable[BlockHash]) -> list[int]:
+        """Return the slots of the blocks that are present, in reverse order."""
         found: list[int] = []
-        for piece, run in self._runs(block_hashes):
+        for piece, run in self._runs(list(block_hashes)):
             if run:
                 found += range(run.start, run.stop)
             else:
                 found += [status.block_id for status in map(self.get, piece) if status is not None]
+        found.reverse()
         return found
 
     def _runs(

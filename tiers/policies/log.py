@@ -158,8 +158,16 @@ class RecencyLog:
     def append(self, slots: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """Make these slots the most recent, the last of them most of all; adds absent ones."""
         if len(slots) <= FEW:
+            end, log_at, stamp_of, length = self._end, self._log_at, self._stamp_of, self._length
             for slot in slots:
-                self._append_one(slot)
+                if end[_TAIL] - end[_HEAD] >= length:
+                    self._compact()
+                tail = end[_TAIL]
+                if not stamp_of[slot]:
+                    end[_COUNT] += 1
+                log_at[tail % length] = slot
+                stamp_of[slot] = tail + 1
+                end[_TAIL] = tail + 1
             return
         if len(slots) > len(self._stamp):  # some are repeated: only the last use counts
             slots = list(dict.fromkeys(reversed(slots)))[::-1]
@@ -305,17 +313,6 @@ class RecencyLog:
         stamps = np.asarray(self._stamp[present])
         ordered = present[np.argsort(stamps, kind="stable")].astype(np.int32)
         self._rewrite(ordered)
-
-    def _append_one(self, slot: int) -> None:
-        end = self._end
-        if end[_TAIL] - end[_HEAD] >= self._length:
-            self._compact()
-        tail = end[_TAIL]
-        if not self._stamp_of[slot]:
-            end[_COUNT] += 1
-        self._log_at[tail % self._length] = slot
-        self._stamp_of[slot] = tail + 1
-        end[_TAIL] = tail + 1
 
     def _skip_dead(self) -> int:
         """Advance the head to the coldest live slot and return its position."""

@@ -30,17 +30,12 @@ class OrderedPolicy(CachePolicy):
         self._expects = order.wants_tags and type(order).expect is not EvictionOrder.expect
         """Whether the order uses `expect`; if not, no tags are computed for it."""
         self.ready_at = directory.ready_at
-        # Lookups are the hot path, so the manager calls the directory's method directly.
-        setattr(self, "get", directory.get)  # noqa: B010 - a method may not be assigned to
+        # The directory answers alone, so the manager calls its methods directly.
+        for name in ("get", "get_many", "mark_ready"):
+            setattr(self, name, getattr(directory, name))
 
     def get(self, block_hash: BlockHash) -> BlockStatus | None:
         return self._directory.get(block_hash)
-
-    def get_many(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus | None]:
-        return self._directory.get_many(block_hashes)
-
-    def mark_ready(self, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
-        self._directory.mark_ready(block_hashes, slots)
 
     def expect(self, block_hashes: Iterable[BlockHash]) -> None:
         if self._expects:
@@ -68,22 +63,16 @@ class OrderedPolicy(CachePolicy):
         return status
 
     def touch(self, block_hashes: Iterable[BlockHash]) -> None:
-        self._order.touch(self._slots(block_hashes))
+        self._order.touch(self._directory.slots_from_the_end(block_hashes))
 
     def settle(self, block_hashes: Iterable[BlockHash]) -> None:
-        self._order.settle(self._slots(block_hashes))
+        self._order.settle(self._directory.slots_from_the_end(block_hashes))
 
     def note_chain(self, block_hashes: Sequence[BlockHash]) -> None:
         if self.wants_chains and block_hashes:
             here = takewhile(lambda status: status is not None, self.get_many(block_hashes))
             slots = [status.block_id for status in here if status is not None]
             self._order.chain(slots, len(block_hashes))
-
-    def _slots(self, block_hashes: Iterable[BlockHash]) -> list[int]:
-        """Return the slots of the blocks that are present, in reverse order."""
-        slots = self._directory.slots_of(list(block_hashes))
-        slots.reverse()
-        return slots
 
     def evict(
         self, n: int, protected: Container[BlockHash], mask: SlotMask | None = None
