@@ -95,6 +95,29 @@ class Answers:
         self._mark = 0
 
 
+class Arrivals:
+    """Transfers and answers that end below while the model computes.
+
+    They are taken in once a step for the requests that wait. The step's end would do it too late:
+    its requests would see them one step of the model later.
+    """
+
+    def __init__(self, collect: Callable[[], object]) -> None:
+        """`collect` takes in what ended below."""
+        self._collect = collect
+        self._is_due = True
+
+    def take_in(self) -> None:
+        """Take in what ended, at the first call of a step."""
+        if self._is_due:
+            self._is_due = False
+            self._collect()
+
+    def end_step(self) -> None:
+        """Let the next step take in again."""
+        self._is_due = True
+
+
 class Lookups:
     """Lookups of one step."""
 
@@ -109,8 +132,8 @@ class Lookups:
         store_wait_s: float | None,
         collect: Callable[[], object],
     ) -> None:
-        """`collect` takes in the transfers and answers that ended below. `worth` receives the
-        misses of requests, because the requests compute these blocks.
+        """`collect`: see `Arrivals`. `worth` receives the misses of requests, because the requests
+        compute these blocks.
 
         `store_wait_s`: longest wait for a block that a worker is storing; None: such a block is a
         miss.
@@ -122,10 +145,7 @@ class Lookups:
         self._workers = workers
         self._worth = worth
         self._store_wait_s = store_wait_s
-        self._collect = collect
-        self._has_collected = False
-        """True once a waiting request of this step had the ended transfers taken in."""
-        self._below = flow.below
+        self._arrivals = Arrivals(collect)
         self.is_single = flow.is_single
         """True if every block outside the first tier is a miss."""
         self.top_get = flow.top.policy.get
@@ -186,11 +206,8 @@ class Lookups:
         """
         with self._lock:  # from here on, the background removes no block of the first tier
             self.asking = request
-            if (request.pending or request.asked is not None) and not self._has_collected:
-                # A model step lies between the end of the last step and now. What ended in it
-                # would otherwise wait for the end of this step, and the request for the next one.
-                self._has_collected = True
-                self._collect()
+            if request.pending or request.asked is not None:
+                self._arrivals.take_in()
         request.missed_at = None
         self.answers.begin()
         if request.claim is not None:
@@ -226,7 +243,7 @@ class Lookups:
         self.answers.misses = 0
         self.answers.clear()
         self.asking = None
-        self._has_collected = False
+        self._arrivals.end_step()
         self._looks = 0
 
     def _note_miss(self, block_hash: BlockHash, request: Request) -> None:
@@ -243,7 +260,7 @@ class Lookups:
         """Return True if the answer about a block of an earlier step is still awaited."""
         assert request.asked is not None
         with self._lock:
-            if self._below.is_asking(request.asked, request, request.allowed_media):
+            if self._flow.below.is_asking(request.asked, request, request.allowed_media):
                 return True
         request.asked = None
         return False
@@ -262,7 +279,7 @@ class Lookups:
             return LookupState.MISS
         pending = self._promoter.pending.get(block_hash)
         if pending is not None:
-            medium = self._below.tiers[pending.tier - 1].medium
+            medium = self._flow.below.tiers[pending.tier - 1].medium
             if pending.is_late or not request.may_read(medium):
                 return LookupState.MISS
             return self._claims.want(block_hash, 0, request, self.answers.of_request)
@@ -271,12 +288,12 @@ class Lookups:
         if self._looks >= MAX_LOOKS_PER_STEP and request.claim is None:
             return LookupState.RETRY
         self._looks += 1
-        tier = self._below.may_hold(block_hash, request.allowed_media)
+        tier = self._flow.below.may_hold(block_hash, request.allowed_media)
         if tier:
             return self._claims.want(block_hash, tier, request, self.answers.of_request)
         if request.recomputes:
             return LookupState.MISS
-        if not self._below.is_asking(block_hash, request, request.allowed_media):
+        if not self._flow.below.is_asking(block_hash, request, request.allowed_media):
             return LookupState.MISS
         if request.asked is None:
             request.asked = block_hash

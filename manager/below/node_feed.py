@@ -48,7 +48,8 @@ class MappedPresence:
     def __init__(self, name: str, map_table: MapTable, executor: Executor) -> None:
         self.table: PresenceTable | None = None
         """The table that was mapped last; None before the first one."""
-        self._name = name
+        self.name = name
+        """Name of the tier."""
         self._map_table = map_table
         self._executor = executor
         self._mapping: Future[PresenceTable] | None = None
@@ -65,7 +66,7 @@ class MappedPresence:
         try:
             self.table = mapping.result()
         except (KVCascadeError, OSError) as error:
-            _log.warning("tier %s: its blocks are not found: %s", self._name, error)
+            _log.warning("tier %s: its blocks are not found: %s", self.name, error)
             return None
         return self.table
 
@@ -94,7 +95,6 @@ class NodeFeed(NodeInbox):
         self.lost: list[BlockHash] = []
         self.events = NodeEvents(name, medium, is_wanted=with_events)
         self.departures = Departures()
-        self._name = name
         self._presence = MappedPresence(name, map_table, executor)
         self._epoch: int | None = None
         self._is_resetting = False
@@ -174,7 +174,7 @@ class NodeFeed(NodeInbox):
                 mapping.add_done_callback(partial(self.end, self._mapped))
             case NodeNote():
                 if message.text:
-                    _log.warning("tier %s: %s", self._name, message.text)
+                    _log.warning("tier %s: %s", self._presence.name, message.text)
                 self.misconfigured = message.text if message.is_misconfigured else ""
                 self._enter(message.state)
             case None:
