@@ -48,7 +48,7 @@ def fill_index(root: Path, entries: int) -> None:
         fs, [root], namespace_spec(BLOCK), options.capacity_bytes, options.segment_bytes
     )
     for number in range(SEGMENTS):
-        home.segments.create(number)
+        home.segments.create([number])
     table = StartMeans(fs, time.time, open_block_table, boot_id()).table_of(home, is_durable=False)
     slots = list(range(entries))
     random.Random(1).shuffle(slots)

@@ -30,7 +30,7 @@ RECORD = SlotRecord(b"k" * 36, generation=9, checksum=5, length=8192, epoch=3)
 
 
 def test_a_segment_is_a_safetensors_file(tmp_path: Path) -> None:
-    SegmentFiles(RealFileSystem(), [tmp_path], LAYOUT).create(0)
+    SegmentFiles(RealFileSystem(), [tmp_path], LAYOUT).create([0])
     payload = bytes(range(256)) * 32
     PayloadFiles(RealFileSystem(), [tmp_path], LAYOUT).write_run(3, [memoryview(payload)])
     with safe_open(tmp_path / "000000.safetensors", "numpy") as file:
@@ -43,7 +43,7 @@ def test_a_segment_is_a_safetensors_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["cut", "longer", "header", "empty"])
 def test_a_damaged_segment_is_made_whole_and_keeps_the_rest(tmp_path: Path, damage: str) -> None:
     segments = SegmentFiles(RealFileSystem(), [tmp_path], LAYOUT)
-    segments.create(0)
+    segments.create([0])
     files = PayloadFiles(RealFileSystem(), [tmp_path], LAYOUT)
     files.write_run(0, [memoryview(b"\7" * 8192)])
     files.close()

@@ -40,20 +40,32 @@ class SegmentFiles:
         """Return the numbers of the existing segment files, ascending. Raises `OSError`."""
         return sorted(chain.from_iterable(map(self._found_in, range(len(self._folders)))))
 
-    def create(self, number: int) -> None:
-        """Create a segment with all its disk blocks. Raises `NoSpaceError` or `TierIOError`."""
-        path = self.path_of(number)
-        with os_errors(f"creating {path}"):
-            file = self._fs.open(path, create=True)
-            try:
-                file.preallocate(self.layout.file_bytes)
-                write_all(file, [memoryview(self.layout.header(number))], 0)
-                self._fs.sync_dir(path.parent)
-            except BaseException:
+    def create(self, numbers: Sequence[int]) -> None:
+        """Create segments of one folder with all their disk blocks, or none of them.
+
+        Raises `NoSpaceError` or `TierIOError`.
+        """
+        made: list[Path] = []
+        try:
+            for number in numbers:
+                path = self.path_of(number)
+                with os_errors(f"creating {path}"):
+                    self._create(path, number, made)
+            with os_errors(f"creating {made[-1]}"):
+                self._fs.sync_dir(made[-1].parent)
+        except BaseException:
+            for path in made:
                 self._fs.unlink(path)
-                raise
-            finally:
-                file.close()
+            raise
+
+    def _create(self, path: Path, number: int, made: list[Path]) -> None:
+        file = self._fs.open(path, create=True)
+        made.append(path)
+        try:
+            file.preallocate(self.layout.file_bytes)
+            write_all(file, [memoryview(self.layout.header(number))], 0)
+        finally:
+            file.close()
 
     def mend(self, number: int) -> None:
         """Repair size and header of an existing segment if needed. Raises a `KVCascadeError`."""

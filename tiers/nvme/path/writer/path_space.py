@@ -29,6 +29,9 @@ from .segment_jobs import SegmentJobs
 
 PATIENCE_S = 5.0
 """Age of an attempt to make a segment after which blocks are evicted instead."""
+SEGMENTS_AT_A_TIME = 8
+"""Most segments that are made together. Each batch waits for the journal of the file system, which
+takes milliseconds beside other writes."""
 RANK_EVERY_S = 1.0
 """Shortest time between two comparisons of a namespace with all others."""
 MAX_EVICTED_AHEAD = 256
@@ -118,7 +121,7 @@ class PathSpace:
         space, name = namespace.space, namespace.home.name
         free = space.free(self.capacity.awake)
         if free - need < space.slots_per_segment // 2 or not space.segments:
-            if not self._grow(namespace):
+            if not self._grow(namespace, need - free):
                 self._take_colder(namespace)
         if free >= need:
             return Room()
@@ -237,24 +240,34 @@ class PathSpace:
         if self.take_coldest(name, paths, -np.inf if age_s is None else age_s):
             self._taken_for = name, now_s
 
-    def _grow(self, namespace: NamespaceWriter) -> bool:
-        """Make a segment if the capacity of some path allows it. Return True while it is made."""
-        name, capacity, files = namespace.home.name, self.capacity, self.files
-        if files.making_since_s(name) is not None:
+    def _grow(self, namespace: NamespaceWriter, lacking: int) -> bool:
+        """Make segments for `lacking` slots, one at least, as far as the capacity of the paths
+        allows. Return True while some are made."""
+        name, paths = namespace.home.name, self.capacity.paths
+        if self.files.making_since_s(name) is not None:
             return True
-        size = files.file_bytes(name)
+        per_segment = namespace.space.slots_per_segment
+        wanted = 1 + max(0, lacking - 1) // per_segment
+        planned: dict[int, list[int]] = {}
+        for _ in range(min(wanted, SEGMENTS_AT_A_TIME)):
+            number = self._next_number(name)
+            if number is None:
+                break
+            self.files.plan(name, number)
+            planned.setdefault(number % paths, []).append(number)
+        for path, numbers in planned.items():
+            self.files.make(namespace, numbers, self.own_bytes(path), self._own_folders())
+        return bool(planned)
+
+    def _next_number(self, name: str) -> int | None:
+        """Return the number of the next segment of a namespace; None if no path has room for it."""
+        capacity, files, size = self.capacity, self.files, self.files.file_bytes(name)
         choices: list[tuple[int, int]] = []
         for path in capacity.awake:
             number = files.missing(name, path) if capacity.may_try(path) else None
-            if number is None:
-                continue
-            if capacity.left_bytes(path, self.own_bytes(path)) >= size:
+            if number is not None and capacity.left_bytes(path, self.own_bytes(path)) >= size:
                 choices.append((number // capacity.paths, number))
-        if choices:
-            number = min(choices)[1]
-            own_bytes = self.own_bytes(number % capacity.paths) + size
-            files.make(namespace, number, own_bytes, self._own_folders())
-        return bool(choices)
+        return min(choices)[1] if choices else None
 
     def _after_deletion(self, is_gone: bool) -> None:
         """Make a segment of the namespace for which one was taken."""
@@ -262,7 +275,7 @@ class PathSpace:
         self._taken_for = "", 0.0
         if needs is not None and is_gone:
             self._ranked_at_s.pop(needs.home.name, None)
-            self._grow(needs)
+            self._grow(needs, 0)
 
     def _own_folders(self) -> frozenset[Path]:
         homes = [namespace.home for namespace in self.namespaces.values()]

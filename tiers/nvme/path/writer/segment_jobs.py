@@ -1,7 +1,7 @@
 """Segment files of the open namespaces of a path: which exist, and which are made or deleted.
 
-Files are made and deleted on I/O threads, one at a time for each namespace. Everything else runs on
-the writer's thread.
+Files are made and deleted on I/O threads. A namespace has one batch of new files at a time in each
+path. Everything else runs on the writer's thread.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ class _Files:
     namespace: NamespaceWriter
     numbers: set[int]
     file_bytes: int
-    making_since_s: float | None = None
-    """Time at which a segment began to be made; None if none is."""
+    making: set[int]
+    """Segments that are being made."""
+    making_since_s: float = 0.0
+    """Time at which the last of them began to be made."""
 
 
 class SegmentJobs:
@@ -59,7 +61,7 @@ class SegmentJobs:
         """Count the files of a namespace that was opened."""
         home = namespace.home
         numbers = set(home.segments.found())
-        self._files[home.name] = _Files(namespace, numbers, home.layout.file_bytes)
+        self._files[home.name] = _Files(namespace, numbers, home.layout.file_bytes, set())
 
     def forget(self, name: str) -> None:
         """Stop counting the files of a namespace."""
@@ -75,8 +77,9 @@ class SegmentJobs:
         return self._files[name].file_bytes
 
     def making_since_s(self, name: str) -> float | None:
-        """Return the time at which a segment of a namespace began to be made; None if none is."""
-        return self._files[name].making_since_s
+        """Return the time at which segments of a namespace began to be made; None if none are."""
+        files = self._files[name]
+        return files.making_since_s if files.making else None
 
     @property
     def is_deleting(self) -> bool:
@@ -86,8 +89,7 @@ class SegmentJobs:
     @property
     def is_busy(self) -> bool:
         """True while a file is being made or deleted."""
-        makes = any(files.making_since_s is not None for files in self._files.values())
-        return makes or self.is_deleting
+        return self.is_deleting or any(files.making for files in self._files.values())
 
     def bytes_in(self, name: str, path: int) -> int:
         """Return the bytes of a namespace in a path, all that it may take without asking."""
@@ -106,25 +108,40 @@ class SegmentJobs:
         while self._done:
             self._done.popleft()()
 
-    def make(
-        self, namespace: NamespaceWriter, number: int, own_bytes: int, own: frozenset[Path]
-    ) -> None:
-        """Begin to make a segment; for `own_bytes` and `own` see `PathCapacity.claim`."""
-        home, capacity = namespace.home, self._capacity
-        files, path = self._files[home.name], number % capacity.paths
+    def plan(self, name: str, number: int) -> None:
+        """Count a segment that `make` is about to make."""
+        files = self._files[name]
         files.numbers.add(number)
+        files.making.add(number)
         files.making_since_s = self._clock()
 
-        def make() -> None:
-            try:
-                with capacity.claim(path, files.file_bytes, own_bytes, own) as foreign:
-                    home.segments.create(number)
-                self._done.append(lambda: self._made(files, number, foreign))
-            except (OSError, KVCascadeError) as error:
-                reason = error
-                self._done.append(lambda: self._failed(files, number, reason))
+    def make(
+        self, namespace: NamespaceWriter, numbers: list[int], own_bytes: int, own: frozenset[Path]
+    ) -> None:
+        """Begin to make planned segments of one path; the first alone if there is not room for all.
 
-        self._submit(make, lambda: self._failed(files, number, None))
+        For `own_bytes` and `own` see `PathCapacity.claim`.
+        """
+        files, size = self._files[namespace.home.name], self._files[namespace.home.name].file_bytes
+        path = numbers[0] % self._capacity.paths
+
+        def create(n: int) -> None:
+            some, left = numbers[:n], numbers[n:]
+            ours = own_bytes - len(left) * size
+            with self._capacity.claim(path, n * size, ours, own) as foreign:
+                namespace.home.segments.create(some)
+            self._done.append(lambda: self._made(files, some, foreign))
+            self._done.append(lambda: self._give_up(files, left))
+
+        def make() -> None:
+            for n in {len(numbers): None, 1: None}:
+                try:
+                    return create(n)
+                except (OSError, KVCascadeError) as error:
+                    reason = error
+            self._done.append(lambda: self._failed(files, numbers, reason))
+
+        self._submit(make, lambda: self._failed(files, numbers, None))
 
     def delete(self, namespace: NamespaceWriter, number: int) -> None:
         """Begin to delete a segment without blocks."""
@@ -146,23 +163,26 @@ class SegmentJobs:
     def _is_open(self, files: _Files) -> bool:
         return self._files.get(files.namespace.home.name) is files
 
-    def _made(self, files: _Files, number: int, foreign: int) -> None:
-        path = number % self._capacity.paths
+    def _made(self, files: _Files, numbers: list[int], foreign: int) -> None:
+        path = numbers[0] % self._capacity.paths
         self._failing.discard(path)
         self._capacity.note_foreign(path, foreign)
         if self._is_open(files):
-            files.making_since_s = None
-            files.namespace.space.add_segment(number)
+            files.making.difference_update(numbers)
+            for number in numbers:
+                files.namespace.space.add_segment(number)
 
-    def _failed(self, files: _Files, number: int, error: Exception | None) -> None:
-        path = number % self._capacity.paths
+    def _failed(self, files: _Files, numbers: list[int], error: Exception | None) -> None:
+        path = numbers[0] % self._capacity.paths
         if error is not None and path not in self._failing:
             self._failing.add(path)
             _log.warning("no segment can be made for now: %s", error)
         self._capacity.put_off(path)
-        if self._is_open(files):
-            files.making_since_s = None
-            files.numbers.discard(number)
+        self._give_up(files, numbers)
+
+    def _give_up(self, files: _Files, numbers: list[int]) -> None:
+        files.making.difference_update(numbers)
+        files.numbers.difference_update(numbers)
 
     def _deleted(self, files: _Files, number: int, is_gone: bool) -> None:
         self._deleting -= 1
