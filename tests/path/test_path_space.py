@@ -218,6 +218,38 @@ def test_a_grant_waits_for_a_segment_that_is_being_made() -> None:
     assert all(slot >= 0 for slot in slots_in(answer))
 
 
+def test_segments_for_grants_that_wait_are_made_together() -> None:
+    executor = SteppingExecutor()
+    rig = PathRig(executor=executor)
+    node = RigNode(rig)
+    for first in range(0, 32, 8):
+        node.ask(range(first, first + 8))
+    rig.step()
+    assert executor.step() and not executor.step(), "one job makes all of them"
+    rig.step(2, seconds=0.01)
+    answers = node.grants()
+    assert len(answers) == 4
+    assert all(slot >= 0 for answer in answers for slot in slots_in(answer))
+
+
+def test_where_the_reserve_leaves_less_than_a_batch_one_segment_is_made() -> None:
+    executor = SteppingExecutor()
+    rig = PathRig(executor=executor, min_free_bytes=1 << 20)
+    node = RigNode(rig)
+    (namespace,) = rig.writer.namespaces.values()
+    left_bytes = 2 * namespace.home.layout.file_bytes
+    rig.fs.size_bytes = rig.fs.used_bytes(Path("/")) + (1 << 20) + left_bytes
+    for first in range(0, 32, 8):
+        node.ask(range(first, first + 8))
+    for made in (1, 2, 2):
+        rig.step()
+        executor.run_all()
+        rig.step()
+        assert [*segments(rig).values()] == [made]
+    assert rig.fs.free_bytes(ROOT) >= 1 << 20
+    assert rig.writer.path.space.files.numbers(namespace.home.name) == namespace.space.segments
+
+
 def test_a_grant_is_answered_when_no_segment_comes() -> None:
     rig = PathRig(executor=SteppingExecutor())
     node = RigNode(rig)
