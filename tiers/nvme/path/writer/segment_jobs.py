@@ -133,15 +133,16 @@ class SegmentJobs:
             self._done.append(lambda: self._made(files, some, foreign))
             self._done.append(lambda: self._give_up(files, left))
 
-        def make() -> None:
-            for n in {len(numbers): None, 1: None}:
-                try:
-                    return create(n)
-                except (OSError, KVCascadeError) as error:
-                    reason = error
-            self._done.append(lambda: self._failed(files, numbers, reason))
+        def make(n: int) -> None:
+            try:
+                create(n)
+            except (OSError, KVCascadeError) as error:
+                reason = error
+                if n > 1:
+                    return make(1)
+                self._done.append(lambda: self._failed(files, numbers, reason))
 
-        self._submit(make, lambda: self._failed(files, numbers, None))
+        self._submit(lambda: make(len(numbers)), lambda: self._failed(files, numbers, None))
 
     def delete(self, namespace: NamespaceWriter, number: int) -> None:
         """Begin to delete a segment without blocks."""
