@@ -1,4 +1,4 @@
-"""What the manager answers: the state of a block, the slots of a store, and events.
+"""Answers of the manager: the state of a block, the slots of a store, and events.
 
 Names follow vLLM's `OffloadingManager`.
 """

@@ -43,7 +43,6 @@ STEPS_UNTIL_FLUSHED = 8
 the depth of the engine's pipeline (stages + 2). An engine that calls `on_reset_flushed` need not
 wait."""
 
-
 OnTransfer = Callable[[str, Ended, float], None]
 """Function that receives each job between the first tier and a tier below when it has ended: the
 name of the tier below, the outcome, and the time at which it began on the manager's clock. It is

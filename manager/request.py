@@ -1,4 +1,4 @@
-"""State of one request between its first lookup and its end, and what its end changes."""
+"""State of one request between its first lookup and its end, and the changes at its end."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Request:
 
 
 class RequestEnds:
-    """What the end of a request changes. Used under the manager's lock."""
+    """Changes at the end of a request: claim, pins and recency. Used under the manager's lock."""
 
     def __init__(
         self,

@@ -129,7 +129,7 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
 
     def poll(self) -> Sequence[Ended]:
         """See `Below`. Requests also wait for answers that are neither reads nor writes."""
-        if self._questions.asked:
+        if self._questions.asked and not (self.reads.jobs or self.writes.jobs):
             self._client.poll()
         return super().poll()
 

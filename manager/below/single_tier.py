@@ -1,4 +1,4 @@
-"""What all tiers behind a node share: `SingleTier`, its jobs, and the queue of what its node says.
+"""Shared parts of tiers behind a node: `SingleTier`, its jobs, and the queue of its messages.
 
 Each job is one message to the node and one answer. Used under the manager's lock, except where a
 method says otherwise.
@@ -82,7 +82,7 @@ class NodeInbox(ABC):
         self.marks: list[int] = []
         """Marks of resets by other engines that were not taken yet."""
         self.incoming: deque[tuple[Callable[[Any], None], Any]] = deque()
-        """What came and waits for `process`, each with the function that takes it in."""
+        """Messages that wait for `process`, each with the function that takes it in."""
 
     def take(self, note: Any) -> None:
         """Queue a note of the node; None if its process died. Any thread."""

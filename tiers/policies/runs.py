@@ -28,7 +28,7 @@ ANCIENT = 0
 
 
 class RunRecords:
-    """What is known of each run: columns by place, a run's number modulo `size`."""
+    """Records of runs: columns by place, which is a run's number modulo `size`."""
 
     def __init__(self, name: str, size: int, arrays: ArraySource) -> None:
         def column(field: str, dtype: type[np.generic] = np.int32) -> Column:

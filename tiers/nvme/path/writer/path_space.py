@@ -243,31 +243,27 @@ class PathSpace:
     def _grow(self, namespace: NamespaceWriter, lacking: int) -> bool:
         """Make segments for `lacking` slots, one at least, as far as the capacity of the paths
         allows. Return True while some are made."""
-        name, paths = namespace.home.name, self.capacity.paths
-        if self.files.making_since_s(name) is not None:
+        name, capacity, files = namespace.home.name, self.capacity, self.files
+        if files.making_since_s(name) is not None:
             return True
-        per_segment = namespace.space.slots_per_segment
-        wanted = 1 + max(0, lacking - 1) // per_segment
+        size, taken = files.file_bytes(name), {p: self.own_bytes(p) for p in capacity.awake}
         planned: dict[int, list[int]] = {}
+        wanted = 1 + max(0, lacking - 1) // namespace.space.slots_per_segment
         for _ in range(min(wanted, SEGMENTS_AT_A_TIME)):
-            number = self._next_number(name)
-            if number is None:
+            choices: list[tuple[int, int]] = []
+            for path, own_bytes in taken.items():
+                number = files.missing(name, path) if capacity.may_try(path) else None
+                if number is not None and capacity.left_bytes(path, own_bytes) >= size:
+                    choices.append((number // capacity.paths, number))
+            if not choices:
                 break
-            self.files.plan(name, number)
-            planned.setdefault(number % paths, []).append(number)
+            number = min(choices)[1]
+            files.plan(name, number)
+            taken[number % capacity.paths] += size
+            planned.setdefault(number % capacity.paths, []).append(number)
         for path, numbers in planned.items():
-            self.files.make(namespace, numbers, self.own_bytes(path), self._own_folders())
+            files.make(namespace, numbers, taken[path], self._own_folders())
         return bool(planned)
-
-    def _next_number(self, name: str) -> int | None:
-        """Return the number of the next segment of a namespace; None if no path has room for it."""
-        capacity, files, size = self.capacity, self.files, self.files.file_bytes(name)
-        choices: list[tuple[int, int]] = []
-        for path in capacity.awake:
-            number = files.missing(name, path) if capacity.may_try(path) else None
-            if number is not None and capacity.left_bytes(path, self.own_bytes(path)) >= size:
-                choices.append((number // capacity.paths, number))
-        return min(choices)[1] if choices else None
 
     def _after_deletion(self, is_gone: bool) -> None:
         """Make a segment of the namespace for which one was taken."""

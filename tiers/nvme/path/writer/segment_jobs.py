@@ -122,8 +122,8 @@ class SegmentJobs:
 
         For `own_bytes` and `own` see `PathCapacity.claim`.
         """
-        files, size = self._files[namespace.home.name], self._files[namespace.home.name].file_bytes
-        path = numbers[0] % self._capacity.paths
+        files, path = self._files[namespace.home.name], numbers[0] % self._capacity.paths
+        size = files.file_bytes
 
         def create(n: int) -> None:
             some, left = numbers[:n], numbers[n:]
