@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -24,6 +24,7 @@ from ..config.machine import (
 )
 from ..config.options import At, read_options
 from ..config.schema import CascadeConfig, NvmeTierOptions
+from ..config.sizes import Bytes
 from ..errors import ConfigError, os_errors
 from ..tiers.nvme.disk.filesystem import FileSystem
 from ..tiers.nvme.namespace import DESCRIPTION, is_namespace_name
@@ -44,6 +45,8 @@ OPTIONS_OF_PATH = {
     "durability": "durability",
 }
 """Options of a path: names in the configuration, and in `PathOptions`."""
+SIZES = {"capacity", "min_free", "segment_size"}
+"""Those of them that must fit the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +84,11 @@ def path_parts(
     tier = read_options(NvmeTierOptions, at, {"path": _absolute(path), **given}, also=())
     roots = tier.path
     record = load_record(fs, roots[0])
-    if record is not None and tuple(map(str, roots)) == record.paths[:1]:
-        roots = tuple(map(Path, record.paths))
-    if record is None or not given.keys().isdisjoint(OPTIONS_OF_PATH):
+    if record is not None:
+        if tuple(map(str, roots)) == record.paths[:1]:
+            roots = tuple(map(Path, record.paths))
+        tier = _with_recorded_sizes(replace(tier, path=roots), given, record.options)
+    if record is None or not given.keys().isdisjoint(SIZES):
         check_nvme(CascadeConfig("", (tier,)), machine)
     options = path_options(tier, machine)
     if record is not None:
@@ -153,6 +158,17 @@ def _absolute(path: object) -> object:
     if isinstance(path, str | os.PathLike):
         return os.path.abspath(os.path.expanduser(path))
     return [_absolute(one) for one in path] if isinstance(path, list | tuple) else path
+
+
+def _with_recorded_sizes(
+    tier: NvmeTierOptions, given: Collection[str], recorded: PathOptions
+) -> NvmeTierOptions:
+    """Return the tier with the recorded capacity and reserve, unless they were given."""
+    if "capacity" not in given:
+        tier = replace(tier, capacity=Bytes(recorded.capacity_bytes))
+    if "min_free" not in given:
+        tier = replace(tier, min_free=Bytes(recorded.min_free_bytes))
+    return tier
 
 
 def _with_recorded(

@@ -355,6 +355,12 @@ def _check_disks(tier: NvmeTierOptions, machine: Machine) -> None:
     capacity, total = nvme_capacity(tier, machine), nvme_disk_bytes(tier, machine)
     room, reserve = _room_and_reserve(tier, machine)
     where = " and ".join(str(path) for path in tier.path)
+    spare, shown = At(f"{tier.key}.min_free"), _written(tier.min_free, reserve)
+    if reserve >= total:
+        raise spare.wrong(shown, f"is all of the disk ({human(total)} on {where}); lower it")
+    if isinstance(tier.capacity, FreeShare) and reserve >= room:
+        problem = f"leaves nothing of {human(room)} for this tier on {where}"
+        raise spare.wrong(shown, f"{problem}; free space there, or lower it")
     _check_enough(at, tier.capacity, capacity, where)
     for name in ("segment_size", "min_share"):
         part: Bytes | None = getattr(tier, name)
@@ -364,10 +370,6 @@ def _check_disks(tier: NvmeTierOptions, machine: Machine) -> None:
     if capacity > room:
         problem = f"is more disk than there is ({human(room)} for this tier on {where}); lower it"
         raise at.wrong(_written(tier.capacity, capacity), problem)
-    spare = At(f"{tier.key}.min_free")
-    shown = _written(tier.min_free, reserve)
-    if reserve >= total:
-        raise spare.wrong(shown, f"is all of the disk ({human(total)} on {where}); lower it")
     if capacity + reserve > room:
         problem = f'does not fit beside {at.key} "{tier.capacity}" in {human(room)} on {where}'
         raise spare.wrong(shown, f"{problem}; lower one of the two")

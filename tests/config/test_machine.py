@@ -441,7 +441,9 @@ def test_the_default_share_of_the_disk_leaves_room_for_what_is_there() -> None:
     check_nvme(config, twin)
     full = Twin(disk_free=1 * GIB)
     assert nvme_capacity(config.nvme[0], full) == 0
-    assert "is 0 bytes" in message(config, full)
+    told = message(config, full)
+    assert told.startswith('tiers[1].min_free: "5% = 51.2 GiB" leaves nothing of 1.0 GiB')
+    assert "free space there" in told
 
 
 def test_this_machine_counts_its_devices() -> None:

@@ -17,6 +17,7 @@ from support.path_engine import PathEngine
 
 import kvcascade
 from kvcascade.block_moves import BlockMoves, GetMove, PutMove
+from kvcascade.config.machine import Disk, ThisMachine
 from kvcascade.errors import ClosedError, ConfigError, FormatError
 from kvcascade.handlers.node.path_wire import JobDone, PutJob, pack_outcomes
 from kvcascade.tiers.base import BlockOutcome
@@ -26,6 +27,8 @@ from kvcascade.tiers.nvme.path.writer.path_options import load_record
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 
 BLOCK = 4096
+SMALL: dict[str, Any] = {"capacity": "64MiB", "min_free": 0}
+"""Options of a path that fits a machine with a full disk."""
 STORED, HELD = kvcascade.PutOutcome.STORED, kvcascade.PutOutcome.HELD
 PUTS_MAX = 20
 Open = Callable[..., kvcascade.BlockCache]
@@ -61,8 +64,7 @@ def open_cache(tmp_path: Path) -> Iterator[Open]:
 
 def new(open_cache: Open, **options: Any) -> kvcascade.BlockCache:
     """A cache in a new path."""
-    small = {"capacity": "64MiB", "min_free": 0, "segment_size": 64 * BLOCK}
-    return open_cache(block_bytes=BLOCK, **{**small, **options})
+    return open_cache(block_bytes=BLOCK, **{**SMALL, "segment_size": 64 * BLOCK, **options})
 
 
 def test_what_is_put_is_got_by_the_next_process(open_cache: Open) -> None:
@@ -152,7 +154,7 @@ def test_a_wrong_opening_is_one_sentence_and_leaves_nothing(
     open_cache: Open, tmp_path: Path, options: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        open_cache(**options)
+        open_cache(**{**SMALL, **options})
     assert named in str(caught.value)
     assert not (tmp_path / "kv").exists()
 
@@ -174,6 +176,22 @@ def test_options_that_are_not_given_stay_as_recorded(open_cache: Open, tmp_path:
     after = load_record(fs, root)
     assert after is not None and after.options.capacity_bytes == 32 << 20
     assert after.options.policy == "s3fifo"
+
+
+def test_what_is_recorded_must_fit_and_not_a_default(
+    open_cache: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default reserve is more than this disk has free; the recorded one is 0."""
+    monkeypatch.setattr(ThisMachine, "disk", lambda *_: Disk(1, total=100 << 30, free=1 << 30))
+    with pytest.raises(ConfigError, match="open.min_free"):
+        open_cache(block_bytes=BLOCK)
+    folders = [tmp_path / "a", tmp_path / "b"]
+    new(open_cache, path=folders).close()
+    open_cache(path=folders[0], capacity="128MiB", durability="power").close()
+    with pytest.raises(ConfigError, match="open.capacity"):
+        open_cache(path=folders[0], capacity="2GiB")
+    with pytest.raises(ConfigError, match="open.min_free"):
+        open_cache(path=folders[0], min_free="1%")
 
 
 def test_the_other_folders_of_a_path_are_found(open_cache: Open, tmp_path: Path) -> None:

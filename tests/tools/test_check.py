@@ -33,6 +33,7 @@ from kvcascade.tools.commands.command_line import ExitCode, check_place
 from kvcascade.tools.commands.kv_bytes import kv_shape
 
 MIB = 1 << 20
+DISK = {"type": "nvme", "capacity": "256MiB", "min_free": 0}
 LLAMA = "llama-3.1-8b"
 
 
@@ -43,7 +44,7 @@ def config(tmp_path: Path) -> Path:
         "spec_name": "CascadeOffloadingSpec",
         "tiers": [
             {"type": "cpu", "capacity": "64MiB"},
-            {"type": "nvme", "capacity": "256MiB", "path": str(tmp_path / "kv")},
+            DISK | {"path": str(tmp_path / "kv")},
         ],
     }
     path = tmp_path / "config.json"
@@ -287,7 +288,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path, has_vllm: bool) -> None:
     (tmp_path / "file").touch()
     tiers = [
         {"type": "cpu", "capacity": "9999TiB"},
-        {"type": "nvme", "capacity": "1MiB", "path": str(tmp_path / "file")},
+        {**DISK, "path": str(tmp_path / "file")},
         {"type": "ssd", "capacity": "1MiB", "path": "/a"},
     ]
     extra = {**CPU_ONLY, "tiers": tiers, "write_mod": "back"}

@@ -148,7 +148,7 @@ def test_a_path_that_is_taken_away_ends_the_service(
 
 
 def test_a_missing_folder_is_not_made(tmp_path: Path) -> None:
-    answer = call("store", tmp_path / "kv")
+    answer = call("store", tmp_path / "kv", "--min-free", "0")
     assert answer.code == ExitCode.USAGE and "create it" in answer.err
     assert not (tmp_path / "kv").exists()
     assert call("store", tmp_path, "--capacity", "much").code == ExitCode.USAGE

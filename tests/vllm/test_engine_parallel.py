@@ -22,6 +22,8 @@ PROMPT_TOKENS = 330
 PROMPTS = 6
 WORKERS = 2
 BLOCKS = PROMPTS * (PROMPT_TOKENS // BLOCK_TOKENS)
+WAIT_S = 120
+"""Limit of a read. The workers and the engine spin, so on a busy machine the node may wait."""
 CACHEABLE = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
@@ -87,7 +89,8 @@ def options(tmp_path: Path) -> Iterator[dict[str, Any]]:
             "path": str(tmp_path / "nvme"),
             "min_free": 0,
         }
-        yield engine_options(model, 100, {"tiers": [cpu, nvme], "offload_prompt_only": True})
+        extra = {"tiers": [cpu, nvme], "offload_prompt_only": True, "promotion_deadline_s": WAIT_S}
+        yield engine_options(model, 100, extra)
         assert not list(Path(shared).iterdir())
 
 

@@ -43,7 +43,7 @@ def cascade(path: Path, cpu_blocks: int) -> dict[str, Any]:
     return {
         "tiers": [
             {"type": "cpu", "capacity": cpu_blocks * BLOCK_BYTES},
-            {"type": "nvme", "capacity": "256MiB", "path": str(path)},
+            {"type": "nvme", "capacity": "256MiB", "path": str(path), "min_free": 0},
         ]
     }
 

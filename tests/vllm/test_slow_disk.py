@@ -26,8 +26,8 @@ BLOCK_BYTES = 4 * BLOCK_TOKENS * 2 * 128 * 4
 PROMPTS = 8
 PROMPT_TOKENS = 640
 PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
-BYTES_PER_S = 1_000_000
-"""A prompt takes two seconds and a half to read, and a small part of that to compute."""
+BYTES_PER_S = 500_000
+"""A prompt takes five seconds to read, and a small part of that to compute."""
 
 
 def prompts() -> list[list[int]]:

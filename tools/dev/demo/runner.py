@@ -109,6 +109,7 @@ class Settings:
                     "type": "nvme",
                     "capacity": self.nvme_bytes,
                     "path": str(nvme),
+                    "min_free": 0,
                     "segment_size": self.segment_bytes,
                 },
                 {"type": "remote", "writes": "through", **remote},
