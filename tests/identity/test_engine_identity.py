@@ -69,10 +69,10 @@ class Place:
         **options: Any,
     ) -> Engine:
         """An engine; `options` are vLLM's."""
-        disk = {"capacity": 2048 * MIB, "path": str(self._folder / "kv"), "min_free": 0}
+        disk = str(self._folder / "kv")
         tiers = [
             {"type": "cpu", "capacity": 64 * MIB, "arena_dir": str(self._shared)},
-            {"type": "nvme", **disk},
+            {"type": "nvme", "capacity": 2048 * MIB, "path": disk, "min_free": 0},
         ]
         extra = {"tiers": tiers, "label": label, "weights_id": weights_id}
         defaults = engine_options(Path(model or self.model), DEVICE_BLOCKS, extra)

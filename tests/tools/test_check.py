@@ -44,7 +44,7 @@ def config(tmp_path: Path) -> Path:
         "spec_name": "CascadeOffloadingSpec",
         "tiers": [
             {"type": "cpu", "capacity": "64MiB"},
-            DISK | {"path": str(tmp_path / "kv")},
+            {**DISK, "path": str(tmp_path / "kv")},
         ],
     }
     path = tmp_path / "config.json"
