@@ -25,6 +25,11 @@ class LookupState(Enum):
     """
 
 
+MISS, HIT = LookupState.MISS, LookupState.HIT
+PENDING, RETRY = LookupState.PENDING, LookupState.RETRY
+"""The members, for lookups: an attribute of an enum costs 75 ns with Python 3.11."""
+
+
 @dataclass(frozen=True, slots=True)
 class PrepareStoreOutput:
     """Blocks that a worker should store, and their slots."""

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from ..tiers.base import BlockHash
-from .base import LookupState
+from .base import MISS, PENDING, LookupState
 from .claims import Claim, Holds, PromotionRoom
 from .counters import Reason
 from .flow import Flow
@@ -125,12 +125,12 @@ class ClaimQueue:
         it. `before` returns the request's hits of this step; a new claim begins with them.
         """
         if level and not self._may_be_worth(level, request):
-            return LookupState.MISS
+            return MISS
         claim = request.claim
         if claim is None or claim.is_admitted:
             if claim is not None:
                 if not level and block_hash in claim.wanted:
-                    return LookupState.PENDING
+                    return PENDING
                 self._admitted.pop(claim, None)  # its pins last until the end of the step
             claim = request.claim = Claim(request, self._flow.clock(), dict.fromkeys(before(), 0))
             request.is_plain = False
@@ -138,7 +138,7 @@ class ClaimQueue:
             self._asked.append(claim)
             self._has_new = True
         claim.wanted[block_hash] = level
-        return LookupState.PENDING
+        return PENDING
 
     def note_hit(self, block_hash: BlockHash, request: Request) -> None:
         """Add a hit of the first tier to the claim that the request made in this step."""

@@ -236,11 +236,12 @@ class Demoter:
         settled: list[int] = []
         failed: list[int] = []
         again: list[BlockHash] = []
+        ok = BlockOutcome.OK
         for block_hash, source, outcome in zip(
             job.hashes, job.statuses, ended.outcomes, strict=True
         ):
             source.ref_cnt -= 1
-            if outcome is BlockOutcome.OK or outcome in NOT_WANTED:
+            if outcome is ok or outcome in NOT_WANTED:
                 settled.append(source.block_id)
             else:
                 failed.append(source.block_id)

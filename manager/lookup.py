@@ -16,7 +16,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ..tiers.base import BlockHash, BlockStatus
-from .base import LookupState
+from .base import HIT, MISS, PENDING, RETRY, LookupState
+from .below.port import ASKING
 from .claim_queue import ClaimQueue
 from .counters import Reason
 from .flow import Flow
@@ -169,9 +170,9 @@ class Lookups:
             state = self.lookup_block(block_hash, request)
             if self._is_waiting:
                 return None
-            if state is LookupState.MISS:
+            if state is MISS:
                 break
-            if state is LookupState.HIT:
+            if state is HIT:
                 hits += 1
             else:
                 is_waiting = True
@@ -190,12 +191,12 @@ class Lookups:
         if status is not None and status.ref_cnt >= 0:
             if request.is_plain:
                 self.answers.hit(block_hash, status.block_id)
-                return LookupState.HIT
+                return HIT
             if block_hash in request.holds:
                 self.answers.hit(block_hash)
-                return LookupState.HIT
+                return HIT
         elif block_hash in request.pending:
-            return LookupState.PENDING
+            return PENDING
         return self.look_below(block_hash, status, request)
 
     def begin_asking(self, request: Request, first: BlockHash) -> bool:
@@ -226,10 +227,10 @@ class Lookups:
         """
         if status is None and self.is_single:
             self.answers.misses += 1
-            return LookupState.MISS
+            return MISS
         with self._lock:
             state = self._state_below(block_hash, status, request)
-            if state is LookupState.MISS:
+            if state is MISS:
                 self._note_miss(block_hash, request)
             return state
 
@@ -260,7 +261,8 @@ class Lookups:
         """Return True if the answer about a block of an earlier step is still awaited."""
         assert request.asked is not None
         with self._lock:
-            if self._flow.below.is_asking(request.asked, request, request.allowed_media):
+            answer = self._flow.below.may_hold(request.asked, request.allowed_media, request)
+            if answer == ASKING:
                 return True
         request.asked = None
         return False
@@ -272,46 +274,45 @@ class Lookups:
         if status is not None and status.ref_cnt >= 0 and may_read_top:
             self.answers.hit(block_hash)
             self._claims.note_hit(block_hash, request)
-            return LookupState.HIT
+            return HIT
         if self._is_waiting:
             return self._state_while_waiting(block_hash, request)
         if block_hash in request.missed or block_hash in self._workers.outdated:
-            return LookupState.MISS
+            return MISS
         pending = self._promoter.pending.get(block_hash)
         if pending is not None:
             medium = self._flow.below.tiers[pending.tier - 1].medium
             if pending.is_late or not request.may_read(medium):
-                return LookupState.MISS
+                return MISS
             return self._claims.want(block_hash, 0, request, self.answers.of_request)
         if status is not None and may_read_top:
             return self._wait_for_store(block_hash, request)
         if self._looks >= MAX_LOOKS_PER_STEP and request.claim is None:
-            return LookupState.RETRY
+            return RETRY
         self._looks += 1
-        tier = self._flow.below.may_hold(block_hash, request.allowed_media)
-        if tier:
+        owner = None if request.recomputes else request
+        tier = self._flow.below.may_hold(block_hash, request.allowed_media, owner)
+        if tier > 0:
             return self._claims.want(block_hash, tier, request, self.answers.of_request)
-        if request.recomputes:
-            return LookupState.MISS
-        if not self._flow.below.is_asking(block_hash, request, request.allowed_media):
-            return LookupState.MISS
+        if tier != ASKING:
+            return MISS
         if request.asked is None:
             request.asked = block_hash
-        return LookupState.PENDING
+        return PENDING
 
     def _state_while_waiting(self, block_hash: BlockHash, request: Request) -> LookupState:
         if block_hash in request.pending:
-            return LookupState.PENDING
+            return PENDING
         claim = request.claim
         if claim is None:  # it waits for an answer
-            return LookupState.RETRY
+            return RETRY
         is_wanted = claim is not None and not claim.is_admitted and block_hash in claim.wanted
-        return LookupState.RETRY if is_wanted else LookupState.MISS
+        return RETRY if is_wanted else MISS
 
     def _wait_for_store(self, block_hash: BlockHash, request: Request) -> LookupState:
         """Treat a block that a worker is storing as pending until the request's deadline."""
         if self._store_wait_s is None:
-            return LookupState.MISS
+            return MISS
         now_s = self._flow.clock()
         if request.storing_since_s is None:
             request.storing_since_s = now_s
@@ -319,4 +320,4 @@ class Lookups:
             return self._claims.want(block_hash, 0, request, self.answers.of_request)
         request.missed.add(block_hash)
         self._flow.counters.recomputed_blocks[Reason.DEADLINE] += 1
-        return LookupState.MISS
+        return MISS

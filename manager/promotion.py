@@ -275,10 +275,11 @@ class Promoter:
         top, pop, origin = self._top, self.pending.pop, self._top.origin
         arrived: list[BlockHash] = []
         slots: list[int] = []
+        ok = BlockOutcome.OK
         for block_hash, status, outcome in zip(
             job.hashes, job.statuses, ended.outcomes, strict=True
         ):
-            if outcome is not BlockOutcome.OK:
+            if outcome is not ok:
                 top.drop(block_hash, status)
                 self._fail(block_hash)
                 continue

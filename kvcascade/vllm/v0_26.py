@@ -35,7 +35,7 @@ from ..assembly.build import Cascade, Geometry, WorkerSide, open_worker, real_fi
 from ..assembly.named import configured
 from ..config.schema import CascadeConfig
 from ..handlers.device.copier import GpuBlocks
-from ..manager.base import BlockEvent, LookupState
+from ..manager.base import HIT, MISS, PENDING, BlockEvent
 from ..manager.request import Request
 from ..manager.standstill import Standstill
 from ..tiers.base import BlockHash, SlotSpec
@@ -150,11 +150,11 @@ class CascadeManager(OffloadingManager):
             return _MISS
         else:
             state = self._lookups.look_below(key, None, request)  # type: ignore[arg-type]
-        if state is LookupState.MISS:
+        if state is MISS:
             return _MISS
-        if state is LookupState.HIT:
+        if state is HIT:
             return _HIT
-        if state is LookupState.PENDING:
+        if state is PENDING:
             return _PENDING
         self._is_deferred, self._deferred_group = True, b""
         return self._defer(key)

@@ -28,7 +28,7 @@ from ..admission import Admission, AdmitAll, PastUses
 from ..base import BlockEvent
 from ..counters import LinkCounters
 from ..state import TierState
-from .port import Below, Ended, Put, TierFacts, WriteState
+from .port import ASKING, Below, Ended, Put, TierFacts, WriteState
 
 LOWER_SHARE = 8
 """The blocks in flight to one lower tier take at most this part of the first tier: an eighth."""
@@ -232,10 +232,6 @@ class BelowChain(Below):
         self._finders = [
             (offset, port, port.may_hold) for offset, port in zip(self._offsets, ports, strict=True)
         ]
-        self._askers = [
-            port.is_asking for port in ports if type(port).is_asking is not Below.is_asking
-        ]
-        """`is_asking` of each port that does not know all its blocks."""
         self._places = [(port, at) for port in ports for at in range(1, 1 + len(port.tiers))]
         """For each tier, its port and its number there."""
         self._puts: dict[int, _Put] = {}
@@ -246,26 +242,22 @@ class BelowChain(Below):
 
     # -- keys ------------------------------------------------------------------------------
 
-    def may_hold(self, key: BlockHash, media: frozenset[str] | None = None) -> int:
+    def may_hold(
+        self, key: BlockHash, media: frozenset[str] | None = None, owner: object = None
+    ) -> int:
         """See `Below`. A tier that may not be read now counts only if no other holds the block."""
         if self._resets.are_open:
             return 0
-        resting = 0
+        resting = asking = 0
         for offset, port, may_hold in self._finders:
-            number = may_hold(key, media)
-            if number:
+            number = may_hold(key, media, owner)
+            if number > 0:
                 if not port.rests(number):
                     return number + offset
-                resting = resting or number + offset
-        return resting
-
-    def is_asking(self, key: BlockHash, owner: object, media: frozenset[str] | None = None) -> bool:
-        if self._resets.are_open:
-            return False
-        for is_asking in self._askers:
-            if is_asking(key, owner, media):
-                return True
-        return False
+                resting, owner = resting or number + offset, None
+            elif number:
+                asking = ASKING
+        return resting or asking
 
     def wants_again(self, key: BlockHash) -> bool:
         return any(port.wants_again(key) for port in self._ports)

@@ -170,7 +170,9 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
 
     # -- keys ------------------------------------------------------------------------------
 
-    def may_hold(self, key: BlockHash, media: frozenset[str] | None = None) -> int:
+    def may_hold(
+        self, key: BlockHash, media: frozenset[str] | None = None, owner: object = None
+    ) -> int:
         if media is not None and self._medium not in media:
             return 0
         if self.feed.find(key) < 0:

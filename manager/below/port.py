@@ -52,6 +52,8 @@ or other engines keep the room.
 """
 
 
+ASKING = -1
+"""Answer of `may_hold` while a tier that is elsewhere asks for the block."""
 LOAD_RATIO_MAX_HERE = 2.0
 LOAD_RATIO_MAX_REMOTE = 1.0
 """See `TierFacts.load_ratio_max`. A device of this machine is slow for a moment only, and a load
@@ -114,21 +116,19 @@ class Below(ABC):
     # -- keys ------------------------------------------------------------------------------
 
     @abstractmethod
-    def may_hold(self, key: BlockHash, media: frozenset[str] | None = None) -> int:
+    def may_hold(
+        self, key: BlockHash, media: frozenset[str] | None = None, owner: object = None
+    ) -> int:
         """Return the number of the nearest tier that may hold the block; 0 if none does.
 
         The call stays in this process and does no I/O. The answer may be wrong either way. `media`
         limits the search to tiers of these media; None means all tiers.
-        """
 
-    def is_asking(self, key: BlockHash, owner: object, media: frozenset[str] | None = None) -> bool:
-        """Return True if a lookup that `may_hold` answered with 0 has to be repeated.
-
-        A tier that is elsewhere answers `may_hold` from memory. What it does not know it asks for
-        at the end of the step, and answers by a deadline. Keys of one `owner` come in the order of
-        its prompt. False from a tier that knows all its blocks.
+        `owner` waits for the answer. A tier that is elsewhere answers from memory. It asks for
+        unknown blocks at the end of the step, and answers by a deadline. Until then it returns
+        ASKING, and the owner asks again. Keys of one owner come in the order of its prompt. Without
+        an owner, unknown blocks are absent.
         """
-        return False
 
     def wants_again(self, key: BlockHash) -> bool:
         """Return True if a `put` of this block is of use although tier 1 may hold it.
@@ -289,7 +289,9 @@ class NoTierBelow(Below):
     def is_blocked(self) -> bool:
         return True
 
-    def may_hold(self, key: BlockHash, media: frozenset[str] | None = None) -> int:
+    def may_hold(
+        self, key: BlockHash, media: frozenset[str] | None = None, owner: object = None
+    ) -> int:
         return 0
 
     def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:

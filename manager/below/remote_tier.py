@@ -1,8 +1,8 @@
 """The remote tier below: `RemoteTier` implements the port `Below` with messages to a node.
 
 Nothing is known of a block until the server was asked. `may_hold` answers from memory, and
-`is_asking` has unknown blocks asked for at the end of the step. A block whose write, read or
-question failed is a miss. One deadline covers question and read: nothing here makes the engine
+unknown blocks are asked for at the end of the step. A block whose write, read or question failed is
+a miss. One deadline covers question and read: nothing here makes the engine
 wait longer.
 
 The tier never holds up the tiers above. A block that it does not take now counts as ALREADY, so
@@ -23,14 +23,14 @@ from ...handlers.node.path_wire import JobDone, PutJob
 from ...handlers.node.remote_wire import FetchJob, RemoteResetJob, ResetDone
 from ...tiers.base import BlockHash, BlockOutcome, new_reset_mark
 from ...tiers.breaker import Breaker
-from ...tiers.remote.presence import PresenceMemory
+from ...tiers.remote.presence import ABSENT, HELD, PresenceMemory
 from ...tiers.remote.remote_store import StoreOptions
 from ...tiers.remote.uploads import Offer, OfferRule
 from ..base import BlockEvent
 from ..counters import Departures
 from ..flow import MAX_JOBS_IN_FLIGHT
 from ..state import TierState
-from .port import Ended, Put, TierFacts, WriteState
+from .port import ASKING, Ended, Put, TierFacts, WriteState
 from .remote_feed import Questions, RemoteFeed
 from .single_tier import (
     LOST,
@@ -48,7 +48,8 @@ from .single_tier import (
 MEDIUM = "REMOTE"
 UNBOUNDED_BLOCKS = 1 << 40
 """Capacity of a tier that has none of its own."""
-_THERE = frozenset({BlockOutcome.OK, BlockOutcome.HELD})
+_THERE = (BlockOutcome.OK, BlockOutcome.HELD)
+_UNSENT = (Offer.FULL, Offer.RESTING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +105,20 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
 
     # -- keys ------------------------------------------------------------------------------
 
-    def may_hold(self, key: BlockHash, media: frozenset[str] | None = None) -> int:
+    def may_hold(
+        self, key: BlockHash, media: frozenset[str] | None = None, owner: object = None
+    ) -> int:
         if media is not None and self._medium not in media:
             return 0
-        return 1 if self._memory.holds(key) else 0
-
-    def is_asking(self, key: BlockHash, owner: object, media: frozenset[str] | None = None) -> bool:
-        if media is not None and self._medium not in media:
-            return False
+        presence = self._memory.of(key)
+        if presence is HELD:
+            return 1
+        if presence is ABSENT or owner is None:
+            return 0
         self.feed.has_blocks = True  # or will have
-        if self._memory.knows(key) or self._resets_due or self.reads.breaker.is_open:
-            return False
-        return self._questions.is_asking(key, owner)
+        if self._resets_due or self.reads.breaker.is_open:
+            return 0
+        return ASKING if self._questions.is_asking(key, owner) else 0
 
     def wants_again(self, key: BlockHash) -> bool:
         return self.writes.rule.may_want(key)
@@ -270,10 +273,9 @@ class _RemoteWrites(Traffic[RemoteFeed]):
         """Start writing the blocks that the rule wants."""
         is_open = may_send and not self.breaker.is_open
         offers = [self.rule.answer(key, is_open) for key in keys]
-        self._flow.feed.unsent.update(
-            offer.value for offer in offers if offer in (Offer.FULL, Offer.RESTING)
-        )
-        started = [at for at, offer in enumerate(offers) if offer is Offer.QUEUED]
+        self._flow.feed.unsent.update(offer.value for offer in offers if offer in _UNSENT)
+        queued = Offer.QUEUED
+        started = [at for at, offer in enumerate(offers) if offer is queued]
         if started and not self._start(
             ticket, [keys[at] for at in started], [slots[at] for at in started]
         ):

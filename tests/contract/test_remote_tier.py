@@ -8,7 +8,7 @@ import pytest
 from contract.below_contract import SLOTS, BelowContract, BelowRig
 from support.keys import keys
 from support.remote_rig import PAYLOAD_BYTES, THROUGH
-from support.remote_tier_rig import RemoteTierRig
+from support.remote_tier_rig import RemoteTierRig, is_asking
 
 from kvcascade.handlers.node.node_keeper import LISTEN_INTERVAL_S
 from kvcascade.manager.below.port import Put
@@ -30,7 +30,7 @@ class RemoteBelowRig(BelowRig):
         other.tier.reset()
         other.pump()
         self.host.clock.advance(GENERATION_FRESH_S + 1.0)
-        assert self.below.is_asking(keys(99)[98], "somebody")
+        assert is_asking(self.below, keys(99)[98], "somebody")
         self.below.maintain()
         while self.host.step():
             pass

@@ -19,7 +19,7 @@ from kvcascade.manager.below.chain import (
     BelowChain,
     ChainedTier,
 )
-from kvcascade.manager.below.port import Ended, Put
+from kvcascade.manager.below.port import ASKING, Ended, Put
 from kvcascade.manager.flow import MAX_JOBS_IN_FLIGHT
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockOutcome
@@ -197,6 +197,19 @@ def test_a_tier_that_may_not_be_read_is_passed_over_if_another_holds_the_block()
     chain.near.reads_rest = True
     assert chain.below.may_hold(key(0)) == 2 and not chain.below.rests(2)
     assert chain.below.may_hold(key(1)) == 1 and chain.below.rests(1)
+
+
+def test_a_lookup_waits_for_a_tier_elsewhere_only_if_no_tier_holds_the_block() -> None:
+    chain = Chain()
+    chain.put(0, 1)
+    chain.near.is_elsewhere = chain.far.is_elsewhere = True
+    assert [chain.below.may_hold(h, None, "request") for h in keys(2)] == [1, ASKING]
+    assert chain.below.may_hold(key(1)) == 0, "nobody waits for the answer"
+    chain.near.reset()
+    assert chain.below.may_hold(key(0), None, "request") == 2
+    chain.near.lies[key(0)], chain.near.reads_rest = 1, True
+    chain.far.reset()
+    assert chain.below.may_hold(key(0), None, "request") == 1, "a tier that rests has it"
 
 
 def test_a_slow_tier_far_below_does_not_hold_up_the_nearest() -> None:

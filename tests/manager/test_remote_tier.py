@@ -8,7 +8,7 @@ import pytest
 from support.clock import ManualClock
 from support.keys import key, keys
 from support.remote_rig import THROUGH
-from support.remote_tier_rig import RemoteTierRig
+from support.remote_tier_rig import RemoteTierRig, is_asking
 from support.remote_twin import RemoteTwin
 
 from kvcascade.config.remote import WriteWhen
@@ -46,7 +46,7 @@ def stored(rig: RemoteTierRig, n: int) -> None:
 def answered(rig: RemoteTierRig, n: int, after_s: float) -> None:
     """Blocks that are there, and whose lookup took so long."""
     stored(rig, n)
-    assert all(rig.tier.is_asking(h, "request") for h in keys(n))
+    assert all(is_asking(rig.tier, h, "request") for h in keys(n))
     rig.tier.maintain()
     rig.node.work()
     rig.calls.step()
@@ -58,22 +58,22 @@ def answered(rig: RemoteTierRig, n: int, after_s: float) -> None:
 
 
 def test_the_next_poll_takes_in_an_answer_that_somebody_waits_for(rig: RemoteTierRig) -> None:
-    assert rig.tier.is_asking(key(0), "request")
+    assert is_asking(rig.tier, key(0), "request")
     rig.tier.maintain()
     while rig.step():
         pass
     rig.node.work()
     rig.tier.maintain()
-    assert rig.tier.is_asking(key(0), "request"), "upkeep has listened in this millisecond"
+    assert is_asking(rig.tier, key(0), "request"), "upkeep has listened in this millisecond"
     rig.tier.poll()
-    assert not rig.tier.is_asking(key(0), "request")
+    assert not is_asking(rig.tier, key(0), "request")
 
 
 def probed(rig: RemoteTierRig, block_hash: BlockHash) -> None:
     """A block that is asked for though its request does not wait, nor the next one."""
-    assert not rig.tier.is_asking(block_hash, "request")
-    assert not rig.tier.is_asking(block_hash, "another request with this prefix")
-    assert not rig.tier.is_asking(key(99), "one with another prefix, which is not asked for")
+    assert not is_asking(rig.tier, block_hash, "request")
+    assert not is_asking(rig.tier, block_hash, "another request with this prefix")
+    assert not is_asking(rig.tier, key(99), "one with another prefix, which is not asked for")
     rig.tier.maintain()
     rig.pump()
 
@@ -83,12 +83,12 @@ class TestQuestions:
         stored(rig, 3)
         tier = rig.tier
         assert [tier.may_hold(h) for h in keys(4)] == [0] * 4
-        assert [tier.is_asking(h, "request") for h in keys(4)] == [True] * 4
+        assert [is_asking(tier, h, "request") for h in keys(4)] == [True] * 4
         assert rig.twin.calls["exist_many"] == 0
         tier.maintain()
         rig.pump()
         assert rig.twin.calls["exist_many"] == 1, "one batch"
-        assert [tier.is_asking(h, "request") for h in keys(4)] == [False] * 4
+        assert [is_asking(tier, h, "request") for h in keys(4)] == [False] * 4
         assert [tier.may_hold(h) for h in keys(4)] == [1, 1, 1, 0]
 
     def test_chains_of_two_requests_are_searched_each_by_itself(self) -> None:
@@ -96,32 +96,32 @@ class TestQuestions:
         rig.pump()
         stored(rig, 8)
         for number in range(10):
-            rig.tier.is_asking(key(100 + number), "nobody had this")
-            rig.tier.is_asking(key(number), "a known prefix")
+            is_asking(rig.tier, key(100 + number), "nobody had this")
+            is_asking(rig.tier, key(number), "a known prefix")
         rig.tier.maintain()
         rig.pump()
         assert [rig.tier.may_hold(h) for h in keys(10)] == [1] * 8 + [0] * 2
         assert not any(rig.tier.may_hold(key(100 + n)) for n in range(10))
 
     def test_what_is_not_answered_by_the_deadline_is_absent(self, rig: RemoteTierRig) -> None:
-        assert rig.tier.is_asking(key(0), "request")
+        assert is_asking(rig.tier, key(0), "request")
         rig.tier.maintain()
         rig.clock.advance(1.9)
-        assert rig.tier.is_asking(key(0), "request")
+        assert is_asking(rig.tier, key(0), "request")
         rig.clock.advance(0.2)
-        assert not rig.tier.is_asking(key(0), "request") and not rig.tier.may_hold(key(0))
-        assert not rig.tier.is_asking(key(0), "request"), "nor is it asked for again at once"
+        assert not is_asking(rig.tier, key(0), "request") and not rig.tier.may_hold(key(0))
+        assert not is_asking(rig.tier, key(0), "request"), "nor is it asked for again at once"
         rig.pump()
-        assert not rig.tier.is_asking(key(0), "request")
+        assert not is_asking(rig.tier, key(0), "request")
 
     def test_after_a_deadline_without_an_answer_nothing_is_asked_for_a_while(
         self, rig: RemoteTierRig
     ) -> None:
         """The node says that its server rests at about the same time, perhaps a little later."""
         tier, limit_s = rig.tier, rig.options.deadline_s
-        assert tier.is_asking(key(1), "first")
+        assert is_asking(tier, key(1), "first")
         rig.clock.advance(limit_s)
-        assert not tier.is_asking(key(1), "first") and not tier.is_asking(key(2), "second")
+        assert not is_asking(tier, key(1), "first") and not is_asking(tier, key(2), "second")
         calls = rig.twin.calls["exist_many"]
         rig.clock.advance(limit_s)
         probed(rig, key(2))
@@ -131,7 +131,7 @@ class TestQuestions:
         """A server that has stopped costs one deadline, however often it is tried."""
         tier = rig.tier
         rig.twin.fails["exist_many"] = RemoteOutcome.TIMED_OUT
-        assert tier.is_asking(key(0), "first")
+        assert is_asking(tier, key(0), "first")
         tier.maintain()
         rig.pump()
         for number in range(1, 4):
@@ -144,7 +144,7 @@ class TestQuestions:
         rig.clock.advance(REST_S + 1.0)
         rig.pump()
         probed(rig, key(5))
-        assert not tier.rests(1) and tier.is_asking(key(6), "the next one")
+        assert not tier.rests(1) and is_asking(tier, key(6), "the next one")
 
     def test_a_read_that_timed_out_leaves_what_is_there_unknown(self, rig: RemoteTierRig) -> None:
         """The next question is the server's own to answer, and no request waits for it."""
@@ -190,11 +190,11 @@ class TestQuestions:
 
     def test_a_server_that_fails_is_left_alone(self, rig: RemoteTierRig) -> None:
         rig.twin.fails["exist_many"] = RemoteOutcome.TIMED_OUT
-        assert rig.tier.is_asking(key(0), "request")
+        assert is_asking(rig.tier, key(0), "request")
         rig.tier.maintain()
         rig.pump()
-        assert not rig.tier.is_asking(key(0), "request")
-        assert not rig.tier.is_asking(key(1), "request"), "it rests"
+        assert not is_asking(rig.tier, key(0), "request")
+        assert not is_asking(rig.tier, key(1), "request"), "it rests"
         calls = rig.twin.calls["exist_many"]
         del rig.twin.fails["exist_many"]
         rig.clock.advance(6.0)
@@ -204,13 +204,13 @@ class TestQuestions:
 
     def test_without_a_node_blocks_are_absent(self, rig: RemoteTierRig) -> None:
         rig.client.is_up = False
-        assert rig.tier.is_asking(key(0), "request")
+        assert is_asking(rig.tier, key(0), "request")
         rig.tier.maintain()
-        assert not rig.tier.is_asking(key(0), "request") and not rig.tier.may_hold(key(0))
+        assert not is_asking(rig.tier, key(0), "request") and not rig.tier.may_hold(key(0))
 
     def test_other_media_are_not_asked(self, rig: RemoteTierRig) -> None:
-        assert not rig.tier.is_asking(key(0), "request", frozenset({"CPU"}))
-        assert rig.tier.is_asking(key(0), "request", frozenset({"CPU", "REMOTE"}))
+        assert not is_asking(rig.tier, key(0), "request", frozenset({"CPU"}))
+        assert is_asking(rig.tier, key(0), "request", frozenset({"CPU", "REMOTE"}))
 
 
 class TestWrites:
@@ -284,7 +284,7 @@ class TestNode:
         rig.pump()
         other = RemoteTierRig(rig.twin, rig.clock)
         other.pump()
-        assert other.tier.is_asking(key(0), "request")
+        assert is_asking(other.tier, key(0), "request")
         other.tier.maintain()
         other.pump()
         assert not other.tier.may_hold(key(0))
@@ -296,7 +296,7 @@ class TestResets:
         other.tier.reset(77)
         other.pump()
         rig.clock.advance(6.0)
-        rig.tier.is_asking(key(0), "request")
+        is_asking(rig.tier, key(0), "request")
         rig.tier.maintain()
         rig.pump()
         assert rig.tier.maintain() == 1
@@ -342,7 +342,7 @@ class TestResets:
         rig.pump()
         assert rig.tier.maintain() == 1, "its blocks may be older than the other's reset"
         rig.clock.advance(6.0)
-        other.tier.is_asking(key(0), "request")
+        is_asking(other.tier, key(0), "request")
         other.tier.maintain()
         other.pump()
         assert not other.tier.may_hold(key(0)) and not rig.twin.held
@@ -360,10 +360,10 @@ class TestResets:
         twin.fails["counter"] = RemoteOutcome.IO_ERROR
         late = RemoteTierRig(twin, clock)
         late.pump()
-        late.tier.is_asking(key(0), "request")
+        is_asking(late.tier, key(0), "request")
         twin.fails.clear()
         clock.advance(60.0)
-        late.tier.is_asking(key(1), "request")
+        is_asking(late.tier, key(1), "request")
         late.tier.maintain()
         late.pump()
         assert late.tier.maintain() == (0 if is_kept else 1)
@@ -374,7 +374,7 @@ class TestResets:
         rig.twin.held.clear()
         rig.twin.counters.clear()
         rig.clock.advance(6.0)
-        rig.tier.is_asking(key(0), "request")
+        is_asking(rig.tier, key(0), "request")
         rig.tier.maintain()
         rig.pump()
         assert rig.tier.maintain() == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvcascade.manager.base import BlockEvent
-from kvcascade.manager.below.port import Below, Ended, Put, TierFacts, WriteState
+from kvcascade.manager.below.port import ASKING, Below, Ended, Put, TierFacts, WriteState
 from kvcascade.manager.counters import Departures, LinkCounters
 from kvcascade.manager.state import TierState
 from kvcascade.tiers.base import BlockHash, BlockOutcome
@@ -39,6 +39,8 @@ class BelowTwin(Below):
         """Transfers are taken, and none ends."""
         self.lies: dict[BlockHash, int] = {}
         """Wrong answers of `may_hold`."""
+        self.is_elsewhere = False
+        """Absent blocks are being asked for."""
         self.is_overtaken = False
         """Another process resets the tier before the next upkeep."""
         self.reads_rest = False
@@ -48,10 +50,13 @@ class BelowTwin(Below):
         self.reset_marks: list[int] = []
         """Marks of the resets that the engine asked for."""
 
-    def may_hold(self, key: BlockHash, media: frozenset[str] | None = None) -> int:
+    def may_hold(
+        self, key: BlockHash, media: frozenset[str] | None = None, owner: object = None
+    ) -> int:
         if media is not None and NAME not in media:
             return 0
-        return self.lies.get(key, int(key in self._held))
+        unknown = ASKING if self.is_elsewhere and owner is not None else 0
+        return self.lies.get(key, 1 if key in self._held else unknown)
 
     def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
         self._queued.append((ticket, True, list(keys), list(slots), self._epoch))

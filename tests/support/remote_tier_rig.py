@@ -17,14 +17,14 @@ from kvcascade.config.remote import WriteWhen
 from kvcascade.handlers.node.node_keeper import LISTEN_INTERVAL_S
 from kvcascade.handlers.node.remote_node import RemoteNode, SlotParts
 from kvcascade.handlers.node.remote_wire import from_remote_node, to_remote_node
-from kvcascade.manager.below.port import LOAD_RATIO_MAX_REMOTE, TierFacts
+from kvcascade.manager.below.port import ASKING, LOAD_RATIO_MAX_REMOTE, Below, TierFacts
 from kvcascade.manager.below.remote_tier import (
     MEDIUM,
     UNBOUNDED_BLOCKS,
     RemoteTier,
     RemoteTierParts,
 )
-from kvcascade.tiers.base import RESET_TICKS_PER_S
+from kvcascade.tiers.base import RESET_TICKS_PER_S, BlockHash
 from kvcascade.tiers.remote.remote_store import StoreOptions
 
 from .clock import ManualClock
@@ -35,6 +35,13 @@ from .remote_twin import RemoteTwin
 
 ARENA_SLOTS = 64
 MAX_PUMPS = 10_000
+
+
+def is_asking(
+    tier: Below, block_hash: BlockHash, owner: object, media: frozenset[str] | None = None
+) -> bool:
+    """Return whether an owner has to ask again for a block."""
+    return tier.may_hold(block_hash, media, owner) == ASKING
 
 
 class RemoteTierRig:

@@ -23,6 +23,10 @@ class Presence(Enum):
     UNKNOWN = "unknown"
 
 
+HELD, ABSENT, UNKNOWN = Presence.HELD, Presence.ABSENT, Presence.UNKNOWN
+"""The members, for lookups: an attribute of an enum costs 75 ns with Python 3.11."""
+
+
 def drop_oldest(known: dict[BlockHash, float]) -> None:
     """Remove the entries that came first, until `MAX_REMEMBERED` are left."""
     excess = len(known) - MAX_REMEMBERED
@@ -47,25 +51,15 @@ class PresenceMemory:
         """Return what is known of a block."""
         until_s = self._until.get(key)
         if until_s is None or abs(until_s) < self._clock():
-            return Presence.UNKNOWN
-        return Presence.HELD if until_s > 0 else Presence.ABSENT
-
-    def holds(self, key: BlockHash) -> bool:
-        """Return True if a block is known to be there; the schedulers' short form of `of`."""
-        until_s = self._until.get(key)
-        return until_s is not None and until_s > self._clock()
-
-    def knows(self, key: BlockHash) -> bool:
-        """Return True if a block is known to be there, or to be absent."""
-        until_s = self._until.get(key)
-        return until_s is not None and abs(until_s) >= self._clock()
+            return UNKNOWN
+        return HELD if until_s > 0 else ABSENT
 
     def last(self, key: BlockHash) -> Presence:
         """Return the last answer about a block, however old."""
         until_s = self._until.get(key)
         if until_s is None:
-            return Presence.UNKNOWN
-        return Presence.HELD if until_s > 0 else Presence.ABSENT
+            return UNKNOWN
+        return HELD if until_s > 0 else ABSENT
 
     def note(self, epoch: int, held: Iterable[BlockHash], absent: Iterable[BlockHash]) -> None:
         """Remember answers that were asked for in `epoch`."""
@@ -140,15 +134,15 @@ class ChainSearch:
 def held_prefix(memory: PresenceMemory, keys: Sequence[BlockHash]) -> int:
     """Return how many blocks at the begin of a chain are known to be held."""
     presences = (memory.of(key) for key in keys)
-    return next((n for n, p in enumerate(presences) if p is not Presence.HELD), len(keys))
+    return next((n for n, p in enumerate(presences) if p is not HELD), len(keys))
 
 
 def known_prefix(memory: PresenceMemory, keys: Sequence[BlockHash]) -> int | None:
     """Return how many blocks of a chain are held, or None if that must be asked for."""
     for number, key in enumerate(keys):
         presence = memory.of(key)
-        if presence is Presence.UNKNOWN:
+        if presence is UNKNOWN:
             return None
-        if presence is Presence.ABSENT:
+        if presence is ABSENT:
             return number
     return len(keys)

@@ -26,6 +26,7 @@ from statistics import median, quantiles
 
 from ....assembly.build import Cascade, Geometry, open_cascade
 from ....config.schema import parse
+from ....manager.below.port import ASKING
 from ....manager.below.remote_tier import RemoteTier
 from ....manager.request import Request
 from ....tiers.base import BlockHash
@@ -133,7 +134,7 @@ def answered(cascade: Cascade, key: BlockHash) -> None:
     def is_known() -> bool:
         cascade.manager.end_step()
         with cascade.manager.lock:
-            return not remote.is_asking(key, "bench")
+            return remote.may_hold(key, None, "bench") != ASKING
 
     wait_until(is_known)
 
@@ -165,8 +166,7 @@ def of_the_tier(cascade: Cascade, rounds: int) -> Iterator[str]:
         with cascade.manager.lock:
             begun_s = time.perf_counter()
             for key in keys:
-                if not remote.may_hold(key):
-                    remote.is_asking(key, "bench")
+                remote.may_hold(key, None, "bench")
             spent_us = 1e6 * (time.perf_counter() - begun_s) / len(keys)
         took_us.setdefault(label, []).append(spent_us)
 
