@@ -160,15 +160,27 @@ class Questions:
         memory: PresenceMemory,
         clock: Callable[[], float],
         deadline_s: float,
+        may_ask: Callable[[], bool],
     ) -> None:
-        """A block that is not known `deadline_s` after its question counts as absent."""
+        """A block that is not known `deadline_s` after its question counts as absent.
+
+        `may_ask` returns False while the answers are of no use.
+        """
         self._client = client
         self._feed = feed
         self._memory = memory
         self._clock = clock
         self._deadline_s = deadline_s
+        self._may_ask = may_ask
         self._gathered: dict[tuple[object, bytes], list[BlockHash]] = {}
         """Chains to ask for, by owner and KV group."""
+        self._owner: object = None
+        self._group = b""
+        self._chain: list[BlockHash] = []
+        """Chain of the last question in this step, with its owner and KV group. Most questions
+        belong to the chain of the one before."""
+        self._ends_s = 0.0
+        """Time at which the blocks of this chain count as absent."""
         self.asked: dict[BlockHash, float] = {}
         """Blocks whose answer is awaited, and the time at which each counts as absent."""
         self._left_s: dict[BlockHash, float] = {}
@@ -179,19 +191,38 @@ class Questions:
 
     def is_asking(self, key: BlockHash, owner: object) -> bool:
         """Return True if the answer about an unknown block is awaited; ask if it was not asked."""
-        feed, now_s = self._feed, self._clock()
         ends_s = self.asked.get(key)
-        if ends_s is None:
-            if feed.lookups_rest or now_s < self._rests_until_s:
-                return False
-            if feed.is_doubted and self.asked:
-                return False
-            self.asked[key] = now_s + self._deadline_s
-            self._gathered.setdefault((owner, key[-GROUP_BYTES:]), []).append(key)
-            return not feed.is_doubted
+        if ends_s is not None:
+            return self._may_ask() and self._is_awaited(key, ends_s)
+        is_new = owner is not self._owner or not key.endswith(self._group)
+        if is_new and not self._begin_chain(key, owner):
+            return False
+        self.asked[key] = self._ends_s
+        self._chain.append(key)
+        return not self._feed.is_doubted
+
+    def _begin_chain(self, key: BlockHash, owner: object) -> bool:
+        """Return False if the block may not be asked for now."""
+        feed, now_s = self._feed, self._clock()
+        if not self._may_ask() or feed.lookups_rest or now_s < self._rests_until_s:
+            return False
+        if feed.is_doubted and self.asked:
+            return False
+        feed.has_blocks = True  # or will have
+        self._owner, self._group = owner, key[-GROUP_BYTES:]
+        self._chain = self._gathered.setdefault((owner, self._group), [])
+        self._ends_s = now_s + self._deadline_s
+        if feed.is_doubted:  # the next block is not part of the probe
+            self._owner = None
+        return True
+
+    def _is_awaited(self, key: BlockHash, ends_s: float) -> bool:
+        """Return True if an answer is still awaited; doubt the server if it is late."""
+        feed, now_s = self._feed, self._clock()
         if now_s < ends_s:
             return not feed.is_doubted
         feed.doubt()
+        self._owner = None
         self._rests_until_s = now_s + self._deadline_s
         self._end([], [key], self._memory.epoch)
         return False
@@ -200,7 +231,8 @@ class Questions:
         """Ask what was gathered."""
         if not self._gathered:
             return
-        chains, self._gathered = [*self._gathered.values()], {}
+        chains = [*self._gathered.values()]
+        self._forget_gathered()
         on_end = partial(self._answered, chains, self._memory.epoch)
         is_sent = self._client.submit(
             lambda ticket: AskJob(ticket, [[bytes(key) for key in chain] for chain in chains]),
@@ -218,7 +250,10 @@ class Questions:
         """Forget all questions, because the tier was reset."""
         self.asked.clear()
         self._left_s.clear()
-        self._gathered.clear()
+        self._forget_gathered()
+
+    def _forget_gathered(self) -> None:
+        self._gathered, self._owner = {}, None
 
     def _answered(
         self, chains: Sequence[Sequence[BlockHash]], epoch: int, done: JobDone | None

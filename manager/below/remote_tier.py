@@ -88,7 +88,7 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
         client = client_of(feed.take)
         super().__init__(client, feed, facts, Departures(), clock)
         self._memory = memory
-        self._questions = Questions(client, feed, memory, clock, limits.deadline_s)
+        self._questions = Questions(client, feed, memory, clock, limits.deadline_s, self._may_ask)
         flow = NodeFlow(client, feed, self.links[0], clock, facts.block_bytes)
         self.reads = _RemoteReads(flow, parts.stall_s, memory, self._questions)
         rule = OfferRule(
@@ -114,9 +114,6 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
         if presence is HELD:
             return 1
         if presence is ABSENT or owner is None:
-            return 0
-        self.feed.has_blocks = True  # or will have
-        if self._resets_due or self.reads.breaker.is_open:
             return 0
         return ASKING if self._questions.is_asking(key, owner) else 0
 
@@ -198,6 +195,9 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
         ]
 
     # -- inside ------------------------------------------------------------------------------
+
+    def _may_ask(self) -> bool:
+        return not (self._resets_due or self.reads.breaker.is_open)
 
     def _reset_to(self, mark: int, *, is_new: bool) -> None:
         if self._resets_due:

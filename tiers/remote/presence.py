@@ -50,9 +50,10 @@ class PresenceMemory:
     def of(self, key: BlockHash) -> Presence:
         """Return what is known of a block."""
         until_s = self._until.get(key)
-        if until_s is None or abs(until_s) < self._clock():
+        if until_s is None:
             return UNKNOWN
-        return HELD if until_s > 0 else ABSENT
+        now_s = self._clock()
+        return HELD if until_s >= now_s else ABSENT if -until_s >= now_s else UNKNOWN
 
     def last(self, key: BlockHash) -> Presence:
         """Return the last answer about a block, however old."""

@@ -18,7 +18,9 @@ STALL_S = 60.0
 """Time without the end of a read in flight, in seconds, after which the tier rests."""
 PROCESS_CLOCK = 2
 """Kind of the clock that `clock_getcpuclockid` names for a process: CPUCLOCK_SCHED of Linux."""
-KEY_BYTES = 36
+HASH_BYTES = 32
+GROUP = bytes(4)
+"""Number of the KV group, with which vLLM's keys end."""
 
 
 def open_bench_tier(
@@ -36,7 +38,7 @@ def open_bench_tier(
 
 def new_keys(n: int) -> list[BlockHash]:
     """Return keys that were never used."""
-    return [BlockHash(os.urandom(KEY_BYTES)) for _ in range(n)]
+    return [BlockHash(os.urandom(HASH_BYTES) + GROUP) for _ in range(n)]
 
 
 def reset_tier(tier: OpenTier, limit_s: float) -> None:
