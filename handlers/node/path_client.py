@@ -14,12 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
 
+import msgspec
+
 from ...tiers.cpu.huge_pages import has_huge_pages
 from ...tiers.nvme.disk.filesystem import FileSystem
+from ...tiers.nvme.path.path_messages import Epoch
 from .node_child import Connection, launch
 from .node_keeper import KeeperOptions, NodeKeeper
 from .path_loop import NodeLoop
-from .path_wire import NodeSetup, from_node_process
+from .path_wire import NodeJoined, NodeSetup, from_node_process
 
 NODE_MODULE = "kvcascade.handlers.node.path_main"
 
@@ -36,10 +39,12 @@ def node_process(
     the node says beside answers, and None when it died; any thread may call it.
     """
 
-    def start() -> Connection:
-        return launch(setup, duplicate_arena(), NODE_MODULE)
+    following = _Following(setup, on_note)
 
-    return client_of(start, from_node_process.decode, on_note, options)
+    def start() -> Connection:
+        return launch(following.setup, duplicate_arena(), NODE_MODULE)
+
+    return client_of(start, from_node_process.decode, following.note, options)
 
 
 def node_thread(
@@ -51,14 +56,34 @@ def node_thread(
 ) -> NodeKeeper:
     """Return a client whose node is a thread of this process; `arena` holds the slots."""
 
+    following = _Following(setup, on_note)
+
     def start() -> Connection:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.setblocking(False)
         has_bounce = has_huge_pages() and not setup.is_arena_huge
-        loop = NodeLoop(theirs, setup, arena, fs, has_bounce=has_bounce)
+        loop = NodeLoop(theirs, following.setup, arena, fs, has_bounce=has_bounce)
         return Connection(ThreadChild(loop), ours)
 
-    return client_of(start, from_node_process.decode, on_note, options)
+    return client_of(start, from_node_process.decode, following.note, options)
+
+
+class _Following:
+    """Setup of the next node of an engine: it knows the epoch of the engine's blocks.
+
+    Without the epoch the writer takes the engine for one that starts. Such an engine begins empty
+    after a reset.
+    """
+
+    def __init__(self, setup: NodeSetup, on_note: Callable[[Any], None]) -> None:
+        self.setup = setup
+        self._on_note = on_note
+
+    def note(self, message: Any) -> None:
+        """Take in a note of the node, and pass it on."""
+        if isinstance(message, NodeJoined | Epoch):
+            self.setup = msgspec.structs.replace(self.setup, epoch=message.epoch)
+        self._on_note(message)
 
 
 class Loop(Protocol):

@@ -73,7 +73,8 @@ class NodeLoop:
             setup.namespace,
             setup.options,
             setup.wants_events,
-            is_reader=setup.is_reader,
+            setup.epoch,
+            setup.is_reader,
         )
         self._node = PathNode(hello, self, time.monotonic)
 

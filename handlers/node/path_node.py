@@ -154,8 +154,8 @@ class PathNode:
         self._is_leader = False
         self._welcome: Welcome | None = None
         """Answer of the writer that serves this node; None while none does."""
-        self._epoch_seen: int | None = None
-        """Epoch of the namespace, as the writer said it last."""
+        self._epoch_seen = hello.epoch
+        """Epoch of the namespace, as the writer said it last, to this node or an earlier one."""
         self._should_retire_it = False
         """True if the writer has another version: it is asked once to close, if it is older."""
         self._has_asked_to_retire = False

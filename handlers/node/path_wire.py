@@ -75,6 +75,8 @@ class NodeSetup(msgspec.Struct, frozen=True, array_like=True, tag=64):
     """True if the arena lies in huge pages. Direct I/O then needs no bounce buffers."""
     is_reader: bool = False
     """True if nothing will be stored; see `Hello`."""
+    epoch: int | None = None
+    """Epoch of the engine's blocks, if an earlier node of the engine has said it."""
 
 
 class PutJob(msgspec.Struct, frozen=True, array_like=True, tag=65):

@@ -173,10 +173,11 @@ class MemoryBlockTable:
         self.disk.states = self.disk.states[-1:]
 
     def close(self) -> None:
+        self.has_panicked = True
         self.sync()
 
     def abandon(self) -> None:
-        return
+        self.has_panicked = True
 
     def _commit(self, state: _State) -> None:
         self.disk.states.append(state)

@@ -130,8 +130,12 @@ def write_all(file: File, buffers: Sequence[memoryview], offset: int) -> None:
     raise OSError(errno.EIO, "the device keeps writing less than asked")
 
 
+class ShortFileError(OSError):
+    """A file ends before the bytes that were asked for."""
+
+
 def read_all(file: File, buffers: Sequence[memoryview], offset: int) -> None:
-    """Fill the buffers from `offset` on. Raises `OSError` if the file or the device ends before."""
+    """Fill the buffers from `offset` on. Raises `ShortFileError`, or another `OSError`."""
     wanted = sum(len(buffer) for buffer in buffers)
     done = 0
     for _ in range(MAX_SHORT_TRANSFERS):
@@ -140,7 +144,7 @@ def read_all(file: File, buffers: Sequence[memoryview], offset: int) -> None:
         if done >= wanted:
             return
         if moved == 0:
-            raise OSError(errno.EIO, "the file ends before the block does")
+            raise ShortFileError(errno.EIO, "the file ends before the block does")
     raise OSError(errno.EIO, "the device keeps reading less than asked")
 
 

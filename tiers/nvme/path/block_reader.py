@@ -19,6 +19,7 @@ import xxhash
 from ....errors import from_os_error
 from ....logs import get_logger
 from ...base import BlockHash, BlockOutcome
+from ..disk.transfers import ShortFileError
 from .payload_files import PayloadFiles
 from .presence_table import PresenceTable
 
@@ -96,8 +97,11 @@ class BlockReader:
         for start in range(0, len(places), self._few):
             some = places[start : start + self._few]
             for place in some:
-                if done.outcomes[place.position] is BlockOutcome.OK:
+                outcome = done.outcomes[place.position]
+                if outcome is BlockOutcome.OK:
                     self._verify(place, buffers[place.position], done)
+                elif outcome is BlockOutcome.GONE:
+                    self._report_if_lost(place, done)
             if on_right is not None:
                 positions = [place.position for place in some]
                 on_right([i for i in positions if done.outcomes[i] is BlockOutcome.OK])
@@ -134,7 +138,7 @@ class BlockReader:
     def _read_run(self, first_slot: int, buffers: Sequence[memoryview]) -> BlockOutcome:
         try:
             self._files.read_run(first_slot, buffers)
-        except FileNotFoundError:  # the writer deleted the segment, and with it the blocks
+        except (FileNotFoundError, ShortFileError):  # deleted by the writer, or lost
             return BlockOutcome.GONE
         except OSError as error:
             if not self._has_warned:
@@ -158,6 +162,11 @@ class BlockReader:
             done.outcomes[place.position] = BlockOutcome.OK
         elif self._is_still(place):
             done.outcomes[place.position] = BlockOutcome.CORRUPT
+            done.bad.append((place.key, place.slot, place.checksum))
+
+    def _report_if_lost(self, place: _Place, done: BlocksRead) -> None:
+        """Report a block of a file that is gone or cut: the writer removes blocks before files."""
+        if self._is_still(place) and self._files.has_folder(place.slot):
             done.bad.append((place.key, place.slot, place.checksum))
 
     def _is_still(self, place: _Place) -> bool:

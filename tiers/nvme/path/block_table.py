@@ -103,7 +103,7 @@ class BlockTable(Protocol):
 
     @property
     def has_panicked(self) -> bool:
-        """True if the table can take no changes until it is opened again."""
+        """True if the table can take no changes until it is opened again, as after its end."""
         ...
 
     def count(self) -> int:

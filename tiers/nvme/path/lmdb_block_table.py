@@ -233,6 +233,7 @@ class LmdbBlockTable:
 
     def close(self) -> None:
         """See `BlockTable`."""
+        self.has_panicked = True
         try:
             with self._damage_named():
                 self._env.sync(True)
@@ -243,6 +244,7 @@ class LmdbBlockTable:
 
     def abandon(self) -> None:
         """See `BlockTable`."""
+        self.has_panicked = True
         self._env.close()
 
     # -- inside --------------------------------------------------------------------------------

@@ -57,6 +57,10 @@ class PayloadFiles:
         """Drop the file of the segment in which a slot lies."""
         self.forget([slot // self.layout.slots])
 
+    def has_folder(self, slot: int) -> bool:
+        """Return True if the folder of a slot's segment is there: the disk is mounted."""
+        return self._fs.exists(self._folders[slot // self.layout.slots % len(self._folders)])
+
     def close(self) -> None:
         """Drop every file; idempotent."""
         with self._lock:

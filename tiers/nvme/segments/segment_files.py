@@ -11,6 +11,7 @@ blocks survived.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -77,9 +78,24 @@ class SegmentFiles:
             finally:
                 file.close()
 
+    def is_whole(self, number: int) -> bool:
+        """Return False if a segment file is gone or cut though its folder is there.
+
+        Without the folder the disk is not mounted. Raises `OSError`.
+        """
+        path = self.path_of(number)
+        try:
+            file = self._fs.open(path)
+        except FileNotFoundError:
+            return not self._fs.exists(path.parent)
+        try:
+            return file.size() >= self.layout.file_bytes
+        finally:
+            file.close()
+
     def remove(self, number: int) -> None:
-        """Delete a segment file. Raises a `KVCascadeError`."""
-        with os_errors(f"removing {self.path_of(number)}"):
+        """Delete a segment file, if it is there. Raises a `KVCascadeError`."""
+        with os_errors(f"removing {self.path_of(number)}"), suppress(FileNotFoundError):
             self._fs.unlink(self.path_of(number))
 
     def sync(self, number: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -312,7 +313,8 @@ class Collector:
         if self._opened is not None and folder.name in self._opened.names:
             if not self._opened.session.is_writer and folder.is_readable:
                 # So that nobody waits for the writer while it deletes many files.
-                self._opened.take(folder.name, list(folder.segment_files()))
+                with suppress(ConfigError):  # one that cannot be opened is removed as it is
+                    self._opened.take(folder.name, list(folder.segment_files()))
             if not self._opened.remove(folder.name):
                 raise InUseError("its files could not be deleted; see the log of the writer")
             return

@@ -105,13 +105,19 @@ class BlockMessages:
     def _release(self, client: Client, message: Release) -> None:
         if client.namespace is None:
             return
-        own = client.namespace.space.release(client.number, slots_of(message.slots))
-        if message.has_failed and own:
-            for path in {self._path_of(client.namespace, slot) for slot in own}:
-                _log.warning(
-                    "path %s takes no writes for a while: a write failed", self._path.roots[path]
-                )
-                self._path.space.capacity.rest(path)
+        namespace, space = client.namespace, self._path.space
+        own = namespace.space.release(client.number, slots_of(message.slots))
+        if not message.has_failed:
+            return
+        for path in {
+            number % len(self._path.roots)
+            for number in {slot // namespace.space.slots_per_segment for slot in own}
+            if not space.take_if_lost(namespace, number)
+        }:
+            _log.warning(
+                "path %s takes no writes for a while: a write failed", self._path.roots[path]
+            )
+            space.capacity.rest(path)
 
     def _bad(self, client: Client, message: Bad) -> None:
         if client.namespace is not None and is_within_limits(message.keys):
@@ -133,6 +139,3 @@ class BlockMessages:
     def _chain(self, client: Client, message: Chain) -> None:
         if client.namespace is not None:
             client.namespace.prompts.note(message)
-
-    def _path_of(self, namespace: NamespaceWriter, slot: int) -> int:
-        return slot // namespace.space.slots_per_segment % len(self._path.roots)

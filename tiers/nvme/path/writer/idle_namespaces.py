@@ -99,17 +99,19 @@ class IdleNamespaces:
         fs = self._means.fs
         home = open_home(fs, self._roots, name, capacity_bytes)
         assert home is not None, "its description was just read"
-        sizes = []
-        with os_errors(f"looking at {name}"):
-            for folder in home.folders:
-                sizes.append(fs.used_bytes(folder))
-            last_used_s = fs.modified_at(home.folders[0] / LOCK)
-        written = 0
-        if with_totals and self._means.wall_clock() - last_used_s < DAY_S:
-            table = self._means.table_of(home, is_durable=False)
-            written = table.day_totals().written
-            table.close()
-        locks = list(home.locks)
-        home.locks.clear()
-        home.close()
+        try:
+            sizes = []
+            with os_errors(f"looking at {name}"):
+                for folder in home.folders:
+                    sizes.append(fs.used_bytes(folder))
+                last_used_s = fs.modified_at(home.folders[0] / LOCK)
+            written = 0
+            if with_totals and self._means.wall_clock() - last_used_s < DAY_S:
+                table = self._means.table_of(home, is_durable=False)
+                written = table.day_totals().written
+                table.close()
+            locks = list(home.locks)
+            home.locks.clear()
+        finally:
+            home.close()
         return IdleNamespace(name, sizes, last_used_s, written, locks=locks)

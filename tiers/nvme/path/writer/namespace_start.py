@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from .....errors import KVCascadeError, os_errors
 from .....logs import get_logger
@@ -133,14 +134,22 @@ def _drop_missing(
     is_there = np.zeros(home.slots // home.layout.slots, dtype=np.bool_)
     is_there[home.segments.found()] = True
     lost = np.flatnonzero(used & ~np.repeat(is_there, home.layout.slots))
+    if table.count() > np.count_nonzero(used):
+        lost = np.concatenate([lost, _slots_beyond(table, home.slots)])
     for start in range(0, len(lost), MAX_EVICTIONS_PER_STEP):
-        slots = lost[start : start + MAX_EVICTIONS_PER_STEP].tolist()
-        applied = table.apply(Changes(table.epoch, cleared=slots))
+        slots = lost[start : start + MAX_EVICTIONS_PER_STEP]
+        applied = table.apply(Changes(table.epoch, cleared=slots.tolist()))
         if applied.outcome is not ApplyOutcome.DONE:
             _log.warning("%s: blocks of missing segments stay for now", home.name)
             return
         if applied.journal is not None:
             presence.table.apply(applied.journal)
-        used[slots] = False
+        used[slots[slots < home.slots]] = False
     if len(lost):
         _log.warning("%s: removed %d blocks whose segments are gone", home.name, len(lost))
+
+
+def _slots_beyond(table: BlockTable, slots: int) -> npt.NDArray[np.int64]:
+    """Return the slots that the table names though the namespace has become smaller."""
+    beyond = [batch.slots[batch.slots >= slots] for batch in table.scan()]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *beyond])

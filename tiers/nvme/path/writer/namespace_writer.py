@@ -217,7 +217,8 @@ class NamespaceWriter:
         with os_errors(f"syncing {self.home.name}"):
             for number in self.space.segments:
                 self.home.segments.sync(number)
-        self.table.close()
+        self.table.sync()
+        self.table.abandon()  # a clean mark could fail for want of room
         self.table = reopen(self.home)
         self.unsynced_clients |= self.clients
 
@@ -285,15 +286,14 @@ class NamespaceWriter:
     def _show(self, key: bytes) -> None:
         """Repair a presence table that lacks a block: no engine would find or replace it."""
         (entry,) = self.table.get_many([key])
-        if entry is not None and self.presence.find(key) < 0:
+        if entry is not None and self._holds(entry.slot) and self.presence.find(key) < 0:
             self.presence.insert(key, entry.slot, entry.checksum)
 
     def _forget(
         self, removed: Sequence[tuple[bytes, int]], victims: set[int], result: Settled
     ) -> None:
         """Free the slots of removed blocks."""
-        used = self.space.is_used
-        gone = [(key, slot) for key, slot in removed if used[slot]]
+        gone = [(key, slot) for key, slot in removed if self._holds(slot)]
         left = [(key, slot) for key, slot in gone if slot in victims]
         other = [slot for _, slot in gone if slot not in victims]
         if left:

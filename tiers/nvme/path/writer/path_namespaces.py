@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from .path_budget import WriteBudget
 from .path_capacity import PathCapacity
 from .path_options import (
     POWER,
+    PathRecord,
     check_options,
     differences,
     record_in_force,
@@ -69,7 +71,9 @@ class PathNamespaces:
         """Namespaces that are open for a tool only; they stay, even without segments."""
         self.openings = NamespaceOpenings(means, roots, executor, self._lack_of, clock)
         self.space = PathSpace(capacity, idle, self.openings, self._open_idle, executor, clock)
-        self.budget = WriteBudget(in_force.write_budget_bytes, idle.written_in_day)
+        self.budget = WriteBudget(
+            in_force.write_budget_bytes, idle.written_in_day, means.wall_clock
+        )
 
     @property
     def options(self) -> PathOptions:
@@ -105,8 +109,7 @@ class PathNamespaces:
         if namespace.clients:  # of several engines the largest share holds
             share = max(share, namespace.min_share_bytes)
         if shares.get(name, 0) != share:
-            shares[name] = share
-            self._save()
+            self._record(replace(self.record, min_shares={**shares, name: share}))
         namespace.min_share_bytes = share
         return namespace
 
@@ -157,8 +160,8 @@ class PathNamespaces:
                 f"the blocks of {name} from after a reset could not be removed; look at the disk, "
                 "or remove the directory",
             )
-        self.record.epochs[name] = namespace.epoch
-        self._save()
+        epochs = {**self.record.epochs, name: namespace.epoch}
+        self._record(replace(self.record, epochs=epochs))
         _log.warning(
             "%s begins empty: its blocks were stored after a reset, perhaps with weights that were "
             "updated in place",
@@ -183,12 +186,12 @@ class PathNamespaces:
         return notes
 
     def strengthen(self) -> None:
-        """Sync every commit from now on, because a node asks for that."""
-        self.record.options = msgspec.structs.replace(self.options, durability=POWER)
-        self.space.capacity.options = self.options
+        """Sync every commit from now on, because a node asks for that. Raises a `KVCascadeError`,
+        and then the promise is not made."""
         for namespace in self.open.values():
             namespace.make_durable(partial(self._means.table_of, is_durable=True))
-        self._save()
+        options = msgspec.structs.replace(self.options, durability=POWER)
+        self._record(replace(self.record, options=options))
 
     def change(self, options: PathOptions) -> list[str]:
         """Record other options, and put them in force.
@@ -201,8 +204,7 @@ class PathNamespaces:
         former = self.options
         if options.durability == POWER != former.durability:
             self.strengthen()
-        self.record.options = self.space.capacity.options = options
-        self._save()
+        self._record(replace(self.record, options=options))
         self.budget.limit_bytes = options.write_budget_bytes
         for namespace in self.open.values() if options.policy != former.policy else ():
             self._reorder(namespace)
@@ -229,14 +231,14 @@ class PathNamespaces:
         Return False if its files could not be deleted: the next writer finds them again.
         """
         name = namespace.home.name
-        self.budget.removed_written += namespace.table.day_totals().written
+        self.budget.note_removed(namespace.table.day_totals().written)
         namespace.abandon()
         self.space.forget(name)
-        self.record.min_shares.pop(name, None)
-        self.record.epochs.pop(name, None)
         self._looked_at.discard(name)
+        shares = {key: value for key, value in self.record.min_shares.items() if key != name}
+        epochs = {key: value for key, value in self.record.epochs.items() if key != name}
         try:
-            self._save()
+            self._record(replace(self.record, min_shares=shares, epochs=epochs))
             return remove_home(self.fs, namespace.home)
         except KVCascadeError as error:
             _log.warning("%s could not be removed: %s", name, error)
@@ -342,5 +344,8 @@ class PathNamespaces:
         except KVCascadeError as error:
             _log.warning("%s was not closed cleanly: %s", namespace.home.name, error)
 
-    def _save(self) -> None:
-        save_record(self.fs, self.roots[0], self.record)
+    def _record(self, record: PathRecord) -> None:
+        """Record other facts with the path; they hold only once they are on the disk."""
+        save_record(self.fs, self.roots[0], record)
+        self.record = record
+        self.space.capacity.options = record.options

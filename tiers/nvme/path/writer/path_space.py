@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .....logs import get_logger
 from .idle_namespaces import IdleNamespaces
 from .namespace_openings import NamespaceOpenings
 from .namespace_writer import MAX_EVICTIONS_PER_STEP, NamespaceWriter
@@ -38,6 +39,8 @@ MAX_EVICTED_AHEAD = 256
 """Most blocks that are evicted beyond the need, so that the next grants need no commit."""
 EVICTED_AHEAD_SHARE = 64
 """Part of its blocks, as a divisor, that a namespace evicts ahead at most."""
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,8 @@ class PathSpace:
         self.idle = idle
         self.taking: TakenSegment | None = None
         """Segment that loses its blocks now."""
+        self.deleted: list[TakenSegment] = []
+        """Segments whose files were deleted, for the nodes that may have them open."""
         self.files = SegmentJobs(capacity, executor, clock, self._after_deletion)
         self._openings = openings
         self._open_idle = open_idle
@@ -182,11 +187,28 @@ class PathSpace:
         self.taking = TakenSegment(name, number)
         return True
 
-    def empty_taken(self) -> tuple[TakenSegment, list[bytes], bool] | None:
-        """Remove some blocks of the segment that is taken.
+    def take_if_lost(self, namespace: NamespaceWriter, number: int) -> bool:
+        """Take a segment if its file is gone or cut, so that a new one is made.
 
-        Return it with the keys of these blocks, and True if it is empty and its file is being
-        deleted. None: there is no such segment, or the blocks cannot be removed now.
+        Return True if it is. It is taken at a later call if another one is being taken, or if a
+        node may write to it still.
+        """
+        try:
+            is_lost = not namespace.home.segments.is_whole(number)
+        except OSError:  # the device failed, as the write that was refused
+            return False
+        if is_lost and number in namespace.space.segments and not self.is_taking:
+            _log.warning(
+                "%s is gone or cut: its blocks are lost", namespace.home.segments.path_of(number)
+            )
+            self.take(namespace.home.name, number)
+        return is_lost
+
+    def empty_taken(self) -> tuple[TakenSegment, list[bytes]] | None:
+        """Remove some blocks of the segment that is taken; with the last ones, begin to delete it.
+
+        Return it with the keys of these blocks. None: there is no such segment, or the blocks
+        cannot be removed now.
         """
         taken = self.taking
         if taken is None:
@@ -205,7 +227,7 @@ class PathSpace:
         if is_empty:
             self.taking = None
             self.files.delete(namespace, taken.number)
-        return taken, removed or [], is_empty
+        return taken, removed or []
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -265,8 +287,10 @@ class PathSpace:
             files.make(namespace, numbers, taken[path], self._own_folders())
         return bool(planned)
 
-    def _after_deletion(self, is_gone: bool) -> None:
-        """Make a segment of the namespace for which one was taken."""
+    def _after_deletion(self, name: str, number: int, is_gone: bool) -> None:
+        """Note a segment that is gone, and make one of the namespace for which it was taken."""
+        if is_gone:
+            self.deleted.append(TakenSegment(name, number))
         needs = self.namespaces.get(self._taken_for[0])
         self._taken_for = "", 0.0
         if needs is not None and is_gone:

@@ -301,15 +301,16 @@ class PathWriter:
 
     def _take_segments(self) -> None:
         """Go on with the segment that is taken, and begin with one if too much is stored."""
-        self.path.space.shrink()
-        emptied = self.path.space.empty_taken()
-        if emptied is None:
-            return
-        taken, removed, is_empty = emptied
-        namespace = self.namespaces[taken.name]
-        self._tell(namespace, Settled(removed=removed))
-        for number in namespace.clients if is_empty else ():
-            self._send(number, SegmentsRemoved([taken.number]))
+        space = self.path.space
+        space.shrink()
+        emptied = space.empty_taken()
+        if emptied is not None:
+            taken, removed = emptied
+            self._tell(self.namespaces[taken.name], Settled(removed=removed))
+        deleted, space.deleted = space.deleted, []
+        for gone in deleted:  # before a file of the same name has blocks, which are granted later
+            for number in self.namespaces[gone.name].clients:
+                self._send(number, SegmentsRemoved([gone.number]))
 
     def _upkeep(self) -> None:
         """Do what is due about once a second."""

@@ -42,10 +42,10 @@ class SegmentJobs:
         capacity: PathCapacity,
         executor: Executor,
         clock: Callable[[], float],
-        on_deleted: Callable[[bool], None],
+        on_deleted: Callable[[str, int, bool], None],
     ) -> None:
-        """`on_deleted` is called when a segment was deleted, or could not be. `clock` returns
-        monotonic seconds."""
+        """`on_deleted` is called with namespace and number of a segment, and True if it was
+        deleted, False if it could not be. `clock` returns monotonic seconds."""
         self._capacity = capacity
         self._executor = executor
         self._clock = clock
@@ -193,7 +193,7 @@ class SegmentJobs:
             files.numbers.discard(number)
         else:
             files.namespace.space.add_segment(number)
-        self._on_deleted(is_gone)
+        self._on_deleted(files.namespace.home.name, number, is_gone)
 
     def _submit(self, job: Callable[[], None], refused: Callable[[], None]) -> None:
         try:
