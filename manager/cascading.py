@@ -230,20 +230,21 @@ class CascadingOffloadingManager:
     def maintain(self) -> None:
         """Demote blocks, collect ended transfers, and drop expired pins.
 
-        Any thread may call it. It returns at once if the lock is taken.
+        Any thread may call it. It returns at once if the lock is taken, or while requests ask:
+        their lookups take no lock, and `end_step` does the same soon.
         """
         if self.lock.acquire(blocking=False):
             try:
-                self._maintain(may_evict=self.lookups.asking is None)
+                if self.lookups.asking is None:
+                    self._maintain()
             finally:
                 self.lock.release()
 
-    def _maintain(self, may_evict: bool = True) -> None:
+    def _maintain(self) -> None:
         self._collect()
-        self._claims.maintain(self.lookups.answers.hits, may_evict=may_evict)
+        self._claims.maintain(self.lookups.answers.hits)
         self._demoter.maintain()
-        if may_evict:
-            self._maintain_below()
+        self._maintain_below()
 
     def _collect(self) -> None:
         """Collect the transfers that ended below, and the keys that the tiers below lost."""

@@ -86,8 +86,12 @@ class ClaimQueue:
 
     @property
     def is_waited_for(self) -> bool:
-        """True if a request waits for its turn, or for a block in flight."""
-        return bool(self._queue or (self._promoter.pending and self._admitted))
+        """True if a request waits for a block in flight.
+
+        Requests that wait for their turn do not count. The ticker admits them, and an engine that
+        was paused would wait for their turns, though it schedules none of them.
+        """
+        return bool(self._promoter.pending and self._admitted)
 
     # ---- lookups -------------------------------------------------------------------------
 
@@ -180,15 +184,13 @@ class ClaimQueue:
             self._queue = dict.fromkeys(first) | self._queue
             self._asked.clear()
 
-    def maintain(self, hits: Callable[[], list[BlockHash]], *, may_evict: bool) -> None:
-        """Drop expired pins; if `may_evict`, also admit claims and read their blocks.
+    def maintain(self, hits: Callable[[], list[BlockHash]]) -> None:
+        """Drop expired pins, admit claims, and read their blocks.
 
         `hits` returns the hits of this step, which must stay in the first tier.
         """
         if self._admitted:
             self._release_expired()
-        if not may_evict:
-            return
         if self._queue and (self._has_new or self._is_time()):
             self._admit_waiting()
         if self._promoter.is_queued:  # a slot or a job may be free now

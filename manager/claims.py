@@ -83,6 +83,11 @@ class Holds:
         request.holds.clear()
         del self._requests[request]
 
+    @property
+    def will_end(self) -> bool:
+        """True if a request holds blocks and waits for no other: it will load them."""
+        return any(not request.pending for request in self._requests)
+
     def blocks(self) -> Iterator[BlockHash]:
         """Yield the held blocks in prefix order. A block held by several requests comes several
         times."""
@@ -115,7 +120,8 @@ class PromotionRoom:
         self._holds = holds
         self._workers = workers
         self._given_budget = budget_slots
-        self._most = budget_slots or max(1, top.capacity - top.capacity // STORE_SHARE)
+        most = max(1, top.capacity - top.capacity // STORE_SHARE)
+        self._most = min(budget_slots or most, most)
         """Slots that promotions may take or hold if no slot is dirty."""
         self.is_pressed = False
         """True if a store was refused in this step or the previous one."""

@@ -229,7 +229,9 @@ class Promoter:
 
     def _will_have_room(self, n: int, may_drop: bool) -> bool:
         """Return True if slots will become free, or if blocks can be evicted after this step."""
-        if self._demoter.clean_ahead(n) or self._workers.is_busy or self._holds.users:
+        if self._demoter.clean_ahead(n) or self._workers.is_busy or self._holds.will_end:
+            return True
+        if any(queue.jobs for queue in self.queues):
             return True
         top = self._top
         return bool(top.policy.coldest(1, (), None if may_drop else top.dirt.settled_mask))

@@ -179,6 +179,8 @@ class Backlog:
         """Tokens that each request still has to compute."""
         self._blocks: dict[BlockHash, Request] = {}
         """Blocks that a tier below holds and a request nevertheless computes, with that request."""
+        self._named: dict[Request, list[BlockHash]] = {}
+        """The same by request, so that the end of one request does not look at all blocks."""
 
     def expect(self, request: Request, tokens: float, blocks: Sequence[BlockHash] = ()) -> None:
         """Set the number of tokens that the request still has to compute.
@@ -191,6 +193,7 @@ class Backlog:
         self.tokens += tokens - left
         self._left[request] = tokens
         self._blocks.update(dict.fromkeys(blocks, request))
+        self._named.setdefault(request, []).extend(blocks)
 
     def computed(self, request: Request, tokens: float) -> None:
         """Subtract tokens that the request has computed."""
@@ -204,7 +207,9 @@ class Backlog:
         left = self._left.pop(request, None)
         if left is not None:
             self.tokens -= left
-            self._blocks = {h: r for h, r in self._blocks.items() if r is not request}
+        for block_hash in self._named.pop(request, ()):
+            if self._blocks.get(block_hash) is request:
+                del self._blocks[block_hash]
 
     def __contains__(self, block_hash: BlockHash) -> bool:
         """Return True if a tier below holds the block and a request nevertheless computes it."""

@@ -362,7 +362,8 @@ class BelowChain(Below):
 
     @property
     def takes_puts(self) -> bool:
-        return any(port.takes_puts for port in self._ports)
+        """See `Below`. What is written before a reset is passed on would be lost with it."""
+        return not self._resets.are_open and any(port.takes_puts for port in self._ports)
 
     @property
     def is_blocked(self) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from support.below_twin import BelowTwin
 from support.cascade import Cascade
 from support.keys import key, keys
 from support.twin_engine import DEADLINE_S, TwinEngine
 
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.port import Put
+from kvcascade.manager.claim_queue import HOLD_DEADLINES
 from kvcascade.manager.counters import Reason
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockOutcome
@@ -156,3 +158,53 @@ def test_a_block_of_the_last_tier_comes_up_at_once_and_goes_to_the_next_one_late
     cascade.manager.finish_request(request)
     cascade.manager.flush_dirty(cascade.now_s + 1)
     assert cascade.holds(1, key(0)) and cascade.holds(2, key(0))
+
+
+def test_the_background_takes_in_no_failed_read_while_a_request_is_asking() -> None:
+    """A lookup takes no lock: a slot that became free meanwhile would look like a ready block."""
+    engine, waits, asks = TwinEngine(8), Request("waits"), Request("asks")
+    engine.below_only(keys(1))
+    assert engine.ask(waits, keys(1)) == [PENDING]
+    engine.manager.end_step()
+    engine.twin.outcome = BlockOutcome.IO_ERROR
+    engine.twin.run()
+    assert engine.ask(asks, [key(9)]) == [MISS]
+    engine.manager.maintain()
+    status = engine.policy.get(key(0))
+    assert status is not None and not status.is_ready, "still on its way"
+    engine.manager.end_step()
+    assert engine.policy.get(key(0)) is None and engine.ask(waits, keys(1)) == [MISS]
+
+
+def test_the_background_releases_no_hold_while_its_request_is_asking() -> None:
+    engine, request = TwinEngine(8), Request()
+    engine.below_only(keys(2))
+    assert engine.ask(request, keys(2)) == [PENDING] * 2
+    engine.step()
+    engine.step()
+    assert engine.ask(request, keys(2)) == [HIT] * 2, "but the device has no room for them"
+    engine.clock.advance(HOLD_DEADLINES * DEADLINE_S + 1.0)
+    engine.manager.maintain()
+    assert list(request.holds) == keys(2)
+    engine.loads(request, keys(2))
+
+
+@pytest.mark.parametrize("hits", [0, 1])
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_request_does_not_wait_for_room_that_only_it_would_give_back(
+    hits: int, is_silent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first tier is full of dirty blocks, and nothing below takes any."""
+    engine, request = TwinEngine(4), Request()
+    engine.below_only(keys(1))
+    engine.twin.answer = Put.RESTING if is_silent else Put.FULL
+    if is_silent:  # as while the writer of a path is stopped
+        for name in ("takes_puts", "is_blocked"):
+            monkeypatch.setattr(BelowTwin, name, False)
+    dirty = keys(10, 14)
+    assert engine.offer(dirty) == dirty
+    asked = dirty[:hits] + keys(1)
+    for _ in range(4):
+        found = engine.manager.lookup(asked, request)
+        engine.step()
+    assert found == hits

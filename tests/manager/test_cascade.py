@@ -338,8 +338,8 @@ class TestPromotion:
         cascade.below_only(keys(0, 3))
         request = Request()
         assert states(cascade, request, keys(0, 4)) == [PENDING, PENDING, PENDING, MISS]
-        assert cascade.manager.has_pending_work()
         cascade.manager.end_step()
+        assert cascade.manager.has_pending_work()
         assert len(cascade.up[0].queued) == 1, "what one step asks for travels together"
         cascade.run_transfers()
         assert states(cascade, request, keys(0, 3)) == [HIT, HIT, HIT]

@@ -310,3 +310,17 @@ def test_engines_pass_a_reset_on_once() -> None:
     epochs = [rig.nodes[0].tier.feed.epoch for rig in rigs]
     assert epochs == [1, 1], "each path was reset once"
     assert not any(chain._resets.are_open for chain in chains)
+
+
+def test_nothing_is_written_until_a_reset_has_reached_every_tier() -> None:
+    """A tier that is reset later would lose it, and the first tier would call it settled."""
+    engine = TwinEngine(8, lower=32)
+    engine.lower.is_overtaken, engine.lower.marks = True, [77]
+    engine.step()
+    assert engine.offer(keys(2)) == keys(2)
+    engine.manager.flush_dirty(engine.clock() + 0.2)
+    engine.clock.advance(PASS_ON_AFTER_S)
+    engine.step()
+    assert engine.twin.reset_marks == [77]
+    assert engine.manager.flush_dirty(engine.clock() + 5.0)
+    assert [engine.twin.may_hold(h) for h in keys(2)] == [1, 1]

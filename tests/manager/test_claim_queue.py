@@ -153,6 +153,16 @@ class TestTurns:
         assert rig.ask(huge, 10, 26) == 8
         assert rig.manager.counters.recomputed_blocks[Reason.BUDGET] == 8
 
+    @pytest.mark.parametrize("budget", [15, 16])
+    def test_a_budget_of_nearly_the_whole_tier_leaves_no_request_waiting(self, budget: int) -> None:
+        """Stores keep a share of the tier, whatever the budget."""
+        rig, request = Rig(promotion_budget_slots=budget), Request()
+        assert rig.ask(request, 0, 16) is None
+        for _ in range(4):
+            rig.read()
+            found = rig.ask(request, 0, 16)
+        assert found is not None and found >= 14
+
     def test_of_a_prefix_beyond_the_budget_a_window_still_fits(self) -> None:
         """Of the second KV group only the last two blocks are needed, wherever the prefix ends."""
         rig = Rig(served_end=b"\0")
@@ -219,6 +229,17 @@ class TestTurns:
         rig.read()
         assert rig.manager.counters.links[0].promoted_blocks == 0
         assert not rig.manager._promoter.pending
+
+    def test_an_engine_does_not_wait_for_turns_of_requests(self) -> None:
+        """A paused engine schedules none of them, and ends its pause once nothing is pending."""
+        rig, first, second = Rig(), Request(), Request()
+        assert rig.ask(first, 0, 8) is None and rig.ask(second, 16, 24) is None
+        rig.manager.end_step()
+        assert rig.has_turn(first) and not rig.has_turn(second)
+        assert rig.manager.has_pending_work(), "a read is on its way"
+        rig.read()
+        rig.manager.end_step()
+        assert not rig.manager.has_pending_work()
 
     def test_the_wait_is_counted(self) -> None:
         rig, first, second = Rig(), Request("first"), Request("second")

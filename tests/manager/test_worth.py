@@ -15,6 +15,7 @@ from kvcascade.manager.request import Request
 from kvcascade.manager.worth import (
     PROBE_INTERVAL_S,
     SAMPLE_BYTES_MIN,
+    Backlog,
     LinkSpeed,
     PrefillSpeed,
     Worth,
@@ -492,3 +493,14 @@ def test_what_another_loads_anyway_costs_no_more() -> None:
     assert slow.manager.lookups.lookup_block(KEYS[0], short) is PENDING
     slow.manager.end_step()
     assert slow.counters.promotions_worth == 3 and slow.counters.promotions_not_worth == 0
+
+
+def test_blocks_of_a_backlog_leave_with_the_request_that_named_them_last() -> None:
+    backlog, first, last = Backlog(), Request("first"), Request("last")
+    blocks = [key(n) for n in range(4)]
+    backlog.expect(first, 64.0, blocks[:3])
+    backlog.expect(last, 32.0, blocks[2:])
+    backlog.end(first)
+    assert [block in backlog for block in blocks] == [False, False, True, True]
+    backlog.end(last)
+    assert not backlog.shared(blocks) and backlog.tokens == 0.0

@@ -58,8 +58,12 @@ class PayloadFiles:
         self.forget([slot // self.layout.slots])
 
     def has_folder(self, slot: int) -> bool:
-        """Return True if the folder of a slot's segment is there: the disk is mounted."""
-        return self._fs.exists(self._folders[slot // self.layout.slots % len(self._folders)])
+        """Return True if the folder of a slot's segment can be read: the disk is mounted."""
+        try:
+            self._fs.list_dir(self._folders[slot // self.layout.slots % len(self._folders)])
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
         """Drop every file; idempotent."""

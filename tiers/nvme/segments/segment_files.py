@@ -87,7 +87,7 @@ class SegmentFiles:
         try:
             file = self._fs.open(path)
         except FileNotFoundError:
-            return not self._fs.exists(path.parent)
+            return path.name in self._fs.list_dir(path.parent)
         try:
             return file.size() >= self.layout.file_bytes
         finally:
