@@ -213,3 +213,19 @@ class TestNodeThreads(BelowContract):
         rig = RealRig(tmp_path)
         yield rig
         rig.close()
+
+
+@pytest.mark.parametrize("was_reset", [False, True])
+def test_a_node_that_is_restarted_keeps_the_blocks_of_its_engine(
+    engines: Engines, was_reset: bool
+) -> None:
+    """The weights are those of before; only an engine that starts begins empty after a reset."""
+    engine = engines()
+    if was_reset:
+        engine.tier.reset()
+        engine.until(lambda: engine.tier.feed.epoch is not None)
+    engine.store(range(8))
+    pid = engine.keeper.pid
+    engine.kill()
+    engine.until(lambda: engine.keeper.pid not in (None, pid) and engine.tier.takes_puts)
+    assert list(engine.get(range(8))) == [OK] * 8

@@ -1,0 +1,144 @@
+"""Promises of a writer that hold only once they are recorded: durability, epochs, budgets, room."""
+
+from __future__ import annotations
+
+import errno
+import random
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.executors import SteppingExecutor
+from support.path_rig import BLOCK_BYTES, PathRig, RigNode
+
+from kvcascade.errors import CorruptionError, TierIOError
+from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.path.lmdb_block_table import open_block_table
+from kvcascade.tiers.nvme.path.path_messages import Ask, Committed, Reset, SegmentsRemoved
+from kvcascade.tiers.nvme.path.writer.path_namespaces import PathNamespaces
+from kvcascade.tiers.nvme.path.writer.path_options import save_record
+from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
+
+DAY_S = 86400.0
+OK = Committed.OK
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_power_holds_from_the_welcome_on_or_the_node_is_refused(fails: bool) -> None:
+    rig = PathRig()
+    assert RigNode(rig).store([1]) == [OK]
+    power = msgspec.structs.replace(rig.options, durability="power")
+    if fails:
+        rig.fs.fail("open", errno.EMFILE)  # once, while a segment is to be synced
+        assert RigNode(rig, options=power).refused
+    node = RigNode(rig, options=power)
+    assert node.welcome is not None and node.welcome.options.durability == "power"
+    assert node.store([2]) == [OK]
+    rig.lose_power(random.Random(1))
+    rig.start(power)
+    assert RigNode(rig, options=power).held([2]) == [2]
+
+
+def test_a_writer_whose_index_cannot_be_opened_again_ends() -> None:
+    """Another one leads then; nothing is stored into an index that was closed."""
+    rig = PathRig()
+    node = RigNode(rig)
+    assert node.store([1]) == [OK]
+    (namespace,) = rig.writer.namespaces.values()
+
+    def fails(home: object) -> None:
+        raise TierIOError(errno.EIO, "the device failed; look at it")
+
+    with pytest.raises(TierIOError):
+        namespace.make_durable(fails)  # type: ignore[arg-type]
+    with pytest.raises(CorruptionError):
+        rig.step()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_epoch_in_which_an_engine_begins_alone_is_on_the_disk_before_it_counts(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = PathRig()
+    node = RigNode(rig)
+    assert node.store([1]) == [OK]
+    rig.send(node.client, Reset(5))
+    rig.step()
+    rig.close()
+    rig.start()
+    if fails:
+
+        def full(*given: object) -> None:
+            rig.fs.fail("pwritev", errno.ENOSPC)
+            save_record(*given)  # type: ignore[arg-type]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(f"{PathNamespaces.__module__}.save_record", full)
+            assert RigNode(rig).refused
+    assert RigNode(rig).store([2, 3]) == [OK] * 2
+    rig.close()
+    rig.start()
+    assert RigNode(rig).held([2, 3]) == [2, 3]
+
+
+def test_what_was_written_to_a_removed_namespace_counts_for_a_day() -> None:
+    rig = PathRig(400, write_budget_bytes=40 * BLOCK_BYTES)
+    node = RigNode(rig, "model of a night")
+    assert node.store(list(range(8))) == [OK] * 8
+    rig.writer.disconnect(node.client)
+    (namespace,) = rig.writer.namespaces.values()
+    rig.writer.path.remove(namespace)
+    left = partial(rig.writer.path.budget.left_bytes, ())
+    assert left() == 32 * BLOCK_BYTES
+    rig.step(seconds=DAY_S)
+    assert left() == 40 * BLOCK_BYTES
+
+
+def test_nodes_drop_a_segment_after_its_file_is_gone() -> None:
+    """One that dropped it earlier could open the file again, and write into it for ever."""
+    rig = PathRig(1)
+    node = RigNode(rig)
+    assert node.store([1]) == [OK] and node.welcome is not None
+    home = rig.writer.namespaces[node.welcome.folder].home
+    executor = rig.writer.path.space.files._executor = SteppingExecutor()
+    body = msgspec.json.encode({"name": home.name, "segments": [0]})
+    rig.send(node.client, Ask(7, "take", body))
+    rig.step(3)
+    assert not rig.take(node.client, SegmentsRemoved)
+    assert executor.step() and not rig.fs.exists(home.segments.path_of(0))
+    rig.step()
+    assert len(rig.take(node.client, SegmentsRemoved)) == 1
+
+
+class RealRig(PathRig):
+    """A rig on a real folder, with LMDB."""
+
+    def __init__(self, folder: Path, segments: int) -> None:
+        super().__init__(segments, roots=(folder,), real=RealFileSystem())
+
+    def _open_table(self, folder: Path, map_bytes: int, identity: bytes, **facts: object):  # type: ignore[no-untyped-def]
+        return open_block_table(folder, map_bytes, identity, **facts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_real", [False, True])
+def test_a_smaller_capacity_after_segments_were_deleted_leaves_no_block_of_them(
+    is_real: bool, tmp_path: Path
+) -> None:
+    rig = RealRig(tmp_path, 6) if is_real else PathRig(6)
+    node = RigNode(rig)
+    for start in range(0, 48, 8):
+        assert node.store(list(range(start, start + 8)), steps=300) == [OK] * 8
+        rig.step(3, seconds=1.0)
+    assert node.welcome is not None
+    home = rig.writer.namespaces[node.welcome.folder].home
+    rig.close()
+    for number in range(2, 6):
+        home.segments.remove(number)
+    capacity = capacity_of(2, 8, BLOCK_BYTES)
+    less = msgspec.structs.replace(rig.options, capacity_bytes=capacity)
+    rig.start(less)
+    node = RigNode(rig, options=less)
+    assert node.held(list(range(48))) == list(range(16))
+    for start in range(0, 48, 4):  # the same prompts come again
+        node.store(list(range(start, start + 4)), steps=300)
