@@ -28,6 +28,7 @@ from support.path_engine import PathEngine
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.namespace import NamespaceKey, lock_namespace
+from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tools.commands.command_line import ExitCode
 
 BLOCKS = 24
@@ -408,3 +409,22 @@ def test_version_2_leaves_beside_an_engine(tmp_path: Path, engine: PathEngine) -
     answer = call("gc", tmp_path / "kv", "-n", old.name, "--remove-namespace")
     assert answer.code == ExitCode.OK and not old.exists()
     assert list(engine.get(range(BLOCKS))) == [BlockOutcome.OK] * BLOCKS
+
+
+@pytest.mark.parametrize("budget", [None, 1 << 30])
+def test_a_damaged_namespace_is_removed_beside_an_engine(
+    tmp_path: Path, budget: int | None
+) -> None:
+    """With a write budget the writer has read the totals of every namespace."""
+    options = PathOptions(64 << 20, segment_bytes=1 << 20, write_budget_bytes=budget)
+    engine = PathEngine([tmp_path], options, label="old", is_thread=True).open()
+    engine.store(range(2))
+    folder = engine.tier.feed.folder
+    engine.close()
+    assert folder is not None
+    with (folder / "blocks" / "data.mdb").open("r+b") as file:
+        file.write(b"\xff" * 8192)
+    other = PathEngine([tmp_path], options, label="other", is_thread=True).open()
+    assert call("gc", tmp_path, "-n", folder.name, "--remove-namespace").code == 0
+    assert not folder.exists()
+    other.close()

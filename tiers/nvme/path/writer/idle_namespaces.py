@@ -51,7 +51,11 @@ class IdleNamespaces:
             try:
                 self._found[name] = self._look(name, capacity_bytes, with_totals)
             except KVCascadeError as error:
-                _log.warning("%s is left alone: %s", self._roots[0] / name, error)
+                _log.warning(
+                    "%s cannot be used, and is removed if room is needed: %s",
+                    self._roots[0] / name,
+                    error,
+                )
 
     def take(self, name: str) -> None:
         """Forget a namespace that was opened or removed."""

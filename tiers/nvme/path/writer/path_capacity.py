@@ -3,7 +3,8 @@
 The writer counts its own namespaces exactly: it makes and deletes every file of them. Namespaces of
 older versions are measured while the lock is held that those versions take, too, before they make a
 file. So both together keep the capacity and the reserve. If room is needed, namespaces of older
-versions that no process has open are removed, the one used longest ago first.
+versions that no process has open are removed, the one used longest ago first. A namespace that
+cannot be opened counts among them, such as one whose segments are larger than the capacity.
 
 `claim` runs on an I/O thread, everything else on the writer's thread.
 """
@@ -146,12 +147,15 @@ class PathCapacity:
             chosen.append(one)
             removed += one.used_bytes
         if removed < over:
-            raise NoSpaceError(f"the capacity in {root} is taken by an older version's namespaces")
+            raise NoSpaceError(
+                f"the capacity in {root} is taken by namespaces that other processes use; stop "
+                "them, or raise the capacity"
+            )
         if removed < short:
             raise NoSpaceError(f"less than the reserve would be left on the disk of {root}")
         for one in chosen:
             remove_locked_namespace(self._fs, one.path)
-            _log.warning("removed %s, of an older version, used longest ago, for room", one.path)
+            _log.warning("removed %s for room: this version cannot use it", one.path)
 
     def _others(self, root: Path, own: frozenset[Path]) -> list[FoundNamespace]:
         return [one for one in namespaces_under(self._fs, root) if one.path not in own]
