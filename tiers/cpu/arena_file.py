@@ -448,7 +448,8 @@ def _join_locked(request: ArenaRequest, fd: int) -> ArenaHeader | None:
     if header.geometry != request.geometry:
         raise FormatError(
             f"{path} was made for {header.geometry}, this process came to {request.geometry}; "
-            f"give every process of the engine the same configuration"
+            "give every process of the engine the same configuration, and every pipeline stage the "
+            "same number of KV layers (VLLM_PP_LAYER_PARTITION)"
         )
     return header
 
