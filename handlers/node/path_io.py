@@ -17,11 +17,12 @@ from typing import Any, TypeVar
 
 from ...logs import get_logger
 from ...tiers.base import BlockHash, SlotArray
-from ...tiers.nvme.disk.filesystem import FileSystem
+from ...tiers.nvme.disk.filesystem import FileLock, FileSystem
 from ...tiers.nvme.disk.transfers import TransferLimit
 from ...tiers.nvme.namespace import NamespaceKey
 from ...tiers.nvme.path.block_reader import BlockReader, BlocksRead
 from ...tiers.nvme.path.block_writer import BlocksWritten, BlockWriter
+from ...tiers.nvme.path.former_writes import hold_writes
 from ...tiers.nvme.path.path_messages import NamespaceSpec, Welcome
 from ...tiers.nvme.path.payload_files import PayloadFiles
 from ...tiers.nvme.path.presence_file import map_presence
@@ -67,6 +68,8 @@ class NodeIO:
         self._is_durable = is_durable
         self._limits = [None if transfers is None else TransferLimit(transfers) for _ in range(2)]
         self._files: PayloadFiles | None = None
+        self._writes: FileLock | None = None
+        """Lock for the time of the writes under one writer; see `former_writes`."""
 
     def open(self, welcome: Welcome) -> str:
         """Open the files that a `Welcome` names; return the first folder of the namespace.
@@ -79,9 +82,16 @@ class NodeIO:
         files = PayloadFiles(self._fs, [folder / SEGMENTS for folder in folders], layout)
         is_durable = self._is_durable or welcome.options.durability == "power"
         self._files = files
+        self._writes = self._writes or hold_writes(self._fs, self._roots[0])
         self.reader = BlockReader(table, files, self._limits[0])
         self.writer = BlockWriter(files, is_durable=is_durable, at_device=self._limits[1])
         return str(folders[0])
+
+    def release_writes(self) -> None:
+        """Note that no write under the former writer is running; idempotent."""
+        writes, self._writes = self._writes, None
+        if writes is not None:
+            writes.release()
 
     def forget_segments(self, numbers: Sequence[int]) -> None:
         """Drop the open files of these segments."""

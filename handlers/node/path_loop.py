@@ -134,6 +134,10 @@ class NodeLoop:
         """See `NodeMeans`."""
         return self._io.open(welcome)
 
+    def release_writes(self) -> None:
+        """See `NodeMeans`."""
+        self._io.release_writes()
+
     def forget_segments(self, numbers: Sequence[int]) -> None:
         """See `NodeMeans`."""
         self._io.forget_segments(numbers)
@@ -184,6 +188,7 @@ class NodeLoop:
 
     def _close(self) -> None:
         self._workers.close()
+        self._io.release_writes()
         self.hang_up()
         self._search.end()
         self._is_closing = True

@@ -106,6 +106,10 @@ class NodeMeans(Protocol):
         """
         ...
 
+    def release_writes(self) -> None:
+        """Tell a later writer that no write under the former one is running; idempotent."""
+        ...
+
     def forget_segments(self, numbers: Sequence[int]) -> None:
         """Close what is open of these segments."""
         ...
@@ -256,7 +260,10 @@ class PathNode:
         """Check the limits of time. Called about every 50 ms, and after a write has ended."""
         now_s, attempts = self._clock(), self._attempts
         if not self._is_linked:
-            if now_s >= attempts.next_s and not self._puts.has_running_io:
+            if self._puts.has_running_io:
+                return
+            self._means.release_writes()
+            if now_s >= attempts.next_s:
                 attempts.next_s = math.inf
                 self._means.join()
             return

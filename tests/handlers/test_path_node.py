@@ -8,6 +8,7 @@ import pytest
 from support.keys import key, keys
 from support.node_rig import BLOCK, NodesRig, NodeTwin
 
+from kvcascade.errors import InUseError
 from kvcascade.handlers.node.path_node import (
     NOBODY_LIMIT_S,
     SILENCE_LIMIT_S,
@@ -16,6 +17,7 @@ from kvcascade.handlers.node.path_node import (
 from kvcascade.handlers.node.path_wire import NodeNote, NodeState
 from kvcascade.manager.below.port import Ended, Put
 from kvcascade.tiers.base import BlockOutcome
+from kvcascade.tiers.nvme.path.former_writes import WRITES
 from kvcascade.tiers.nvme.path.path_messages import (
     Bad,
     Commit,
@@ -30,6 +32,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Touch,
     Why,
 )
+from kvcascade.tiers.nvme.path.writer.path_options import PATH_FOLDER
 
 OK, GONE, CANCELLED = BlockOutcome.OK, BlockOutcome.GONE, BlockOutcome.CANCELLED
 
@@ -209,6 +212,31 @@ def test_nothing_is_committed_under_the_grants_of_a_dead_writer(
     node.tier.maintain()
     put(node, range(4), ticket=3)
     assert end(node).outcomes == [OK] * 4
+
+
+def test_a_later_writer_learns_when_the_last_write_under_a_dead_one_has_ended(
+    rig: NodesRig, node: NodeTwin
+) -> None:
+    def is_held() -> bool:
+        try:
+            rig.fs.lock(rig.roots[0] / PATH_FOLDER / WRITES, is_noted=False).release()
+        except InUseError:
+            return True
+        return False
+
+    put(node, range(4))
+    while not node.writes:
+        rig.step()
+    running = node.writes.pop()  # a thread writes it now
+    assert is_held()
+    rig.kill_writer()
+    rig.pump()
+    node.tick(1.0)
+    assert is_held(), "the write has not ended"
+    node.writes.append(running)
+    rig.pump()
+    node.tick()
+    assert not is_held()
 
 
 @pytest.mark.parametrize(

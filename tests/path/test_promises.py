@@ -6,6 +6,7 @@ import errno
 import random
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ from support.path_rig import BLOCK_BYTES, PathRig, RigNode
 
 from kvcascade.errors import CorruptionError, TierIOError
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.path.block_table import BlockTable
 from kvcascade.tiers.nvme.path.lmdb_block_table import open_block_table
 from kvcascade.tiers.nvme.path.path_messages import Ask, Committed, Reset, SegmentsRemoved
 from kvcascade.tiers.nvme.path.writer.path_namespaces import PathNamespaces
@@ -117,8 +119,10 @@ class RealRig(PathRig):
     def __init__(self, folder: Path, segments: int) -> None:
         super().__init__(segments, roots=(folder,), real=RealFileSystem())
 
-    def _open_table(self, folder: Path, map_bytes: int, identity: bytes, **facts: object):  # type: ignore[no-untyped-def]
-        return open_block_table(folder, map_bytes, identity, **facts)  # type: ignore[arg-type]
+    def _open_table(
+        self, folder: Path, map_bytes: int, identity: bytes, **facts: Any
+    ) -> BlockTable:
+        return open_block_table(folder, map_bytes, identity, **facts)
 
 
 @pytest.mark.parametrize("is_real", [False, True])

@@ -262,6 +262,9 @@ class NodeTwin:
     def open_namespace(self, welcome: Welcome) -> str:
         return self.io.open(welcome)
 
+    def release_writes(self) -> None:
+        self.io.release_writes()
+
     def forget_segments(self, numbers: Sequence[int]) -> None:
         self.io.forget_segments(numbers)
 

@@ -241,6 +241,9 @@ class VirtualPath:
         self.workers.presence = map_presence(self.files, folder, welcome.slots)
         return str(folder)
 
+    def release_writes(self) -> None:
+        """Do nothing: no process shares the path."""
+
     def forget_segments(self, numbers: Sequence[int]) -> None:
         """See `NodeMeans`."""
 

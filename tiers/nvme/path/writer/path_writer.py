@@ -20,6 +20,7 @@ from pathlib import Path
 
 from .....errors import ConfigError, CorruptionError, KVCascadeError
 from .....logs import get_logger
+from ..former_writes import FormerWrites
 from ..path_messages import (
     PROTOCOL,
     Ask,
@@ -82,6 +83,7 @@ class PathWriter:
         self.wants_close = False
         """True once a newer version asked the writer to close."""
         self._clock = clock
+        self._former = FormerWrites(means.fs, roots[0], clock)
         self._clients: dict[int, Client] = {}
         self._held = HeldMessages(clock)
         self._out: list[Reply] = []
@@ -269,6 +271,10 @@ class PathWriter:
 
     def _serve(self, namespace: NamespaceWriter) -> None:
         """Find room for the waiting grants, commit, and answer."""
+        if self._former.may_run():
+            self._settle(namespace)
+            self._out += namespace.grants.serve([], 0, Why.LATER, True, self._clock())
+            return
         capacity = self.path.space.capacity
         need = namespace.grants.demand
         allowed = self.path.budget.allowed(self.namespaces.values(), namespace.home.block_bytes)

@@ -1,0 +1,88 @@
+"""Writes that may still run although the writer that granted their slots is gone.
+
+A writer knows only the grants that it made itself. It would grant a slot again into which a node is
+still writing, and the late bytes would damage an acknowledged block.
+
+Each node holds a shared lock on `.kvcascade/writes` from its `Welcome` until its last write under
+that writer has ended. The kernel drops the lock of a process that dies. A new writer gives the file
+another name, and grants no slot until it gets the lock of the file exclusively. Nodes that it
+welcomes lock a new file. No guarantee is given for a write that takes longer than
+`FORMER_WRITES_LIMIT_S`, or if the disk has no room for a lock file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+from ....errors import InUseError
+from ....logs import get_logger
+from ..disk.filesystem import FileLock, FileSystem
+from .writer.path_options import PATH_FOLDER
+
+WRITES = "writes"
+"""Name of the file that nodes lock."""
+FORMER_WRITES_LIMIT_S = 10.0
+"""Longest time for which a new writer grants nothing, in seconds."""
+
+_log = get_logger(__name__)
+
+
+def hold_writes(fs: FileSystem, root: Path) -> FileLock | None:
+    """Lock the file for the writes of a node. None if that is not possible: nothing depends on it
+    while the writer lives."""
+    try:
+        return fs.lock(root / PATH_FOLDER / WRITES, shared=True, is_noted=False)
+    except (OSError, InUseError):
+        return None
+
+
+class FormerWrites:
+    """Writes under the earlier writers of a path. The writer's thread."""
+
+    def __init__(self, fs: FileSystem, root: Path, clock: Callable[[], float]) -> None:
+        """Begin as the writer: the nodes of earlier writers have another file than new ones.
+
+        `clock` returns monotonic seconds.
+        """
+        self._fs = fs
+        self._folder = root / PATH_FOLDER
+        self._clock = clock
+        self._ends_s = clock() + FORMER_WRITES_LIMIT_S
+        self._files: list[Path] = []
+        with suppress(OSError):
+            self._files = self._set_aside()
+
+    def may_run(self) -> bool:
+        """Return True while a node may still write into a slot of an earlier writer."""
+        if not self._files:
+            return False
+        with suppress(OSError):
+            self._files = [file for file in self._files if not self._has_ended(file)]
+        if self._files and self._clock() >= self._ends_s:
+            _log.warning(
+                "a node writes for more than %d s; slots are granted again without its end",
+                FORMER_WRITES_LIMIT_S,
+            )
+            self._files = []
+        return bool(self._files)
+
+    def _set_aside(self) -> list[Path]:
+        names = [name for name in self._fs.list_dir(self._folder) if name.startswith(WRITES)]
+        if WRITES in names:
+            names.remove(WRITES)
+            free = next(name for n in count() if (name := f"{WRITES}.{n}") not in names)
+            self._fs.rename(self._folder / WRITES, self._folder / free)
+            names.append(free)
+        return [self._folder / name for name in names]
+
+    def _has_ended(self, file: Path) -> bool:
+        try:
+            lock = self._fs.lock(file, is_noted=False)
+        except InUseError:
+            return False
+        self._fs.unlink(file)
+        lock.release()
+        return True
