@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.cache_rig import call
+from support.certificates import loopback_certificate
 from support.remote_servers import (
     HOST,
     GuardedS3Server,
@@ -70,6 +71,23 @@ def test_a_folder_is_right(tmp_path: Path) -> None:
 
 def test_a_server_that_is_down_is_said_to_be() -> None:
     assert "cannot be reached" in said_of(url=f"redis://{HOST}:{free_port()}")
+
+
+def test_a_certificate_that_is_not_trusted(tmp_path: Path) -> None:
+    files = loopback_certificate(tmp_path)
+    server = redis_server(
+        *("--tls-port", str(port := free_port())),
+        *("--tls-cert-file", str(files.certificate), "--tls-key-file", str(files.key)),
+        *("--tls-ca-cert-file", str(files.certificate), "--tls-auth-clients", "no"),
+        port=port,
+    )
+    try:
+        url = f"valkeys://{HOST}:{server.port}"
+        assert 'set "ca_file"' in said_of(url=url)
+        trusting = options(url=url, ca_file=str(files.certificate), writes="off")
+        assert probe_remote(trusting, {}) is None
+    finally:
+        server.kill()
 
 
 @pytest.mark.parametrize(

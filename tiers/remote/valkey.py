@@ -125,6 +125,8 @@ class Nodes:
                     raise RespBrokenError("the address is that of another host, and without TLS")
                 try:
                     return RespConnection(address, self._login, ends_s)
+                except SSLError:  # an untrusted certificate is also a `ValueError`
+                    raise
                 except ValueError:  # a name that no host can have, as a cluster may say it
                     raise RespBrokenError("the address is none") from None
             found.ends_s = ends_s
