@@ -135,6 +135,7 @@ class TestRedisLogin:
         try:
             for rights, wanted in (
                 ("+ping", "does not let this user read"),
+                ("+exists +info", "does not let this user read"),
                 ("+@read", 'set writes to "off"'),
                 ("+@read +@write +multi +exec -unlink", "remove objects"),
             ):
@@ -262,7 +263,7 @@ class TestTwin:
         assert not twin.held
 
     @pytest.mark.parametrize("outcome", sorted(FAILURES))
-    @pytest.mark.parametrize("method", ["exist_many", "put", "remove"])
+    @pytest.mark.parametrize("method", ["exist_many", "counter", "put", "remove"])
     def test_every_failure_has_its_sentence(self, method: str, outcome: RemoteOutcome) -> None:
         twin = RemoteTwin()
         twin.fails[method] = outcome

@@ -312,6 +312,7 @@ class TestLogin:
     def test_a_user_who_may_only_read_is_denied_writes(self, guarded: ServerProcess) -> None:
         admin = engine_at(guarded.port, login(password="open-sesame"))
         admin.put(names(1), [an_object(1)], LIMIT_S)
+        assert admin.counter("space/generation", 7, LIMIT_S).value == 7
         with_rights = "~* +mget +exists +get +ping"
         words = ("ACL", "SETUSER", "reader", "on", ">pw", *with_rights.split())
         _asked(guarded.port, "open-sesame", *words)
@@ -319,8 +320,25 @@ class TestLogin:
         assert engine.get_into(names(1), buffers(1), LIMIT_S) == [OK]
         assert engine.put(names(1, 9), [an_object(1)], LIMIT_S) == [RemoteOutcome.DENIED]
         assert engine.remove(names(1), LIMIT_S) == [RemoteOutcome.DENIED]
+        assert engine.counter("space/generation", 8, LIMIT_S).value == 7
+        assert engine.counter("other/generation", None, LIMIT_S).outcome is ABSENT
+        assert engine.counter("other/generation", 8, LIMIT_S).outcome is RemoteOutcome.DENIED
         admin.close()
         engine.close()
+
+
+def test_a_replica_is_read(own_redis: ServerProcess) -> None:
+    engine = engine_at(own_redis.port)
+    engine.put(names(1), [an_object(1)], LIMIT_S)
+    assert engine.counter("space/generation", 7, LIMIT_S).value == 7
+    # The primary does not exist, so the replica keeps what it has.
+    redis_command(own_redis.port, "REPLICAOF", HOST, str(free_port()))
+    (buffer,) = buffers(1)
+    assert engine.counter("space/generation", 8, LIMIT_S).value == 7
+    assert engine.get_into(names(1), [buffer], LIMIT_S) == [OK] and is_same(buffer, an_object(1))
+    assert engine.counter("other/generation", 8, LIMIT_S).outcome is RemoteOutcome.DENIED
+    assert engine.put(names(1, 9), [an_object(1)], LIMIT_S) == [RemoteOutcome.DENIED]
+    engine.close()
 
 
 def _asked(port: int, password: str, *words: str) -> None:

@@ -1,6 +1,7 @@
 """Try whether the server of a remote tier can be used: what `kvcascade check` asks.
 
-A small object is created, created again, and removed. It belongs to no namespace.
+It asks for an object and a counter that are not there. A small object is created,
+created again, and removed. None of them belongs to a namespace.
 """
 
 from __future__ import annotations
@@ -87,6 +88,9 @@ def _problem(engine: RemoteEngine, options: RemoteTierOptions) -> str | None:
     cause = _cause_of(engine, limit_s)
     if found is not RemoteOutcome.ABSENT or cause not in (None, Cause.KEEPS_ALL):
         return _reason(found, cause)
+    counted = engine.counter(name, None, limit_s).outcome
+    if counted is not RemoteOutcome.ABSENT:
+        return _reason(counted, Cause.RIGHT if counted is RemoteOutcome.DENIED else None)
     if options.writes is WriteWhen.OFF:
         return None
     problem = _problem_of_writes(engine, name, limit_s)
