@@ -174,6 +174,8 @@ BAD_REPLIES = (
     b"*2\r\n$320\r\n" + bytes(320) + b"garbage instead of an end",
     b"-MOVED\r\n" * 3,
     b"-MOVED 1 nowhere:0\r\n" * 3,
+    b"-MOVED 1 6379\r\n" * 3,
+    b"-MOVED 1 :\r\n" * 3,
     b"-MOVED 1 127.0.0.1:99999\r\n" * 3,
     b"-MOVED 1 127.0.0.1:" + b"9" * 5000 + b"\r\n",
     b"-MOVED 1 " + b"n" * 100 + b":1\r\n",
@@ -271,9 +273,33 @@ class _Connection(RespConnection):
 def test_nodes_that_left_a_cluster_are_forgotten() -> None:
     nodes = Nodes(Address("seed", 1), Login(1.0, 1.0))
     for number in range(100):
-        nodes.note_move(_Connection(), 7, Address(f"node-{number}", 1))
+        nodes.note_move(_Connection(), Address("seed", 1), 7, Address(f"node-{number}", 1))
         nodes.give_back(Address(f"node-{number}", 1), _Connection())
     assert len(nodes._known) == 2 and len(nodes._idle) == 1
+
+
+def test_a_node_without_a_host_is_on_the_host_that_named_it() -> None:
+    """`cluster-preferred-endpoint-type unknown-endpoint`, in redirections and in the map."""
+    asked: list[bytes] = []
+
+    def second(connection: socket.socket) -> None:
+        while got := connection.recv(65536):
+            asked.append(got)
+            connection.sendall(b":2\r\n")
+
+    with peer(second) as there:
+        port = there._nodes.first.port
+        cluster = b"*1\r\n*3\r\n:0\r\n:16383\r\n*3\r\n$-1\r\n:%d\r\n$1\r\na\r\n" % port
+
+        def first(connection: socket.socket) -> None:
+            while got := connection.recv(65536):
+                moved = b"-MOVED 15495 :%d\r\n" % port
+                connection.sendall(cluster if b"CLUSTER" in got else moved)
+
+        with peer(first) as engine:
+            assert engine.exist_many(["a"], 2.0) == [RemoteOutcome.OK] and len(asked) == 1
+            assert {*engine._nodes._slots.values()} == {Address(HOST, port)}
+            assert engine.exist_many(["b"], 2.0) == [RemoteOutcome.OK] and len(asked) == 2
 
 
 def test_without_tls_no_redirection_leaves_this_host(monkeypatch: pytest.MonkeyPatch) -> None:

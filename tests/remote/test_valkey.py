@@ -420,6 +420,24 @@ class TestCluster:
         assert engine.remove(names(24), LIMIT_S) == [OK] * 24
         engine.close()
 
+    def test_nodes_that_do_not_say_their_host(self, nodes: list[ServerProcess]) -> None:
+        words = ("CONFIG", "SET", "cluster-preferred-endpoint-type")
+        for server in nodes:
+            redis_command(server.port, "FLUSHALL")
+            assert redis_command(server.port, *words, "unknown-endpoint") == b"+OK\r\n"
+        engine = engine_at(nodes[0].port)
+        made = [an_object(i, 10) for i in range(12)]
+        try:
+            assert engine.put(names(12), made, LIMIT_S) == [OK] * 12
+            assert engine.exist_many(names(12), LIMIT_S) == [OK] * 12
+            assert {engine.counter(f"{i}/generation", 7, LIMIT_S).value for i in range(6)} == {7}
+            listed = [e.name for batch in engine.list_objects("", LIMIT_S) for e in batch.entries]
+            assert sorted(listed) == sorted(names(12))
+        finally:
+            for server in nodes:
+                redis_command(server.port, *words, "ip")
+        engine.close()
+
     def test_a_list_goes_over_all_nodes(self, nodes: list[ServerProcess]) -> None:
         for server in nodes:
             redis_command(server.port, "FLUSHALL")

@@ -53,7 +53,12 @@ class Address:
     """Place of a server."""
 
     host: str
+    """Empty in an answer of a cluster that leaves it out."""
     port: int
+
+    def seen_from(self, asked: Address) -> Address:
+        """Return the address that the node `asked` meant: its own host stands for an empty one."""
+        return self if self.host else Address(asked.host, self.port)
 
 
 @dataclass(frozen=True, slots=True)
