@@ -27,7 +27,8 @@ from kvcascade.config.options import At
 from kvcascade.config.remote import RemoteTierOptions, parse_remote
 from kvcascade.tiers.remote.abilities import Cause
 from kvcascade.tiers.remote.base import FAILURES, RemoteObject, RemoteOutcome
-from kvcascade.tiers.remote.remote_probe import probe_remote, problem_of
+from kvcascade.tiers.remote.remote_options import open_remote_engine
+from kvcascade.tiers.remote.remote_probe import FOLDER, probe_remote, problem_of
 from kvcascade.tools.commands.check.transfer_config import EXTRA
 
 SECRET = "hunter2-in-test"
@@ -65,8 +66,25 @@ def test_a_server_that_takes_objects_is_right(evicting: ServerProcess) -> None:
 
 def test_a_folder_is_right(tmp_path: Path) -> None:
     pytest.importorskip("obstore")
-    assert probe_remote(options(url=f"file://{tmp_path}/kv"), {}) is None
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "nothing is left there"
+    for folder in (tmp_path / "not" / "there", tmp_path):
+        assert probe_remote(options(url=folder.as_uri()), {}) is None
+        assert not [*tmp_path.iterdir()], "nothing is left there"
+
+
+def test_a_folder_that_others_use_stays(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    (tmp_path / FOLDER).mkdir()
+    assert probe_remote(options(url=tmp_path.as_uri()), {}) is None
+    assert [*tmp_path.iterdir()] == [tmp_path / FOLDER]
+
+
+def test_an_engine_keeps_its_folder_and_leaves_nothing_in_it(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    given = options(url=(tmp_path / "kv").as_uri())
+    engine, _ = open_remote_engine(given, {})
+    assert problem_of(engine, given) is None
+    engine.close()
+    assert [*tmp_path.rglob("*")] == [tmp_path / "kv"]
 
 
 def test_a_server_that_is_down_is_said_to_be() -> None:
