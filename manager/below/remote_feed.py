@@ -6,7 +6,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -144,6 +144,14 @@ def _sum(before: VerbTotals | None, last: VerbTotals | None) -> VerbTotals:
     )
 
 
+class _Remaining(NamedTuple):
+    """What the lookup of a block left of the deadline."""
+
+    left_s: float
+    until_s: float
+    """Monotonic time from which a read has the whole deadline again."""
+
+
 class Questions:
     """Questions whether blocks are there: gathered in a step, and sent as one batch.
 
@@ -183,8 +191,8 @@ class Questions:
         """Time at which the blocks of this chain count as absent."""
         self.asked: dict[BlockHash, float] = {}
         """Blocks whose answer is awaited, and the time at which each counts as absent."""
-        self._left_s: dict[BlockHash, float] = {}
-        """Blocks that are there and were not read yet: what their lookup left of the deadline."""
+        self._remaining: dict[BlockHash, _Remaining] = {}
+        """Blocks that are there and were not read since their lookup."""
         self._rests_until_s = -math.inf
         """Time until which nothing is asked, because a deadline passed without an answer. The node
         notices at about the same time, and says so in a note."""
@@ -242,14 +250,19 @@ class Questions:
             on_end(None)
 
     def left_s(self, keys: Sequence[BlockHash]) -> float:
-        """Return how long a read of blocks may take, once for each lookup that was waited for."""
-        take, whole_s = self._left_s.pop, self._deadline_s
-        return min((take(key, whole_s) for key in keys), default=whole_s)
+        """Return how long a read of blocks may take.
+
+        What a lookup left of the deadline counts for one read, and for one deadline: after that it
+        would limit the read of another request.
+        """
+        now_s, take = self._clock(), self._remaining.pop
+        found = [each for key in keys if (each := take(key, None)) is not None]
+        return min((e.left_s for e in found if now_s < e.until_s), default=self._deadline_s)
 
     def clear(self) -> None:
         """Forget all questions, because the tier was reset."""
         self.asked.clear()
-        self._left_s.clear()
+        self._remaining.clear()
         self._forget_gathered()
 
     def _forget_gathered(self) -> None:
@@ -277,8 +290,8 @@ class Questions:
         for key in held:
             ends_s = self.asked.pop(key, None)
             if ends_s is not None:
-                self._left_s[key] = ends_s - now_s
+                self._remaining[key] = _Remaining(ends_s - now_s, now_s + self._deadline_s)
         for key in absent:
             self.asked.pop(key, None)
-        drop_oldest(self._left_s)
+        drop_oldest(self._remaining)
         self._memory.note(epoch, held, absent)

@@ -114,7 +114,8 @@ def sandbox(tmp_path: Path) -> Path:
     ]
     lines = "\n".join(json.dumps(request) for request in requests)
     (folder / "trace.jsonl").write_text(lines + "\n")
-    (folder / "out").mkdir()
+    for name in ("out", "share"):
+        (folder / name).mkdir()
     write_bench(folder / "out" / "bench.json")
     return folder
 

@@ -43,10 +43,10 @@ def stored(rig: RemoteTierRig, n: int) -> None:
     other.pump()
 
 
-def answered(rig: RemoteTierRig, n: int, after_s: float) -> None:
-    """Blocks that are there, and whose lookup took so long."""
+def answered(rig: RemoteTierRig, n: int, after_s: float, first: int = 0) -> None:
+    """Blocks that are there, up to number `n`, and whose lookup took so long."""
     stored(rig, n)
-    assert all(is_asking(rig.tier, h, "request") for h in keys(n))
+    assert all(is_asking(rig.tier, h, "request") for h in keys(first, n))
     rig.tier.maintain()
     rig.node.work()
     rig.calls.step()
@@ -177,6 +177,32 @@ class TestQuestions:
             rig.pump()
         ends = {ended.ticket: set(ended.outcomes) for ended in rig.tier.poll()}
         assert ends == {1: {BlockOutcome.IO_ERROR}, 2: {OK}}
+
+    def test_a_slow_answer_to_a_request_that_left_spoils_no_later_read(
+        self, rig: RemoteTierRig
+    ) -> None:
+        """Nor that of blocks in the same job that were just answered for."""
+        answered(rig, 1, after_s=1.95)
+        rig.clock.advance(20.0)
+        answered(rig, 5, after_s=0.1, first=1)
+        rig.tier.get(1, 1, keys(5), range(5))
+        rig.clock.advance(0.15)
+        rig.pump()
+        (ended,) = rig.tier.poll()
+        assert set(ended.outcomes) == {OK} and not rig.tier.rests(1)
+
+    @pytest.mark.parametrize(("turn_s", "outcome"), [(1.9, BlockOutcome.IO_ERROR), (2.0, OK)])
+    def test_what_a_lookup_left_counts_for_one_deadline(
+        self, rig: RemoteTierRig, turn_s: float, outcome: BlockOutcome
+    ) -> None:
+        """A request may wait that long for its turn to read, and no server is asked meanwhile."""
+        answered(rig, 1, after_s=1.5)
+        rig.clock.advance(turn_s)
+        rig.tier.get(1, 1, keys(1), range(1))
+        rig.clock.advance(0.6)
+        rig.pump()
+        (ended,) = rig.tier.poll()
+        assert list(ended.outcomes) == [outcome]
 
     def test_nothing_is_read_for_a_lookup_that_took_the_whole_deadline(
         self, rig: RemoteTierRig

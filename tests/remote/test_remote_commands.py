@@ -433,6 +433,20 @@ def test_a_server_that_is_down(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+def test_a_folder_that_is_not_there(command: str, tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    url = (tmp_path / "share" / "kv").as_uri()
+    answer = call("remote", command, url, "--json")
+    assert answer.code == ExitCode.CANNOT_OPEN and answer.document["error"] == "cannot_open"
+    assert "share/kv' does not exist; mount the share" in answer.document["message"]
+    assert not [*tmp_path.iterdir()], "nothing is created"
+    (tmp_path / "share").touch()
+    answer = call("remote", command, (tmp_path / "share").as_uri())
+    assert answer.code == ExitCode.CANNOT_OPEN and "is a file, not a folder" in answer.err
+    assert answer.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_bucket_that_is_not_there(
     command: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

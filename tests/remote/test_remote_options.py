@@ -20,6 +20,7 @@ from kvcascade.tiers.remote.remote_options import (
     open_remote_engine,
     store_options,
 )
+from kvcascade.tiers.remote.remote_probe import probe_remote
 from kvcascade.tiers.remote.valkey import ValkeyEngine
 
 SECRET = "hunter2-in-test"
@@ -191,3 +192,21 @@ class TestSecrets:
         assert second.counter("a", 2, LIMIT_S).value == 2
         first.close()
         second.close()
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("a-file", "'{}/a-file' is a file, not a folder."),
+        ("a-file/kv", "'{}/a-file/kv' cannot be read (Not a directory)."),
+        ("kv\0", "'{}/kv\\x00' cannot be read (embedded null byte)."),
+    ],
+)
+def test_what_is_no_folder_is_refused_in_one_sentence(tmp_path: Path, name: str, said: str) -> None:
+    pytest.importorskip("obstore")
+    (tmp_path / "a-file").touch()
+    options = parse(url=f"file://{tmp_path}/{name}")
+    for use in (open_remote_engine, probe_remote):
+        with pytest.raises(ConfigError) as caught:
+            use(options, {})
+        assert str(caught.value) == f"tiers[2].url: {said.format(tmp_path)}"

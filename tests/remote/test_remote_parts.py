@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -9,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
 from time import monotonic
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,7 +24,7 @@ from support.waiting import wait_until
 
 from kvcascade.config.options import At
 from kvcascade.config.remote import parse_remote
-from kvcascade.tiers.remote import presence
+from kvcascade.tiers.remote import presence, resp
 from kvcascade.tiers.remote.base import HEADER_BYTES, PrivateBuffer, RemoteObject, RemoteOutcome
 from kvcascade.tiers.remote.generation import Generation
 from kvcascade.tiers.remote.pacing import TokenBucket
@@ -174,6 +177,8 @@ BAD_REPLIES = (
     b"*2\r\n$320\r\n" + bytes(320) + b"garbage instead of an end",
     b"-MOVED\r\n" * 3,
     b"-MOVED 1 nowhere:0\r\n" * 3,
+    b"-MOVED 1 6379\r\n" * 3,
+    b"-MOVED 1 :\r\n" * 3,
     b"-MOVED 1 127.0.0.1:99999\r\n" * 3,
     b"-MOVED 1 127.0.0.1:" + b"9" * 5000 + b"\r\n",
     b"-MOVED 1 " + b"n" * 100 + b":1\r\n",
@@ -252,6 +257,44 @@ def test_a_counter_that_was_not_raised_is_no_value() -> None:
         assert engine.advance("a", 1, 2.0).outcome is RemoteOutcome.CORRUPT
 
 
+class TestAddresses:
+    """A name with more than one address."""
+
+    @pytest.fixture(autouse=True)
+    def _resolver(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The name "many" has these addresses; all but that of this host are dead."""
+        self.clock, self.hosts = ManualClock(), [f"192.0.2.{i}" for i in range(1, 6)]
+        resolve, connect = socket.getaddrinfo, socket.socket.connect
+
+        def resolved(host: str, *asked: Any, **words: Any) -> list[Any]:
+            found = self.hosts if host == "many" else [host]
+            return [place for each in found for place in resolve(each, *asked, **words)]
+
+        def connected(one: socket.socket, address: tuple[str, int]) -> None:
+            if address[0] != HOST:
+                self.clock.advance(one.gettimeout() or math.inf)
+                raise TimeoutError
+            connect(one, address)
+
+        monkeypatch.setattr(socket, "getaddrinfo", resolved)
+        monkeypatch.setattr(socket.socket, "connect", connected)
+        monkeypatch.setattr(resp, "time", SimpleNamespace(monotonic=self.clock))
+
+    def test_dead_ones_cost_one_limit_together(self) -> None:
+        for login, limit_s in ((Login(1.0, 9.0), 9.0), (Login(9.0, 9.0), 1.0)):
+            begun_s = self.clock.now_s
+            with pytest.raises(TimeoutError):
+                RespConnection(Address("many", 1), login, begun_s + limit_s)
+            assert self.clock.now_s - begun_s == pytest.approx(1.0)
+
+    def test_one_behind_dead_ones_is_found(self) -> None:
+        self.hosts.append(HOST)
+        with socket.create_server((HOST, 0)) as server:
+            port = server.getsockname()[1]
+            RespConnection(Address("many", port), Login(1.0, 9.0), self.clock.now_s + 9.0).close()
+        assert self.clock.now_s < 1001.0
+
+
 class _Connection(RespConnection):
     """A connection to a node that tells nobody about its cluster."""
 
@@ -271,9 +314,33 @@ class _Connection(RespConnection):
 def test_nodes_that_left_a_cluster_are_forgotten() -> None:
     nodes = Nodes(Address("seed", 1), Login(1.0, 1.0))
     for number in range(100):
-        nodes.note_move(_Connection(), 7, Address(f"node-{number}", 1))
+        nodes.note_move(_Connection(), Address("seed", 1), 7, Address(f"node-{number}", 1))
         nodes.give_back(Address(f"node-{number}", 1), _Connection())
     assert len(nodes._known) == 2 and len(nodes._idle) == 1
+
+
+def test_a_node_without_a_host_is_on_the_host_that_named_it() -> None:
+    """`cluster-preferred-endpoint-type unknown-endpoint`, in redirections and in the map."""
+    asked: list[bytes] = []
+
+    def second(connection: socket.socket) -> None:
+        while got := connection.recv(65536):
+            asked.append(got)
+            connection.sendall(b":2\r\n")
+
+    with peer(second) as there:
+        port = there._nodes.first.port
+        cluster = b"*1\r\n*3\r\n:0\r\n:16383\r\n*3\r\n$-1\r\n:%d\r\n$1\r\na\r\n" % port
+
+        def first(connection: socket.socket) -> None:
+            while got := connection.recv(65536):
+                moved = b"-MOVED 15495 :%d\r\n" % port
+                connection.sendall(cluster if b"CLUSTER" in got else moved)
+
+        with peer(first) as engine:
+            assert engine.exist_many(["a"], 2.0) == [RemoteOutcome.OK] and len(asked) == 1
+            assert {*engine._nodes._slots.values()} == {Address(HOST, port)}
+            assert engine.exist_many(["b"], 2.0) == [RemoteOutcome.OK] and len(asked) == 2
 
 
 def test_without_tls_no_redirection_leaves_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,13 +355,13 @@ def test_without_tls_no_redirection_leaves_this_host(monkeypatch: pytest.MonkeyP
     assert isinstance(engine, ValkeyEngine)
     engine.close()
     hosts: set[str] = set()
-    connect = socket.create_connection
+    connect = socket.socket.connect
 
-    def watched(address: tuple[str, int], timeout: float) -> socket.socket:
+    def watched(self: socket.socket, address: tuple[str, int]) -> None:
         hosts.add(address[0])
-        return connect((HOST, address[1]), timeout)
+        connect(self, (HOST, address[1]))
 
-    monkeypatch.setattr(socket, "create_connection", watched)
+    monkeypatch.setattr(socket.socket, "connect", watched)
     with peer(serve, engine._nodes._login) as one:
         assert one.exist_many(["a"], 2.0) == [RemoteOutcome.IO_ERROR]
     assert hosts == {HOST}

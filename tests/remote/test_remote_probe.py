@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.cache_rig import call
+from support.certificates import loopback_certificate
 from support.remote_servers import (
     HOST,
     GuardedS3Server,
@@ -26,7 +27,8 @@ from kvcascade.config.options import At
 from kvcascade.config.remote import RemoteTierOptions, parse_remote
 from kvcascade.tiers.remote.abilities import Cause
 from kvcascade.tiers.remote.base import FAILURES, RemoteObject, RemoteOutcome
-from kvcascade.tiers.remote.remote_probe import probe_remote, problem_of
+from kvcascade.tiers.remote.remote_options import open_remote_engine
+from kvcascade.tiers.remote.remote_probe import FOLDER, probe_remote, problem_of
 from kvcascade.tools.commands.check.transfer_config import EXTRA
 
 SECRET = "hunter2-in-test"
@@ -64,12 +66,46 @@ def test_a_server_that_takes_objects_is_right(evicting: ServerProcess) -> None:
 
 def test_a_folder_is_right(tmp_path: Path) -> None:
     pytest.importorskip("obstore")
-    assert probe_remote(options(url=f"file://{tmp_path}/kv"), {}) is None
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "nothing is left there"
+    for folder in (tmp_path / "not" / "there", tmp_path):
+        assert probe_remote(options(url=folder.as_uri()), {}) is None
+        assert not [*tmp_path.iterdir()], "nothing is left there"
+
+
+def test_a_folder_that_others_use_stays(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    (tmp_path / FOLDER).mkdir()
+    assert probe_remote(options(url=tmp_path.as_uri()), {}) is None
+    assert [*tmp_path.iterdir()] == [tmp_path / FOLDER]
+
+
+def test_an_engine_keeps_its_folder_and_leaves_nothing_in_it(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    given = options(url=(tmp_path / "kv").as_uri())
+    engine, _ = open_remote_engine(given, {})
+    assert problem_of(engine, given) is None
+    engine.close()
+    assert [*tmp_path.rglob("*")] == [tmp_path / "kv"]
 
 
 def test_a_server_that_is_down_is_said_to_be() -> None:
     assert "cannot be reached" in said_of(url=f"redis://{HOST}:{free_port()}")
+
+
+def test_a_certificate_that_is_not_trusted(tmp_path: Path) -> None:
+    files = loopback_certificate(tmp_path)
+    server = redis_server(
+        *("--tls-port", str(port := free_port())),
+        *("--tls-cert-file", str(files.certificate), "--tls-key-file", str(files.key)),
+        *("--tls-ca-cert-file", str(files.certificate), "--tls-auth-clients", "no"),
+        port=port,
+    )
+    try:
+        url = f"valkeys://{HOST}:{server.port}"
+        assert 'set "ca_file"' in said_of(url=url)
+        trusting = options(url=url, ca_file=str(files.certificate), writes="off")
+        assert probe_remote(trusting, {}) is None
+    finally:
+        server.kill()
 
 
 @pytest.mark.parametrize(
@@ -117,6 +153,7 @@ class TestRedisLogin:
         try:
             for rights, wanted in (
                 ("+ping", "does not let this user read"),
+                ("+exists +info", "does not let this user read"),
                 ("+@read", 'set writes to "off"'),
                 ("+@read +@write +multi +exec -unlink", "remove objects"),
             ):
@@ -244,7 +281,7 @@ class TestTwin:
         assert not twin.held
 
     @pytest.mark.parametrize("outcome", sorted(FAILURES))
-    @pytest.mark.parametrize("method", ["exist_many", "put", "remove"])
+    @pytest.mark.parametrize("method", ["exist_many", "counter", "put", "remove"])
     def test_every_failure_has_its_sentence(self, method: str, outcome: RemoteOutcome) -> None:
         twin = RemoteTwin()
         twin.fails[method] = outcome

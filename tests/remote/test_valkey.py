@@ -312,6 +312,7 @@ class TestLogin:
     def test_a_user_who_may_only_read_is_denied_writes(self, guarded: ServerProcess) -> None:
         admin = engine_at(guarded.port, login(password="open-sesame"))
         admin.put(names(1), [an_object(1)], LIMIT_S)
+        assert admin.counter("space/generation", 7, LIMIT_S).value == 7
         with_rights = "~* +mget +exists +get +ping"
         words = ("ACL", "SETUSER", "reader", "on", ">pw", *with_rights.split())
         _asked(guarded.port, "open-sesame", *words)
@@ -319,8 +320,25 @@ class TestLogin:
         assert engine.get_into(names(1), buffers(1), LIMIT_S) == [OK]
         assert engine.put(names(1, 9), [an_object(1)], LIMIT_S) == [RemoteOutcome.DENIED]
         assert engine.remove(names(1), LIMIT_S) == [RemoteOutcome.DENIED]
+        assert engine.counter("space/generation", 8, LIMIT_S).value == 7
+        assert engine.counter("other/generation", None, LIMIT_S).outcome is ABSENT
+        assert engine.counter("other/generation", 8, LIMIT_S).outcome is RemoteOutcome.DENIED
         admin.close()
         engine.close()
+
+
+def test_a_replica_is_read(own_redis: ServerProcess) -> None:
+    engine = engine_at(own_redis.port)
+    engine.put(names(1), [an_object(1)], LIMIT_S)
+    assert engine.counter("space/generation", 7, LIMIT_S).value == 7
+    # The primary does not exist, so the replica keeps what it has.
+    redis_command(own_redis.port, "REPLICAOF", HOST, str(free_port()))
+    (buffer,) = buffers(1)
+    assert engine.counter("space/generation", 8, LIMIT_S).value == 7
+    assert engine.get_into(names(1), [buffer], LIMIT_S) == [OK] and is_same(buffer, an_object(1))
+    assert engine.counter("other/generation", 8, LIMIT_S).outcome is RemoteOutcome.DENIED
+    assert engine.put(names(1, 9), [an_object(1)], LIMIT_S) == [RemoteOutcome.DENIED]
+    engine.close()
 
 
 def _asked(port: int, password: str, *words: str) -> None:
@@ -400,6 +418,24 @@ class TestCluster:
             assert engine.counter(name, 7, LIMIT_S).value == 7
             assert engine.advance(name, 3, LIMIT_S).value == 8
         assert engine.remove(names(24), LIMIT_S) == [OK] * 24
+        engine.close()
+
+    def test_nodes_that_do_not_say_their_host(self, nodes: list[ServerProcess]) -> None:
+        words = ("CONFIG", "SET", "cluster-preferred-endpoint-type")
+        for server in nodes:
+            redis_command(server.port, "FLUSHALL")
+            assert redis_command(server.port, *words, "unknown-endpoint") == b"+OK\r\n"
+        engine = engine_at(nodes[0].port)
+        made = [an_object(i, 10) for i in range(12)]
+        try:
+            assert engine.put(names(12), made, LIMIT_S) == [OK] * 12
+            assert engine.exist_many(names(12), LIMIT_S) == [OK] * 12
+            assert {engine.counter(f"{i}/generation", 7, LIMIT_S).value for i in range(6)} == {7}
+            listed = [e.name for batch in engine.list_objects("", LIMIT_S) for e in batch.entries]
+            assert sorted(listed) == sorted(names(12))
+        finally:
+            for server in nodes:
+                redis_command(server.port, *words, "ip")
         engine.close()
 
     def test_a_list_goes_over_all_nodes(self, nodes: list[ServerProcess]) -> None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import islice
+from typing import Any
 
 from ..base import BlockHash
 
@@ -27,7 +28,7 @@ HELD, ABSENT, UNKNOWN = Presence.HELD, Presence.ABSENT, Presence.UNKNOWN
 """The members, for lookups: an attribute of an enum costs 75 ns with Python 3.11."""
 
 
-def drop_oldest(known: dict[BlockHash, float]) -> None:
+def drop_oldest(known: dict[BlockHash, Any]) -> None:
     """Remove the entries that came first, until `MAX_REMEMBERED` are left."""
     excess = len(known) - MAX_REMEMBERED
     for key in [*islice(known, excess)] if excess > 0 else ():

@@ -8,6 +8,8 @@ from __future__ import annotations
 import ssl
 from collections.abc import Mapping
 from importlib.util import find_spec
+from pathlib import Path
+from stat import S_ISDIR
 from urllib.parse import unquote, urlsplit
 
 from ...config.remote import TLS_SCHEMES, RemoteTierOptions
@@ -52,17 +54,43 @@ def missing_extra(options: RemoteTierOptions) -> str | None:
     return None
 
 
+def folder_of(options: RemoteTierOptions) -> Path | None:
+    """Return the folder of a `file://` URL; None for a server."""
+    parts = urlsplit(options.url)
+    return Path(parts.path) if parts.scheme == "file" else None
+
+
+def folder_problem(options: RemoteTierOptions, *, may_be_missing: bool) -> str | None:
+    """Return a sentence about the folder of a `file://` URL; None if it can be opened.
+
+    Blocks as long as its file system does not answer. `open_remote_engine` creates a folder that
+    is missing.
+    """
+    folder = folder_of(options)
+    if folder is None:
+        return None
+    place = f"{options.key}.url: {str(folder)!r}"
+    try:
+        mode = folder.stat().st_mode
+    except FileNotFoundError:
+        said = f"{place} does not exist; mount the share, or correct the url."
+        return None if may_be_missing else said
+    except (OSError, ValueError) as error:  # a null byte is a `ValueError`
+        return f"{place} cannot be read ({getattr(error, 'strerror', None) or error})."
+    return None if S_ISDIR(mode) else f"{place} is a file, not a folder."
+
+
 def open_remote_engine(
     options: RemoteTierOptions, environment: Mapping[str, str]
 ) -> tuple[RemoteEngine, Seal | None]:
     """Return the engine, and the protection of its objects.
 
-    Reads files and environment, and asks no server. Raises `ConfigError`, without any credential
-    in it.
+    Reads files and environment, and asks no server. Creates the folder of a `file://` URL. Raises
+    `ConfigError`, without any credential in it.
     """
-    missing = missing_extra(options)
-    if missing:
-        raise ConfigError(missing)
+    problem = missing_extra(options) or folder_problem(options, may_be_missing=True)
+    if problem:
+        raise ConfigError(problem)
     seal = _open_seal(options, environment)
     if options.is_valkey:
         return _open_valkey(options, environment), seal

@@ -1,17 +1,23 @@
 """Try whether the server of a remote tier can be used: what `kvcascade check` asks.
 
-A small object is created, created again, and removed. It belongs to no namespace.
+It asks for an object and a counter that are not there. A small object is created,
+created again, and removed. None of them belongs to a namespace. Folders that were created for it
+are removed, too.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import takewhile
+from pathlib import Path
 
 from ...config.remote import RemoteTierOptions, WriteWhen
 from .abilities import CanExplain, Cause
 from .base import HEADER_BYTES, RemoteEngine, RemoteObject, RemoteOutcome
-from .remote_options import open_remote_engine
+from .remote_options import folder_of, open_remote_engine
 
 PROBE_BYTES = 4096
 FOLDER = "kvcascade-check"
@@ -47,11 +53,12 @@ def probe_remote(options: RemoteTierOptions, environment: Mapping[str, str]) -> 
     Blocks for a few deadlines of the tier. Raises `ConfigError` if a package or a secret is
     missing.
     """
-    engine, _ = open_remote_engine(options, environment)
-    try:
-        return problem_of(engine, options)
-    finally:
-        engine.close()
+    with _without_new_folders(folder_of(options)):
+        engine, _ = open_remote_engine(options, environment)
+        try:
+            return problem_of(engine, options)
+        finally:
+            engine.close()
 
 
 def problem_of(engine: RemoteEngine, options: RemoteTierOptions) -> str | None:
@@ -59,7 +66,9 @@ def problem_of(engine: RemoteEngine, options: RemoteTierOptions) -> str | None:
 
     Blocks for a few deadlines of the tier.
     """
-    found = _problem(engine, options)
+    folder = folder_of(options)
+    with _without_new_folders(folder and folder / FOLDER):
+        found = _problem(engine, options)
     return None if found is None else f"{options.key}.url: the server {found}."
 
 
@@ -67,6 +76,19 @@ def failure_of(engine: RemoteEngine, outcome: RemoteOutcome, options: RemoteTier
     """Return a sentence about a failure of the server; asks the server for its cause."""
     said = _reason(outcome, _cause_of(engine, options.deadline_s))
     return f"{options.key}.url: the server {said}."
+
+
+@contextmanager
+def _without_new_folders(folder: Path | None) -> Iterator[None]:
+    """Remove this folder and its parents again if they were created meanwhile and are empty."""
+    paths = () if folder is None else (folder, *folder.parents)
+    missing = [*takewhile(lambda path: not os.path.exists(path), paths)]
+    try:
+        yield
+    finally:
+        with suppress(OSError, ValueError):  # somebody uses it; a null byte is a `ValueError`
+            for path in missing:
+                path.rmdir()
 
 
 def _cause_of(engine: RemoteEngine, limit_s: float) -> Cause | None:
@@ -87,6 +109,9 @@ def _problem(engine: RemoteEngine, options: RemoteTierOptions) -> str | None:
     cause = _cause_of(engine, limit_s)
     if found is not RemoteOutcome.ABSENT or cause not in (None, Cause.KEEPS_ALL):
         return _reason(found, cause)
+    counted = engine.counter(name, None, limit_s).outcome
+    if counted is not RemoteOutcome.ABSENT:
+        return _reason(counted, Cause.RIGHT if counted is RemoteOutcome.DENIED else None)
     if options.writes is WriteWhen.OFF:
         return None
     problem = _problem_of_writes(engine, name, limit_s)

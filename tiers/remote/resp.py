@@ -53,7 +53,12 @@ class Address:
     """Place of a server."""
 
     host: str
+    """Empty in an answer of a cluster that leaves it out."""
     port: int
+
+    def seen_from(self, asked: Address) -> Address:
+        """Return the address that the node `asked` meant: its own host stands for an empty one."""
+        return self if self.host else Address(asked.host, self.port)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +90,11 @@ class RespConnection:
         self._start = self._end = 0
         self._reply_bytes = 0
         """Size of the reply that is being received."""
-        limit_s = min(login.connect_timeout_s, self._left_s())
-        self._socket = socket.create_connection((address.host, address.port), limit_s)
+        until_s = time.monotonic() + min(login.connect_timeout_s, self._left_s())
+        self._socket = _connected(address, until_s)
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket.settimeout(_left_s(until_s))
             if login.tls is not None:
                 self._socket = login.tls.wrap_socket(self._socket, server_hostname=address.host)
             self._greet(login)
@@ -292,10 +298,44 @@ class RespConnection:
         self._end += got
 
     def _left_s(self) -> float:
-        left_s = self.ends_s - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError
-        return min(left_s, self._stall_s)
+        return min(_left_s(self.ends_s), self._stall_s)
+
+
+def _connected(address: Address, until_s: float) -> socket.socket:
+    """Return a socket that is connected to one of the host's addresses. Raises `OSError`.
+
+    Each address gets an equal share of the time that is left, so that dead ones cost no more
+    than the limit and leave time for the others.
+    """
+    places = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    for number, (*kind, _, place) in enumerate(places, 1):
+        share_s = _left_s(until_s) / (len(places) + 1 - number)
+        try:
+            return _opened(kind, place, share_s)
+        except OSError:
+            if number == len(places):
+                raise
+    raise RespBrokenError("the host has no address")
+
+
+def _opened(kind: Sequence[int], place: Any, limit_s: float) -> socket.socket:
+    """Return a socket that is connected to this address. `kind`: family, type and protocol."""
+    found = socket.socket(*kind)
+    try:
+        found.settimeout(limit_s)
+        found.connect(place)
+    except BaseException:
+        found.close()
+        raise
+    return found
+
+
+def _left_s(until_s: float) -> float:
+    """Return the time until then. Raises `TimeoutError` if it has passed."""
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s
 
 
 def _number(line: bytes, kind: bytes) -> int:

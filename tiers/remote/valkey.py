@@ -67,7 +67,7 @@ _OUTCOMES = {
 }
 
 Answer = RemoteOutcome | Address
-"""Outcome of a key, or the node that has it."""
+"""Outcome of a key, or the node that has it; without a host it is on the host that was asked."""
 Work = Callable[[RespConnection, Sequence[int], list[Answer]], None]
 """Exchange about the keys with these numbers; it sets the answer of each as it comes."""
 
@@ -125,6 +125,8 @@ class Nodes:
                     raise RespBrokenError("the address is that of another host, and without TLS")
                 try:
                     return RespConnection(address, self._login, ends_s)
+                except SSLError:  # an untrusted certificate is also a `ValueError`
+                    raise
                 except ValueError:  # a name that no host can have, as a cluster may say it
                     raise RespBrokenError("the address is none") from None
             found.ends_s = ends_s
@@ -151,15 +153,17 @@ class Nodes:
         for connection in idle:
             connection.close()
 
-    def note_move(self, connection: RespConnection, slot: int, address: Address) -> None:
-        """Read the map of the cluster after a node said that a slot is elsewhere."""
+    def note_move(
+        self, connection: RespConnection, asked: Address, slot: int, address: Address
+    ) -> None:
+        """Read the map of the cluster after the node `asked` said that a slot is elsewhere."""
         slots: dict[int, Address] = {}
         try:
-            slots = valkey_questions.slots_of(connection, address)
+            slots = valkey_questions.slots_of(connection, asked)
         except RespError:
             pass  # the one slot is known all the same
         with self._lock:
-            self._slots = self._slots | slots | {slot: address}
+            self._slots = self._slots | slots | {slot: address.seen_from(asked)}
             nodes = sorted({*self._slots.values()}, key=lambda a: (a.host, a.port))
             self._known = [*dict.fromkeys([self._known[0], self._seed, *nodes])]
             gone = self._idle.keys() - {*self._known}
@@ -291,11 +295,13 @@ class ValkeyEngine(RemoteEngine):
 
         def ask(connection: RespConnection, _: Sequence[int], answers: list[Answer]) -> None:
             key = name.encode()
-            if first is not None:
-                connection.send([b"SET", key, b"%d" % first, b"NX"])
-                connection.expect(*_NX_REPLIES)
             connection.send([b"GET", key])
             stored = connection.value()
+            if stored is None and first is not None:  # a replica refuses every SET
+                connection.send([b"SET", key, b"%d" % first, b"NX"])
+                connection.expect(*_NX_REPLIES)
+                connection.send([b"GET", key])
+                stored = connection.value()
             if stored is None:
                 answers[0] = RemoteOutcome.ABSENT
             else:
@@ -417,12 +423,14 @@ class ValkeyEngine(RemoteEngine):
         answers: list[Answer] = [RemoteOutcome.IO_ERROR] * len(names)
         places = self._nodes.places(dict(enumerate(names)))
         for _ in range(1 + REDIRECTS_MAX):
+            moved: dict[Address, list[int]] = {}
             for address, some in places.items():
                 self._at(address, names, some, work, answers, ends_s)
-            places = {}
-            for number, answer in enumerate(answers):
-                if isinstance(answer, Address):
-                    places.setdefault(answer, []).append(number)
+                for number in some:
+                    answer = answers[number]
+                    if isinstance(answer, Address):
+                        moved.setdefault(answer.seen_from(address), []).append(number)
+            places = moved
             if not places:
                 break
         return [RemoteOutcome.BUSY if isinstance(a, Address) else a for a in answers]
@@ -449,7 +457,7 @@ class ValkeyEngine(RemoteEngine):
             if moved:
                 place = answers[moved[0]]
                 assert isinstance(place, Address)
-                self._nodes.note_move(connection, hash_slot(names[moved[0]]), place)
+                self._nodes.note_move(connection, address, hash_slot(names[moved[0]]), place)
             self._nodes.give_back(address, connection)
             return
         except RespError as error:
@@ -457,7 +465,7 @@ class ValkeyEngine(RemoteEngine):
             if isinstance(answer, Address) and connection is not None:
                 for i in some:
                     answers[i] = answer
-                self._try_note_move(connection, names[some[0]], answer)
+                self._try_note_move(connection, address, names[some[0]], answer)
                 connection.close()
                 return
             fault = RemoteOutcome.IO_ERROR if isinstance(answer, Address) else answer
@@ -472,9 +480,11 @@ class ValkeyEngine(RemoteEngine):
             if answers[i] is waiting:
                 answers[i] = fault
 
-    def _try_note_move(self, connection: RespConnection, name: str, place: Address) -> None:
+    def _try_note_move(
+        self, connection: RespConnection, asked: Address, name: str, place: Address
+    ) -> None:
         try:
-            self._nodes.note_move(connection, hash_slot(name), place)
+            self._nodes.note_move(connection, asked, hash_slot(name), place)
         except OSError:
             pass  # the redirection is followed all the same
 
@@ -566,7 +576,7 @@ def _transaction(connection: RespConnection) -> Answer | None:
 def _answer(error: RespError) -> Answer:
     """Return what an error of the server means."""
     if error.code == "MOVED" and len(error.words) > 1:
-        host, _, port = error.words[1].rpartition(":")
-        if host and port.isdigit() and len(port) <= MAX_PORT_DIGITS and 0 < int(port) <= MAX_PORT:
+        host, colon, port = error.words[1].rpartition(":")
+        if colon and port.isdigit() and len(port) <= MAX_PORT_DIGITS and 0 < int(port) <= MAX_PORT:
             return Address(host, int(port))
     return _OUTCOMES.get(error.code, RemoteOutcome.IO_ERROR)

@@ -42,7 +42,7 @@ def slots_of(connection: RespConnection, asked: Address) -> dict[int, Address]:
         for first, last, (host, port, *_), *_ in connection.reply():
             if not (0 <= first <= last < CLUSTER_SLOTS and 0 < port <= MAX_PORT) or first in found:
                 raise ValueError
-            node = Address((host or b"").decode() or asked.host, port)
+            node = Address((host or b"").decode(), port).seen_from(asked)
             found |= dict.fromkeys(range(first, last + 1), node)
     except (TypeError, ValueError, AttributeError):
         raise RespBrokenError("the server sent no map of a cluster") from None

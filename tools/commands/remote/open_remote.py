@@ -19,7 +19,7 @@ from ....errors import ConfigError
 from ....tiers.remote.abilities import CanList, RemoteEntry
 from ....tiers.remote.base import FAILURES, RemoteEngine, RemoteOutcome
 from ....tiers.remote.objects import Seal, counter_name
-from ....tiers.remote.remote_options import missing_extra, open_remote_engine
+from ....tiers.remote.remote_options import folder_problem, missing_extra, open_remote_engine
 from ....tiers.remote.remote_probe import failure_of
 from ..check.transfer_config import STANDARD_INPUT, read_config
 from ..command_line import CommandError, ExitCode, answering_apart, settings_of
@@ -97,7 +97,8 @@ NAMESPACE_DIGITS = 32
 def opened(remote: str, settings: Sequence[str] | None) -> Iterator[RemoteServer]:
     """Open a tier by its URL and options, or by the file of a configuration.
 
-    Nothing is asked of the server yet. Raises `CommandError` or `ConfigError`.
+    Nothing is asked of the server yet. A folder must exist: if it is missing, a share may not be
+    mounted. Raises `CommandError` or `ConfigError`.
     """
     if MARK in remote:
         options = parse_remote(At("remote"), {**settings_of(settings or ()), "url": remote})
@@ -108,6 +109,9 @@ def opened(remote: str, settings: Sequence[str] | None) -> Iterator[RemoteServer
     missing = missing_extra(options)
     if missing is not None:
         raise CommandError(missing, ExitCode.MISSING)
+    problem = folder_problem(options, may_be_missing=False)
+    if problem is not None:
+        raise CommandError(problem, ExitCode.CANNOT_OPEN)
     engine, seal = open_remote_engine(options, os.environ)
     try:
         yield RemoteServer(options, engine, seal)
