@@ -301,7 +301,8 @@ def test_pending_work_ends(tmp_path: Path) -> None:
             LookupResult.HIT_PENDING,
             LookupResult.RETRY,
         )
-        assert driver.manager.has_pending_work()
+        driver.manager.on_schedule_end()
+        assert driver.manager.has_pending_work(), "its read is on its way"
         driver.settle()
         assert not driver.manager.has_pending_work()
         driver.finish(reader)
