@@ -26,7 +26,7 @@ import msgspec
 
 from ...errors import KVCascadeError, TierIOError
 from ...logs import get_logger
-from ...tiers.nvme.path.frames import MessageStream, frame
+from ...tiers.nvme.path.frames import MessageStream, frame, hang_up
 from .node_child import STARTS_PER_MINUTE, Connection, StartLimits
 from .path_wire import from_node_process
 
@@ -102,10 +102,15 @@ class NodeStream(MessageStream):
         if len(self.unsent) >= self._batch_bytes:
             self.flush()
 
+    def hang_up(self) -> None:
+        """End the stream, so that the node ends by itself. What it sent can still be received."""
+        hang_up(self._socket)
+        self.has_ended = True
+
     def close(self) -> None:
         """Close the socket; the node ends by itself."""
+        self.hang_up()
         self._socket.close()
-        self.has_ended = True
 
 
 class NodeKeeper:
@@ -373,6 +378,7 @@ class NodeKeeper:
             self._is_starting = False
             if connection is not None and self._is_closed:
                 connection.kill()
+                hang_up(connection.socket)
                 connection.socket.close()
                 connection.has_ended_within(KILL_LIMIT_S)
             elif connection is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ...tiers.nvme.path.frames import MAX_FRAME_BYTES, MessageStream, frame
+from ...tiers.nvme.path.frames import MAX_FRAME_BYTES, MessageStream, frame, hang_up
 
 MAX_UNSENT_BYTES = 64 << 20
 """Longest queue of a peer that does not read; beyond it the connection counts as broken."""
@@ -87,4 +87,5 @@ class FrameSocket(MessageStream):
         self.has_ended = True
         with suppress(KeyError, ValueError):
             self._selector.unregister(self._socket)
+        hang_up(self._socket)
         self._socket.close()

@@ -22,6 +22,7 @@ from pathlib import Path
 from ...errors import KVCascadeError
 from ...logs import get_logger
 from ...tiers.nvme.disk.filesystem import FileLock, FileSystem
+from ...tiers.nvme.path.frames import hang_up
 from ...tiers.nvme.path.lmdb_block_table import open_block_table
 from ...tiers.nvme.path.path_lock import PathDoor
 from ...tiers.nvme.path.path_messages import MAX_FRAME_BYTES, PathOptions, from_node
@@ -171,6 +172,7 @@ class WriterService:
             save_note(fs, roots[0], note_of_this_process(name))
             listener = self._door.listen()
             held.callback(listener.close)
+            held.callback(hang_up, listener)  # a forked process may have a copy
             means = StartMeans(fs, time.time, open_block_table, boot_id())
             self._writer = PathWriter(means, roots, options, clock, executor)
             self._clients = ClientSockets(listener, self._writer)

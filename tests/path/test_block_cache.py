@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.forks import idle_fork
 from support.keys import key
 from support.path_engine import PathEngine
 
@@ -22,6 +23,7 @@ from kvcascade.errors import ClosedError, ConfigError, FormatError
 from kvcascade.handlers.node.path_wire import JobDone, PutJob, pack_outcomes
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.path.path_lock import PathDoor
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tiers.nvme.path.writer.path_options import load_record
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
@@ -284,6 +286,26 @@ def test_the_next_one_writes_when_the_writer_leaves(open_cache: Open) -> None:
     assert [block is not None for block in second.get([key(0), key(1)])] == [True, True]
     with pytest.raises(ClosedError):
         first.get([key(0)])
+
+
+def test_a_forked_process_does_not_keep_a_closed_cache_open(
+    open_cache: Open, tmp_path: Path
+) -> None:
+    """It has copies of all sockets and of the lock, and never looks at them."""
+    first, second = new(open_cache), open_cache()
+    put_all(first, range(1))
+    with idle_fork():
+        first.close()
+        assert first._client.pid is None, "its node has ended"
+        assert second.put([key(1)], [content(1)]) == [STORED], "it writes the path now"
+    with idle_fork():
+        second.close()
+        door = PathDoor(tmp_path / "kv")
+        assert door.connect(1.0) is None, "nobody listens"
+        door.close()
+        third = open_cache()
+        assert third.exists([key(0), key(1)]) == [True, True]
+        third.close()
 
 
 def put_all(cache: kvcascade.BlockCache, numbers: range) -> None:

@@ -269,6 +269,8 @@ class RealFileLock(FileLock):
             if self._is_noted:
                 with suppress(OSError):  # the device fails or became read-only
                     os.utime(self._fd)
+            with suppress(OSError):  # closing alone leaves the lock to forked processes
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
             self._fd = -1
 

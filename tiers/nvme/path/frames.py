@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -34,6 +35,15 @@ def frame(message: msgspec.Struct) -> bytes:
     """Encode a message as a frame."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
+
+
+def hang_up(connection: socket.socket) -> None:
+    """Shut a socket down: the other end reads what was sent, and then the end of the stream.
+
+    Closing alone does not end the stream while a forked process has a copy of the socket.
+    """
+    with suppress(OSError):  # the other end is gone, or this one is closed
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class FrameReader:
