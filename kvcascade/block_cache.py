@@ -122,6 +122,8 @@ class BlockCache:
 
     Any thread may call any method. `put` and `get` of several threads run one after the other, and
     each of them moves its blocks on several threads. `exists` waits for nobody.
+
+    Only the process that opened a cache can use it. A fork has neither the node nor its arena.
     """
 
     def __init__(
@@ -149,6 +151,8 @@ class BlockCache:
         self._joined: NodeJoined | None = None
         self._mapped: tuple[NodeJoined, PresenceTable] | None = None
         self._is_closed = False
+        self._pid = os.getpid()
+        """Process that opened the cache."""
         setup = NodeSetup(
             f"python on {socket.gethostname()}, process {os.getpid()}",
             tuple(map(str, roots)),
@@ -260,10 +264,12 @@ class BlockCache:
     def close(self) -> None:
         """Leave the path; as its writer, close it cleanly. Idempotent.
 
-        Calls of other threads end first, or run out of their time.
+        Calls of other threads end first, or run out of their time. In a forked process nothing
+        happens to the cache of its parent.
         """
         self._is_closed = True
-        self._client.close()
+        if os.getpid() == self._pid:
+            self._client.close()
 
     def __enter__(self) -> BlockCache:
         return self
@@ -308,6 +314,10 @@ class BlockCache:
             raise InUseError(f"{self._root} changed while it was being joined; open it again")
 
     def _check_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"the cache of {self._root} was opened before a fork; open it again in this process"
+            )
         if self._is_closed:
             raise ClosedError("the cache is closed; open it again")
 

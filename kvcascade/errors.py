@@ -68,7 +68,7 @@ class FormatError(KVCascadeError):
 
 
 class ClosedError(KVCascadeError):
-    """The object was used after `close`."""
+    """The object was used after `close`, or in a process that was forked after it was opened."""
 
     kind = ErrorKind.CLOSED
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.forks import idle_fork
+from support.forks import idle_fork, said_by_fork
 from support.keys import key
 from support.path_engine import PathEngine
 
@@ -306,6 +306,28 @@ def test_a_forked_process_does_not_keep_a_closed_cache_open(
         third = open_cache()
         assert third.exists([key(0), key(1)]) == [True, True]
         third.close()
+
+
+def test_a_fork_is_refused_and_the_cache_of_its_parent_goes_on(open_cache: Open) -> None:
+    """Its puts went to a copy of the arena, and the node wrote the parent's slots instead."""
+    cache = new(open_cache)
+    put_all(cache, range(1))
+    calls: list[Callable[[], object]] = [
+        lambda: cache.put([key(1)], [content(1)]),
+        lambda: cache.get([key(0)]),
+        lambda: cache.exists([key(0)]),
+        lambda: cache.touch([key(0)]),
+    ]
+    for call in calls:
+        said = said_by_fork(call)
+        assert said.startswith("ClosedError") and "open it again in this process" in said
+    assert cache.get([key(1)]) == [None]
+    assert said_by_fork(cache.close) == "None"
+    put_all(cache, range(1, 2))
+    assert said_by_fork(lambda: open_cache().exists([key(0), key(1), key(2)])) == str(
+        [True, True, False]
+    )
+    assert all(block is not None for block in cache.get([key(0), key(1)]))
 
 
 def put_all(cache: kvcascade.BlockCache, numbers: range) -> None:
