@@ -16,9 +16,14 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def checked_keys(keys: Iterable[bytes]) -> list[bytes]:
-    """Return the keys as a list. Raises `ConfigError` for one that cannot be stored."""
+    """Return the keys as plain bytes. Raises `ConfigError` for one that cannot be stored.
+
+    Messages can hold no key of a subclass of bytes, such as the elements of a numpy array.
+    """
     found = list(keys)
     for at, key in enumerate(found):
+        if isinstance(key, bytes) and type(key) is not bytes:
+            found[at] = key = bytes(key)
         if not isinstance(key, bytes) or not 0 < len(key) <= MAX_KEY_BYTES:
             shown = f"{len(key)} bytes" if isinstance(key, bytes) else f"a {type(key).__name__}"
             raise ConfigError(f"keys[{at}] is {shown}; give bytes, from 1 to {MAX_KEY_BYTES}")

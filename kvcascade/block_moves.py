@@ -37,6 +37,10 @@ class MovesClient(Protocol):
         """Send a job, built from its ticket. Return False if it cannot be taken now."""
         ...
 
+    def has_job(self, on_end: Callable[[Any], None]) -> bool:
+        """Return True if the job with this callback has not ended."""
+        ...
+
     def wait(self, is_done: Callable[[], bool], limit_s: float) -> bool:
         """Receive answers until the condition holds or the time is over."""
         ...
@@ -228,16 +232,23 @@ class BlockMoves:
             move.todo.extendleft(reversed(again))
 
     def _submit(self, move: Move, client: MovesClient) -> bool:
-        """Send the next blocks; return False if the node takes none now."""
+        """Send the next blocks; return False if the node takes none now.
+
+        After an error, too, the slots are free again only if the node does not have the job.
+        """
         count = min(len(move.todo), len(self._free), self._most)
         positions = [move.todo.popleft() for _ in range(count)]
         job = MoveJob(positions, [self._free.pop() for _ in range(count)])
-        if client.submit(move.order(job, self._arena), job.end):
-            move.jobs.append(job)
-            return True
-        move.todo.extendleft(reversed(positions))
-        self._free += job.slots
-        return False
+        is_taken = False
+        try:
+            is_taken = client.submit(move.order(job, self._arena), job.end)
+        finally:
+            if is_taken or client.has_job(job.end):
+                move.jobs.append(job)
+            else:
+                move.todo.extendleft(reversed(positions))
+                self._free += job.slots
+        return is_taken
 
     @property
     def _has_back(self) -> bool:

@@ -96,9 +96,9 @@ class NodeStream(MessageStream):
         self.silence_limit_s = SILENCE_LIMIT_S
         """Time after which a process that owes a message counts as dead."""
 
-    def add(self, message: msgspec.Struct) -> None:
-        """Keep a message for `flush`, or send it with all that are kept."""
-        self.unsent += frame(message)
+    def add(self, data: bytes) -> None:
+        """Keep the frame of a message for `flush`, or send it with all that are kept."""
+        self.unsent += data
         if len(self.unsent) >= self._batch_bytes:
             self.flush()
 
@@ -176,7 +176,8 @@ class NodeKeeper:
     def submit(self, order: Order, on_end: OnEnd) -> bool:
         """Send a job; see `KeeperOptions.is_batched`. Return False if it cannot be taken now.
 
-        The methods that receive messages call `on_end`.
+        The methods that receive messages call `on_end`. If this raises an error, `has_job` tells
+        whether the job may have been sent.
         """
         with self._lock:
             if not self._can_send:
@@ -185,17 +186,23 @@ class NodeKeeper:
             if stream is None or not self._can_send or len(self._jobs) >= JOBS_AT_MOST:
                 return False
             ticket = next(self._tickets)
+            data = frame(order(ticket))  # first, since it raises if the message is invalid
             if not self._jobs:
                 stream.heard_s = self._clock()
             self._jobs[ticket] = on_end
-            stream.add(order(ticket))
+            stream.add(data)
             return True
+
+    def has_job(self, on_end: OnEnd) -> bool:
+        """Return True if the job with this callback has not ended."""
+        with self._lock:
+            return on_end in self._jobs.values()
 
     def tell(self, message: msgspec.Struct) -> None:
         """Send a message that has no answer; it is lost if the process is not up."""
         with self._lock:
             if self._stream is not None and self._can_send:
-                self._stream.add(message)
+                self._stream.add(frame(message))
 
     def flush(self) -> None:
         """Send what the socket takes now; never blocks."""

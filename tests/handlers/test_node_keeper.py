@@ -123,6 +123,27 @@ def test_a_node_that_does_not_listen_blocks_nobody(stage: Stage) -> None:
     )
 
 
+def test_a_job_whose_message_is_invalid_is_not_noted(stage: Stage) -> None:
+    """It would never be answered: the node would count as silent, and be killed."""
+    with pytest.raises(TypeError):
+        stage.keeper.submit(
+            lambda ticket: PutJob(ticket, [object()], b"", 0),  # type: ignore[list-item]
+            stage.ended.append,
+        )
+    assert stage.submit("a")
+    stage.clock.advance(limits.SILENCE_LIMIT_S)
+    (order,) = stage.children[0].hear(1)
+    assert isinstance(order, PutJob)
+    stage.children[0].say(JobDone(order.ticket))
+    stage.keeper.poll()
+    stage.clock.advance(2 * limits.SILENCE_LIMIT_S)
+    stage.keeper.poll()
+    assert stage.ended == [("a", True)] and not stage.children[0].was_killed
+    assert not stage.keeper.has_job(stage.ended.append)
+    stage.keeper.submit(lambda ticket: PutJob(ticket, [], b"", 0), stage.ended.append)
+    assert stage.keeper.has_job(stage.ended.append)
+
+
 def test_batched_jobs_are_sent_together_and_no_later_than_asked() -> None:
     stage = Stage(is_batched=True)
     stage.keeper.start()

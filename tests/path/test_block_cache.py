@@ -17,6 +17,7 @@ from support.keys import key
 from support.path_engine import PathEngine
 
 import kvcascade
+from kvcascade.block_buffers import checked_keys
 from kvcascade.block_moves import BlockMoves, GetMove, PutMove
 from kvcascade.config.machine import Disk, ThisMachine
 from kvcascade.errors import ClosedError, ConfigError, FormatError
@@ -106,6 +107,18 @@ def test_buffers_of_every_kind(open_cache: Open) -> None:
     for number in range(5):
         assert np.array_equal(stacked[number], content(number))
         assert np.array_equal(tensors[number].view(torch.uint8).numpy(), content(number))
+
+
+def test_keys_of_a_numpy_array(open_cache: Open) -> None:
+    """Its elements are of a subclass of bytes, which messages cannot hold."""
+    cache = new(open_cache)
+    names = np.array([b"a", b"bb"])
+    assert cache.put(names, [content(0), content(1)]) == [STORED] * 2
+    assert cache.exists([b"a", b"bb"]) == [True, True] == cache.exists(names)
+    for number, block in enumerate(cache.get(names)):
+        assert block is not None and np.array_equal(block, content(number))
+    cache.touch(names)
+    assert [type(name) for name in checked_keys(names)] == [bytes] * 2
 
 
 @pytest.mark.parametrize(
@@ -439,6 +452,9 @@ class HeldClient:
         self.jobs.append((order(len(self.jobs) + 1), on_end))
         return True
 
+    def has_job(self, on_end: Callable[[Any], None]) -> bool:
+        return any(one == on_end for _, one in self.jobs)
+
     def wait(self, is_done: Callable[[], bool], limit_s: float) -> bool:
         if self.answers is not None:
             self.answer(self.answers)
@@ -491,3 +507,31 @@ def test_a_node_that_died_costs_its_blocks_and_refused_blocks_are_offered_again(
     moves.run(put, client, lambda: None)
     assert put.outcomes == [BlockOutcome.OK] and len(offered) == 3
     assert all(isinstance(each, PutJob) and each.epoch == 3 for each in offered)
+
+
+class InterruptedClient(HeldClient):
+    """A node whose `submit` raises an error, before or after the job was sent."""
+
+    def __init__(self, *, is_sent: bool) -> None:
+        super().__init__()
+        self._is_sent = is_sent
+
+    def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
+        if self._is_sent:
+            super().submit(order, on_end)
+        raise TimeoutError
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_an_error_frees_the_slots_of_a_job_unless_the_node_has_it(is_sent: bool) -> None:
+    moves, client = BlockMoves(BLOCK, 2 * BLOCK), InterruptedClient(is_sent=is_sent)
+    names, blocks = [key(n) for n in range(2)], [content(n) for n in range(2)]
+    with pytest.raises(TimeoutError):
+        moves.run(PutMove(names, [0, 1], 10.0, blocks, 0), client, lambda: None)
+    assert len(moves._free) == (0 if is_sent else 2)
+    client.answer(lambda message: JobDone(message.ticket))
+    again = HeldClient()
+    again.answers = lambda message: JobDone(message.ticket)
+    put = PutMove(names, [0, 1], 10.0, blocks, 0)
+    moves.run(put, again, lambda: None)
+    assert put.outcomes == [BlockOutcome.OK] * 2
