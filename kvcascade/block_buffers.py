@@ -58,15 +58,12 @@ def _checked(where: str, buffer: object, block_bytes: int, is_target: bool) -> B
 def _bytes_of(where: str, buffer: Any) -> Bytes:
     torch = sys.modules.get("torch")  # who gives a tensor has imported it
     if torch is not None and isinstance(buffer, torch.Tensor):
-        if buffer.device.type != "cpu":
-            raise ConfigError(f"{where} is on {buffer.device}; copy it to the CPU")
-        if not buffer.is_contiguous():
-            raise ConfigError(f"{where} is not contiguous; give {where}.contiguous()")
-        flat: Bytes = buffer.detach().reshape(-1).view(torch.uint8).numpy()
-        return flat
+        return _bytes_of_tensor(where, buffer, torch)
     if isinstance(buffer, np.ndarray):
         if not buffer.flags.c_contiguous:
             raise ConfigError(f"{where} is not contiguous; give numpy.ascontiguousarray({where})")
+        if buffer.dtype.hasobject:
+            raise ConfigError(f"{where} holds Python objects; give an array of numbers")
         return buffer.reshape(-1).view(np.uint8)  # types that export no buffer, too
     try:
         return np.frombuffer(buffer, np.uint8)
@@ -76,3 +73,18 @@ def _bytes_of(where: str, buffer: Any) -> Bytes:
         raise ConfigError(f"{where} is empty or not contiguous; copy it") from None
     kind = type(buffer).__name__
     raise ConfigError(f"{where} is a {kind}; give a numpy array, a torch tensor or bytes")
+
+
+def _bytes_of_tensor(where: str, tensor: Any, torch: Any) -> Bytes:
+    if tensor.device.type != "cpu":
+        raise ConfigError(f"{where} is on {tensor.device}; copy it to the CPU")
+    if tensor.layout is not torch.strided:
+        raise ConfigError(f"{where} is no dense tensor; give {where}.to_dense()")
+    if not tensor.is_contiguous():
+        raise ConfigError(f"{where} is not contiguous; give {where}.contiguous()")
+    try:
+        flat: Bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    except RuntimeError:  # its memory holds other numbers than it shows, or there is none
+        remedy = f"give {where}.resolve_conj().resolve_neg(), or a plain tensor"
+        raise ConfigError(f"{where} cannot be viewed as bytes; {remedy}") from None
+    return flat

@@ -134,6 +134,11 @@ def test_keys_of_a_numpy_array(open_cache: Open) -> None:
         (lambda c: c.put([b"a"], [torch.zeros(64, 64, dtype=torch.uint8).T]), ".contiguous()"),
         (lambda c: c.put([b"a"], [torch.zeros(BLOCK, device="meta")]), "copy it to the CPU"),
         (lambda c: c.get([b"a"], [bytes(BLOCK)]), "read-only"),
+        (lambda c: c.put([b"a"], [np.empty(512, object)]), "holds Python objects"),
+        (lambda c: c.get([b"a"], [np.empty(64, [("n", int), ("o", object)])]), "Python objects"),
+        (lambda c: c.put([b"a"], [torch.zeros(512, dtype=torch.complex64).conj()]), "resolve_conj"),
+        (lambda c: c.get([b"a"], [torch._neg_view(torch.zeros(1024))]), "resolve_neg"),
+        (lambda c: c.put([b"a"], [torch.zeros(1024).to_sparse()]), "to_dense"),
     ],
 )
 def test_wrong_arguments_are_one_sentence(
