@@ -18,6 +18,7 @@ import json
 import os
 import socket
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -33,7 +34,7 @@ from .assembly.path_parts import (
     path_parts,
 )
 from .block_buffers import Bytes, checked_buffers, checked_keys
-from .block_moves import BlockMoves, GetMove, PutMove
+from .block_moves import BlockMoves, GetMove, PutMove, RunningCalls
 from .config.options import At, deadline
 from .config.schema import DirectIO
 from .config.sizes import parse_bytes
@@ -150,7 +151,11 @@ class BlockCache:
         """Last sentence of the node."""
         self._joined: NodeJoined | None = None
         self._mapped: tuple[NodeJoined, PresenceTable] | None = None
+        self._calls = RunningCalls()
         self._is_closed = False
+        """True if no call may begin."""
+        self._has_left = False
+        """True once the node is being closed. Calls that still run are of no use then."""
         self._pid = os.getpid()
         """Process that opened the cache."""
         setup = NodeSetup(
@@ -193,11 +198,7 @@ class BlockCache:
         """
         named = checked_keys(keys)
         self._check_open()
-        self._client.poll()
-        table = self._table()
-        if table is None or self._state not in CAN_READ:
-            return [False] * len(named)
-        return [slot >= 0 for slot in table.find_many(named).tolist()]
+        return self._found(named)
 
     def put(self, keys: Iterable[bytes], buffers: Sequence[object]) -> list[PutOutcome]:
         """Store blocks, in prefix order if they are parts of a sequence; return their outcomes.
@@ -213,11 +214,12 @@ class BlockCache:
         if self._options.is_read_only:
             raise ConfigError(f"{self.name} is open to read only; an engine stores its blocks")
         first = {key: at for at, key in reversed(list(enumerate(named)))}
-        table = self._table()
-        epoch = None if table is None else table.epoch
-        limit_s = self._options.timeout_s
-        move = PutMove(named, sorted(first.values()), limit_s, views, epoch)
-        self._moves.run(move, self._client, self._check_use)
+        with self._calling():
+            table = self._table()
+            epoch = None if table is None else table.epoch
+            limit_s = self._options.timeout_s
+            move = PutMove(named, sorted(first.values()), limit_s, views, epoch)
+            self._moves.run(move, self._client, self._check_use)
         outcomes = [_OF_BLOCK[move.outcomes[first[key]]] for key in named]
         for at, key in enumerate(named):
             if first[key] != at and outcomes[at] is PutOutcome.STORED:
@@ -242,11 +244,12 @@ class BlockCache:
         views: Sequence[Bytes] | None = None
         if buffers is not None:
             views = checked_buffers(buffers, len(named), self.block_bytes, is_target=True)
-        there = [at for at, is_there in enumerate(self.exists(named)) if is_there]
-        move = GetMove(named, there, self._options.timeout_s, views)
-        self._moves.run(move, self._client, self._check_use)
-        read = move.read
-        self.touch([named[at] for at in sorted(read)])
+        with self._calling():
+            there = [at for at, is_there in enumerate(self._found(named)) if is_there]
+            move = GetMove(named, there, self._options.timeout_s, views)
+            self._moves.run(move, self._client, self._check_use)
+            read = move.read
+            self._touch([named[at] for at in sorted(read)])
         if buffers is None:
             return [read.get(at) for at in range(len(named))]
         return [buffer if at in read else None for at, buffer in enumerate(buffers)]
@@ -258,17 +261,21 @@ class BlockCache:
         """
         named = checked_keys(keys)
         self._check_open()
-        if named and not self._options.is_read_only:
-            self._client.tell(UseNote(named))
+        self._touch(named)
 
     def close(self) -> None:
         """Leave the path; as its writer, close it cleanly. Idempotent.
 
-        Calls of other threads end first, or run out of their time. In a forked process nothing
-        happens to the cache of its parent.
+        No call begins any more. Those of other threads that have begun end first, or run out of
+        their time. In a forked process nothing happens to the cache of its parent.
         """
         self._is_closed = True
-        if os.getpid() == self._pid:
+        if os.getpid() != self._pid:
+            return
+        try:
+            self._calls.wait(self._options.timeout_s)
+        finally:
+            self._has_left = True
             self._client.close()
 
     def __enter__(self) -> BlockCache:
@@ -313,6 +320,22 @@ class BlockCache:
         if self._table() is None:
             raise InUseError(f"{self._root} changed while it was being joined; open it again")
 
+    def _calling(self) -> AbstractContextManager[None]:
+        """Return the context of a call that `close` waits for. Entering it raises `ClosedError`."""
+        self._check_open()  # first, because a fork may have copied a lock that is held
+        return self._calls.one(self._check_open)
+
+    def _found(self, keys: list[bytes]) -> list[bool]:
+        self._client.poll()
+        table = self._table()
+        if table is None or self._state not in CAN_READ:
+            return [False] * len(keys)
+        return [slot >= 0 for slot in table.find_many(keys).tolist()]
+
+    def _touch(self, keys: list[bytes]) -> None:
+        if keys and not self._options.is_read_only:
+            self._client.tell(UseNote(keys))
+
     def _check_open(self) -> None:
         if os.getpid() != self._pid:
             raise ClosedError(
@@ -322,7 +345,9 @@ class BlockCache:
             raise ClosedError("the cache is closed; open it again")
 
     def _check_use(self) -> None:
-        self._check_open()
+        """Raise an error if a call that has begun cannot go on."""
+        if self._has_left:
+            raise ClosedError("the cache was closed during the call; open it again")
         if self._state is NodeState.OFF:
             raise InUseError(self._said or f"{self._root} refuses this process; open it again")
 

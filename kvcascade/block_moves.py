@@ -173,6 +173,35 @@ class GetMove(Move):
         return []
 
 
+class RunningCalls:
+    """The calls that have begun and not ended, so that `close` can wait for them. Any thread."""
+
+    def __init__(self) -> None:
+        self._threads: list[int] = []
+        """Thread of each call. A thread is there twice if a signal interrupted its call."""
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def one(self, check: Callable[[], None]) -> Iterator[None]:
+        """Context of a call. It does not begin if `check` raises an error."""
+        thread = threading.get_ident()
+        with self._changed:
+            check()
+            self._threads.append(thread)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._threads.remove(thread)
+                self._changed.notify_all()
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until the calls of other threads have ended, or the time is over."""
+        thread = threading.get_ident()
+        with self._changed:
+            self._changed.wait_for(lambda: set(self._threads) <= {thread}, limit_s)
+
+
 class BlockMoves:
     """The arena of a cache, and its calls: one moves blocks at a time. Any thread."""
 

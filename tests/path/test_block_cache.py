@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 import torch
 from support.forks import idle_fork, said_by_fork
 from support.keys import key
-from support.path_engine import PathEngine
+from support.path_engine import WAIT_S, PathEngine
+from support.waiting import wait_until
 
 import kvcascade
 from kvcascade.block_buffers import checked_keys
@@ -416,6 +418,48 @@ def test_threads_share_a_cache(open_cache: Open) -> None:
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(work, range(4)))
+
+
+def test_closing_waits_for_a_call_that_has_begun(
+    open_cache: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = new(open_cache)
+    begun, may_go_on = threading.Event(), threading.Event()
+    submit = cache._client.submit
+
+    def held(*job: Any) -> bool:
+        begun.set()
+        assert may_go_on.wait(WAIT_S)
+        return submit(*job)
+
+    monkeypatch.setattr(cache._client, "submit", held)
+    numbers = range(100)  # more than one buffer holds
+    with ThreadPoolExecutor(2) as threads:
+        put = threads.submit(cache.put, [key(n) for n in numbers], [content(n) for n in numbers])
+        assert begun.wait(WAIT_S)
+        closed = threads.submit(cache.close)
+        wait_until(lambda: cache._is_closed, 1000, 0.01)
+        with pytest.raises(ClosedError):
+            cache.get([key(0)])
+        may_go_on.set()
+        assert put.result() == [STORED] * 100
+        closed.result()
+    assert open_cache().exists(map(key, numbers)) == [True] * 100
+
+
+def test_a_call_that_closes_its_own_cache_is_not_waited_for(
+    open_cache: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the handler of a signal does that interrupts a call."""
+    cache = new(open_cache)
+
+    def interrupted(*_: Any) -> bool:
+        cache.close()
+        return False
+
+    monkeypatch.setattr(cache._client, "submit", interrupted)
+    with pytest.raises(ClosedError, match="during the call"):
+        cache.put([key(0)], [content(0)])
 
 
 def test_against_a_dictionary(open_cache: Open) -> None:
