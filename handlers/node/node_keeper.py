@@ -3,7 +3,8 @@
 Only `start`, `wait` and `close` wait for the node, each for a limited time. A job ends when its
 answer has arrived, or when `waitpid` has confirmed that the process is dead. Until then the job may
 still write to its slots, so they stay reserved. A dead node is restarted, a few times a minute at
-most. A node that has work and stays silent for too long is killed.
+most. A node that has work and stays silent for too long is killed. A thread cannot be killed: its
+socket is shut down, and it is dead once it and its transfers have ended.
 
 Threads: any thread may call any method. All processes are started on the single thread of an
 executor, because a node dies with the thread that started it.
@@ -34,7 +35,7 @@ START_LIMIT_S = 30.0
 """Time limit for the first start. Starting takes long on a busy machine."""
 SILENCE_LIMIT_S = 60.0
 """Longest silence of a node that has work or is not ready yet. Then it or its disk is stuck, and
-the node is killed."""
+the node is ended."""
 LISTEN_INTERVAL_S = 0.02
 """Shortest time between two polls by `listen`. Each poll releases the interpreter lock briefly,
 which restarts the wait of a copying thread for the lock."""
@@ -231,7 +232,7 @@ class NodeKeeper:
             owes_message = bool(self._jobs) or not stream.is_ready
             is_silent = owes_message and now_s - stream.heard_s > stream.silence_limit_s
             if is_silent and not stream.has_ended:
-                _log.warning("the process that moves blocks says nothing any more; it is killed")
+                _log.warning("the process that moves blocks says nothing any more; it is ended")
                 stream.has_ended = True
             if stream.has_ended:
                 self._bury()
@@ -326,6 +327,7 @@ class NodeKeeper:
         if not connection.has_died():
             connection.kill()
             if not connection.has_died():
+                stream.hang_up()  # a thread ends by itself, once its transfers have returned
                 return
         if stream.error is not None:
             _log.error("the process that moves blocks cannot be understood: %s", stream.error)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -89,19 +90,26 @@ class _Following:
 class Loop(Protocol):
     """What a node on a thread runs."""
 
-    def run(self) -> None:
-        """Serve until the scheduler closes its socket."""
+    def run(self, *, waits_for_io: bool = False) -> None:
+        """Serve until the scheduler closes its socket.
+
+        With `waits_for_io`, return only when no other thread uses the arena any more.
+        """
         ...
 
 
 class ThreadChild:
-    """The `Child` of a node on a thread. It ends when its socket is closed."""
+    """The `Child` of a node on a thread. It ends when its socket is closed.
+
+    Its transfers run on other threads, which end before it. A dead thread writes to no arena.
+    """
 
     pid = 0
 
     def __init__(self, loop: Loop) -> None:
         """Start the thread."""
-        self._thread = threading.Thread(target=loop.run, name="kvcascade-node", daemon=True)
+        run = partial(loop.run, waits_for_io=True)
+        self._thread = threading.Thread(target=run, name="kvcascade-node", daemon=True)
         self._thread.start()
 
     def poll(self) -> int | None:

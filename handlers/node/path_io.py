@@ -173,6 +173,11 @@ class IOThreads:
         for executor in (self._stores, self._loads):
             executor.shutdown(wait=False, cancel_futures=True)
 
+    def wait(self) -> None:
+        """Wait for work in flight, after `close`."""
+        for executor in (self._stores, self._loads):
+            executor.shutdown(wait=True)
+
     # -- on I/O threads ------------------------------------------------------------------------
 
     def _run(self, work: Callable[[], Result], on_end: Callable[[Result | None], None]) -> None:

@@ -78,8 +78,11 @@ class NodeLoop:
         )
         self._node = PathNode(hello, self, time.monotonic)
 
-    def run(self) -> None:
-        """Serve until the scheduler closes its socket; then close a writer of this process."""
+    def run(self, *, waits_for_io: bool = False) -> None:
+        """Serve until the scheduler closes its socket; then close a writer of this process.
+
+        With `waits_for_io`, the transfers in flight end before that.
+        """
         self._node.start()
         self._workers.warm_up()
         self.tell(NodeReady())
@@ -96,7 +99,7 @@ class NodeLoop:
                     ticked_s = now_s
                     self._node.tick()
         finally:
-            self._close()
+            self._close(waits_for_io)
 
     def post(self, callback: Callable[[], None]) -> None:
         """Have the node's thread call this. Any thread."""
@@ -186,9 +189,11 @@ class NodeLoop:
     def _cannot_lead(self, text: str) -> None:
         self.tell(NodeNote(self._node.state, text))
 
-    def _close(self) -> None:
+    def _close(self, waits_for_io: bool) -> None:
         self._workers.close()
-        self._io.release_writes()
+        if waits_for_io:  # a process holds the lock of its writes until it has ended
+            self._workers.wait()
+            self._io.release_writes()
         self.hang_up()
         self._search.end()
         self._is_closing = True

@@ -232,6 +232,24 @@ def test_a_silent_node_is_killed(stage: Stage) -> None:
     assert stage.children[0].was_killed and stage.ended == [("a", False)]
 
 
+def test_a_silent_node_that_cannot_be_killed_is_hung_up_on(stage: Stage) -> None:
+    """A thread: it ends when its disk answers, its job ends then, and another one is started."""
+    child = stage.children[0]
+    child.dies_when_killed = False
+    assert stage.submit("a")
+    child.hear(1)
+    stage.clock.advance(limits.SILENCE_LIMIT_S + 1.0)
+    stage.keeper.poll()
+    assert child.theirs.recv(1) == b"", "the end of the stream"
+    stage.keeper.poll()
+    assert stage.ended == [] and len(stage.children) == 1
+    child.die(0)
+    stage.keeper.poll()
+    assert stage.ended == [("a", False)]
+    stage.keeper.poll()
+    assert len(stage.children) == 2 and stage.submit("b")
+
+
 @pytest.mark.parametrize("nonsense", [b"\xff\xff\xff\xff", b"\1\0\0\0\xc1", frame(JobDone(77))])
 def test_nonsense_ends_the_connection(stage: Stage, nonsense: bytes) -> None:
     assert stage.submit("a")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.clock import ManualClock
 from support.forks import idle_fork, said_by_fork
 from support.keys import key
 from support.path_engine import WAIT_S, PathEngine
@@ -23,9 +25,12 @@ from kvcascade.block_buffers import checked_keys
 from kvcascade.block_moves import BlockMoves, GetMove, PutMove
 from kvcascade.config.machine import Disk, ThisMachine
 from kvcascade.errors import ClosedError, ConfigError, FormatError
+from kvcascade.handlers.node.node_keeper import SILENCE_LIMIT_S, KeeperOptions
+from kvcascade.handlers.node.path_client import node_thread
+from kvcascade.handlers.node.path_io import IOThreads
 from kvcascade.handlers.node.path_wire import JobDone, PutJob, pack_outcomes
 from kvcascade.tiers.base import BlockOutcome
-from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.disk.filesystem import RealFile, RealFileSystem
 from kvcascade.tiers.nvme.path.path_lock import PathDoor
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tiers.nvme.path.writer.path_options import load_record
@@ -378,6 +383,51 @@ def test_a_stopped_writer_costs_the_time_limit_and_reads_go_on(
         engine.close()
 
 
+@pytest.mark.parametrize(
+    ("method", "call"),
+    [
+        ("preadv", lambda cache: cache.get([key(0)])),
+        ("pwritev", lambda cache: cache.put([key(1)], [content(1)])),
+    ],
+)
+def test_a_disk_that_hangs_costs_the_blocks_and_the_cache_goes_on(
+    open_cache: Open,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    call: Callable[[kvcascade.BlockCache], object],
+) -> None:
+    """Slots of a transfer that hangs are not free, although the node counts as silent."""
+    clock, hangs, is_ending, answers = ManualClock(), Event(), Event(), Event()
+    node_of = partial(node_thread, options=KeeperOptions(clock))
+    monkeypatch.setattr("kvcascade.block_cache.node_thread", node_of)
+    cache = new(open_cache)
+    put_all(cache, range(1))
+    transfer, wait = getattr(RealFile, method), IOThreads.wait
+
+    def hanging(*given: Any) -> int:
+        hangs.set()
+        assert answers.wait(WAIT_S)
+        return int(transfer(*given))
+
+    def waiting(io: IOThreads) -> None:
+        is_ending.set()
+        wait(io)
+
+    monkeypatch.setattr(RealFile, method, hanging)
+    monkeypatch.setattr(IOThreads, "wait", waiting)
+    with ThreadPoolExecutor(1) as threads:
+        called = threads.submit(call, cache)
+        assert hangs.wait(WAIT_S)
+        clock.advance(SILENCE_LIMIT_S + 1.0)
+        assert is_ending.wait(WAIT_S)
+        cache.exists([key(0)])
+        assert len(cache._moves._free) < cache._moves.slots, "its job has not ended"
+        answers.set()
+        assert called.result() in ([None], [kvcascade.PutOutcome.FAILED])
+    put_all(cache, range(2))
+    assert all(block is not None for block in cache.get([key(0), key(1)]))
+
+
 def test_the_write_budget_is_an_outcome(open_cache: Open) -> None:
     cache = new(open_cache, write_budget=8 * BLOCK)
     assert cache.put([key(100)], [content(100)]) == [STORED]
@@ -424,7 +474,7 @@ def test_closing_waits_for_a_call_that_has_begun(
     open_cache: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = new(open_cache)
-    begun, may_go_on = threading.Event(), threading.Event()
+    begun, may_go_on = Event(), Event()
     submit = cache._client.submit
 
     def held(*job: Any) -> bool:
