@@ -257,6 +257,7 @@ class RealFileLock(FileLock):
         self._fd = descriptor
         self._path = path
         self._is_noted = is_noted
+        self._pid = os.getpid()
 
     def is_in_place(self) -> bool:
         try:
@@ -269,8 +270,9 @@ class RealFileLock(FileLock):
             if self._is_noted:
                 with suppress(OSError):  # the device fails or became read-only
                     os.utime(self._fd)
-            with suppress(OSError):  # closing alone leaves the lock to forked processes
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
+            if os.getpid() == self._pid:  # forked processes have it, too, and must not end it
+                with suppress(OSError):
+                    fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
             self._fd = -1
 
