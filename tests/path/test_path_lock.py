@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.forks import idle_fork, said_by_fork
 from support.memory_file_system import MemoryFileSystem
 
 from kvcascade.errors import ConfigError
-from kvcascade.tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
-from kvcascade.tiers.nvme.path.path_lock import PathDoor, try_lead
+from kvcascade.tiers.nvme.disk.filesystem import FileSystem, RealFileLock, RealFileSystem
+from kvcascade.tiers.nvme.path.path_lock import LOCK_NAME, PathDoor, try_lead
 from kvcascade.tiers.nvme.path.writer.path_options import PATH_FOLDER
 
 HOLDER = """
@@ -115,3 +116,14 @@ def test_a_path_that_others_may_write_is_refused_with_the_remedy(tmp_path: Path)
         try_lead(RealFileSystem(), tmp_path)
     with pytest.raises(ConfigError, match="does not exist"):
         try_lead(RealFileSystem(), tmp_path / "missing")
+
+
+def test_a_lock_ends_with_its_process_although_a_forked_one_lives(tmp_path: Path) -> None:
+    lock = try_lead(RealFileSystem(), tmp_path)
+    assert isinstance(lock, RealFileLock)
+    assert said_by_fork(lock.is_in_place) == "False" and lock.is_in_place()
+    with idle_fork():
+        os.close(lock._fd)  # as the kernel does if the process is killed
+        lock._fd = -1
+        place = tmp_path / PATH_FOLDER / LOCK_NAME
+        RealFileSystem().lock(place, wait_s=10.0).release()  # the fork may just begin

@@ -19,6 +19,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import ClassVar
+from weakref import WeakSet
 
 from ....errors import InUseError
 
@@ -251,13 +253,18 @@ class RealFile(File):
 
 
 class RealFileLock(FileLock):
-    """An `flock`, which the kernel releases when the process dies, however it dies."""
+    """An `flock`, which the kernel releases when the process dies, however it dies.
+
+    A forked process keeps no lock, since the kernel would keep it as long as that process lives.
+    """
+
+    _open: ClassVar[WeakSet[RealFileLock]] = WeakSet()
 
     def __init__(self, descriptor: int, path: Path, is_noted: bool) -> None:
         self._fd = descriptor
         self._path = path
         self._is_noted = is_noted
-        self._pid = os.getpid()
+        self._open.add(self)
 
     def is_in_place(self) -> bool:
         try:
@@ -270,11 +277,21 @@ class RealFileLock(FileLock):
             if self._is_noted:
                 with suppress(OSError):  # the device fails or became read-only
                     os.utime(self._fd)
-            if os.getpid() == self._pid:  # forked processes have it, too, and must not end it
-                with suppress(OSError):
-                    fcntl.flock(self._fd, fcntl.LOCK_UN)
+            with suppress(OSError):  # a process may have been forked while the lock was taken
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
             self._fd = -1
+
+    @classmethod
+    def leave_to_parent(cls) -> None:
+        """Close the descriptors of all locks in a forked process; its parent keeps the locks."""
+        for lock in list(cls._open):
+            if lock._fd >= 0:
+                os.close(lock._fd)
+                lock._fd = -1
+
+
+os.register_at_fork(after_in_child=RealFileLock.leave_to_parent)
 
 
 class RealFileSystem(FileSystem):
