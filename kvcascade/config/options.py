@@ -75,7 +75,7 @@ def noting(noted: list[str] | None) -> Iterator[None]:
     except ConfigError as error:
         if noted is None:
             raise
-        if not isinstance(error, IncompleteError):
+        if not isinstance(error, IncompleteError) and str(error) not in noted:
             noted.append(str(error))
 
 

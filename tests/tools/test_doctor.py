@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from support.cache_rig import call
+from support.users import unprivileged
 
 from kvcascade.config.machine import MEMORY_FILE_SYSTEMS, file_system_of
 from kvcascade.tools.commands.doctor.doctor_facts import has_direct_io
@@ -146,3 +148,22 @@ def test_an_arena_on_a_disk_is_said_once(tmp_path: Path) -> None:
     said = [each for each in found if "written to a disk" in each["found"]]
     is_on_disk = file_system_of(str(tmp_path)) not in MEMORY_FILE_SYSTEMS
     assert len(said) == int(is_on_disk)
+
+
+@pytest.mark.parametrize("key", ["path", "arena_dir"])
+def test_a_path_in_a_locked_folder_is_said_as_check_says_it(key: str) -> None:
+    with TemporaryDirectory() as text:
+        folder, file = Path(text), Path(text) / "transfer.json"
+        folder.chmod(0o777)
+        (folder / "locked").mkdir(mode=0)
+        cpu = {"type": "cpu", "capacity": "16MiB"}
+        disk = {"type": "nvme", "path": str(folder / "kv"), "capacity": "1MiB", "min_free": 0}
+        (cpu if key == "arena_dir" else disk)[key] = str(folder / "locked" / "kv")
+        file.write_text(json.dumps({"spec_name": "CascadeOffloadingSpec", "tiers": [cpu, disk]}))
+        call("doctor", file)  # what is imported late may be where only root can read
+        with unprivileged():
+            (problem,) = call("check", file, "--json").document["problems"]
+            answer = call("doctor", file, "--json")
+    assert answer.code == 1
+    said = [e["found"] for e in answer.document["findings"] if e["subject"] == "configuration"]
+    assert said == [problem] and "cannot be read (Permission denied)" in problem

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -65,13 +66,13 @@ def look(config: Path | None) -> Facts:
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         arena_dir=str(arena_dir),
         arena_file_system=file_system_of(str(arena_dir)),
-        arena_free_bytes=machine.disk(arena_dir).free if arena_dir.is_dir() else 0,
+        arena_free_bytes=_free_bytes(arena_dir, machine),
         has_shared_huge_pages=may_share_huge_pages(),
         pinned_bytes=wanted.pinned_bytes,
-        paths=tuple(_path(path, machine) for tier in wanted.nvme for path in tier.path),
+        paths=tuple(_paths(wanted.nvme, machine)),
         problems=tuple(problems),
         doubts=tuple(doubts),
-        kept_arenas=len(list(arena_dir.glob(KEPT_ARENAS))),
+        kept_arenas=_kept_arenas(arena_dir),
     )
 
 
@@ -99,6 +100,28 @@ def _wanted(given: Given, machine: ThisMachine, problems: list[str], doubts: lis
         return _Wanted(nvme=settings.nvme, remote=settings.remote)
     cpu = settings.tiers[0]
     return _Wanted(cpu_capacity(cpu, machine), cpu.arena_dir, settings.nvme, settings.remote)
+
+
+def _free_bytes(folder: Path, machine: ThisMachine) -> int:
+    with suppress(OSError):  # a problem of the configuration says why
+        return machine.disk(folder).free if folder.is_dir() else 0
+    return 0
+
+
+def _kept_arenas(folder: Path) -> int:
+    with suppress(OSError):
+        return len(list(folder.glob(KEPT_ARENAS)))
+    return 0
+
+
+def _paths(tiers: Sequence[NvmeTierOptions], machine: ThisMachine) -> Iterator[PathFacts]:
+    """Yield the facts of each path; one that cannot be read is a problem of the configuration."""
+    for path in (path for tier in tiers for path in tier.path):
+        try:
+            facts = _path(path, machine)
+        except OSError:
+            continue
+        yield facts
 
 
 def _path(path: Path, machine: ThisMachine) -> PathFacts:
