@@ -80,6 +80,7 @@ _NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENO
 _PATH_ERRNOS = frozenset(
     {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 )
+_DENIED_ERRNOS = frozenset({errno.EACCES, errno.EPERM})
 _NO_DESCRIPTOR_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE})
 
 
@@ -93,8 +94,11 @@ def from_os_error(error: OSError, doing: str) -> KVCascadeError:
         return NoSpaceError(f"no space while {doing}: {reason}; free some or lower the capacity")
     if error.errno in _NO_DESCRIPTOR_ERRNOS:
         return TierIOError(error.errno, f"{reason} while {doing}; raise the limit with `ulimit -n`")
-    remedy = "the path" if error.errno in _PATH_ERRNOS else "the device and permissions"
-    return TierIOError(error.errno, f"{reason} while {doing}; check {remedy}")
+    if error.errno in _DENIED_ERRNOS:
+        remedy = "run as the user of the engines, or change the permissions"
+    else:
+        remedy = "check the path" if error.errno in _PATH_ERRNOS else "check the device"
+    return TierIOError(error.errno, f"{reason} while {doing}; {remedy}")
 
 
 @contextmanager

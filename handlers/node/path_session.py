@@ -13,11 +13,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError, FormatError, InUseError, TierIOError
+from ...errors import ConfigError, FormatError, InUseError, TierIOError, os_errors
 from ...tiers.nvme.disk.filesystem import FileLock, FileSystem
 from ...tiers.nvme.namespace import DESCRIPTION
 from ...tiers.nvme.path.frames import DECODE_ERRORS, FrameReader, frame
@@ -122,14 +122,14 @@ def open_session(
     `also` names the other paths of the tier in order, if they are mounted elsewhere than for the
     engines. `pause` waits for some seconds between two attempts.
 
-    Raises `TierIOError` if there is no tier, `ConfigError` if it belongs to another user, and
-    `FormatError` for a writer of another version. Raises `InUseError` if the lock is held and
-    nobody answers, or if a process that is stopped holds it.
+    Raises `TierIOError` if there is no tier that this user may read, `ConfigError` if it belongs to
+    another user, and `FormatError` for a writer of another version. Raises `InUseError` if the lock
+    is held and nobody answers, or if a process that is stopped holds it.
     """
     root = path.parent if fs.exists(path / DESCRIPTION) else path
-    if not fs.exists(root):
+    if not _is_there(fs, root):
         raise TierIOError(errno.ENOENT, f"{root} does not exist; check the path")
-    if not fs.exists(root / PATH_FOLDER / PATH_FILE):
+    if not _is_there(fs, root / PATH_FOLDER / PATH_FILE):
         raise TierIOError(
             errno.ENOENT,
             f"{root} is not the first path of a tier: it records no options; check the path",
@@ -154,6 +154,15 @@ def follow_session(fs: FileSystem, path: Path) -> PathSession | None:
     """
     root = path.parent if fs.exists(path / DESCRIPTION) else path
     return _follow(fs, root) if fs.exists(root / PATH_FOLDER) else None
+
+
+def _is_there(fs: FileSystem, path: Path) -> bool:
+    """Return whether a name exists. Raises `TierIOError` if this user may not look."""
+    if fs.exists(path):
+        return True
+    with os_errors(f"looking for {path}"), suppress(FileNotFoundError, NotADirectoryError):
+        fs.modified_at(path)
+    return False
 
 
 def _lead(fs: FileSystem, root: Path, also: Sequence[Path], lock: FileLock) -> PathSession:

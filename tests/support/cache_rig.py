@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,18 @@ def call(*arguments: object) -> Answer:
     return Answer(result.exit_code, result.stdout, result.stderr)
 
 
-def call_outside(*arguments: object) -> Answer:
+NO_POWERS = ("setpriv", "--bounding-set=-all", "--inh-caps=-all")
+"""Command before another one, which then lacks the powers of root, but not its files."""
+
+
+def call_bound(*arguments: object) -> Answer:
+    """Run a command in a process of its own that permissions bind, also if this one is root."""
+    return call_outside(*arguments, before=NO_POWERS if os.geteuid() == 0 else ())
+
+
+def call_outside(*arguments: object, before: Sequence[str] = ()) -> Answer:
     """Run a command in a process of its own: needed while this one owns the cache."""
-    command = [sys.executable, "-m", "kvcascade.tools", *map(str, arguments)]
+    command = [*before, sys.executable, "-m", "kvcascade.tools", *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     return Answer(done.returncode, done.stdout, done.stderr)

@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
-from support.cache_rig import ROOT, call
+from support.cache_rig import ROOT, call, call_bound
 from support.path_cache import fill_path
+from support.users import unprivileged
 
 from kvcascade import __version__
 from kvcascade.tools.__main__ import main
@@ -73,6 +75,40 @@ def test_what_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     assert answer.code == ExitCode.CANNOT_OPEN
     assert answer.document["schema"] == "kvcascade.error"
     assert answer.document["error"] == "cannot_open"
+
+
+@pytest.mark.parametrize("place", ["locked", "locked/kv"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["inspect", "PLACE"],
+        ["verify", "PLACE"],
+        ["top", "PLACE", "--once"],
+        ["gc", "PLACE", "--hash", "00"],
+        ["export", "PLACE", "out"],
+        ["bench", "PLACE"],
+    ],
+)
+def test_a_locked_folder_cannot_be_opened(tmp_path: Path, words: list[str], place: str) -> None:
+    fill_path(tmp_path / "locked")
+    (tmp_path / "locked").chmod(0)
+    answer = call_bound(*(tmp_path / place if word == "PLACE" else word for word in words))
+    assert (answer.code, answer.err.count("\n")) == (ExitCode.CANNOT_OPEN, 1), answer.err
+    is_told = "run as the user of the engines" in answer.err
+    assert is_told or (words[0] == "bench" and "cannot be written by this user" in answer.err)
+
+
+def test_a_locked_file_cannot_be_opened() -> None:
+    with TemporaryDirectory() as text:
+        Path(text).chmod(0o755)
+        file = Path(text) / "transfer.json"
+        file.touch(mode=0)
+        for words in (["check"], ["doctor"], ["remote", "ls"]):
+            call(*words, file)  # what is imported late may be where only root can read
+            with unprivileged():
+                answer = call(*words, file)
+            assert (answer.code, answer.err.count("\n")) == (ExitCode.CANNOT_OPEN, 1), words
+            assert "run as the user of the engines" in answer.err
 
 
 HEAVY = ("torch", "vllm", "numpy", "lmdb", "rich", "matplotlib", "prometheus_client")

@@ -5,6 +5,7 @@ Every start of the command line imports this module, so it imports nothing heavy
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from ...errors import ConfigError, ErrorKind, KVCascadeError, os_errors
+from ...errors import ConfigError, ErrorKind, KVCascadeError, from_os_error, os_errors
 
 SCHEMA_VERSION = 1
 """Version of every JSON document; it increases when a field is removed or changes its meaning."""
@@ -55,12 +56,18 @@ _OF_KIND = {
     ErrorKind.CONFIG: ExitCode.USAGE,
 }
 
+# Paths are `readable=False`: the parser would call a locked path a wrong call (status 2).
 PathArgument = Annotated[
-    Path, typer.Argument(metavar="PATH", help="The tier's path, or one namespace directory in it.")
+    Path,
+    typer.Argument(
+        metavar="PATH", help="The tier's path, or one namespace directory in it.", readable=False
+    ),
 ]
 AlsoOption = Annotated[
     list[Path] | None,
-    typer.Option("--also", metavar="PATH", help="Another path of the same tier (repeatable)."),
+    typer.Option(
+        "--also", metavar="PATH", help="Another path of the same tier (repeatable).", readable=False
+    ),
 ]
 NamespaceOption = Annotated[
     str | None,
@@ -74,15 +81,23 @@ UrlOption = Annotated[
     typer.Option("--url", metavar="URL", help="An engine's metrics: http://host:8000/metrics."),
 ]
 ArenaDirOption = Annotated[
-    Path, typer.Option("--arena-dir", metavar="DIR", help="Directory of the engines' CPU tiers.")
+    Path,
+    typer.Option(
+        "--arena-dir", metavar="DIR", help="Directory of the engines' CPU tiers.", readable=False
+    ),
 ]
 ARENA_DIR = Path("/dev/shm")
 OutOption = Annotated[
-    Path, typer.Option("--out", metavar="FOLDER", help="Folder for results, logs and files.")
+    Path,
+    typer.Option(
+        "--out", metavar="FOLDER", help="Folder for results, logs and files.", readable=False
+    ),
 ]
 PlotOption = Annotated[
     Path | None,
-    typer.Option("--plot", metavar="PNG", help="Also draw a picture (needs kvcascade[plot])."),
+    typer.Option(
+        "--plot", metavar="PNG", help="Also draw a picture (needs kvcascade[plot]).", readable=False
+    ),
 ]
 
 
@@ -163,7 +178,8 @@ def complain(message: str, code: ExitCode, as_json: bool, command: str = "kvcasc
 
 
 def check_is_file(option: str, path: Path) -> None:
-    """Raise `CommandError` if a path does not exist or is a folder."""
+    """Raise `CommandError` if a path does not exist or is a folder, or `TierIOError` if this user
+    cannot read it."""
     with os_errors(f"looking for {path}"):
         is_folder, is_there = path.is_dir(), path.exists()
     if is_folder:
@@ -171,6 +187,9 @@ def check_is_file(option: str, path: Path) -> None:
         raise CommandError(f"{option}: {problem}", ExitCode.USAGE)
     if not is_there:
         raise CommandError(f"{option}: there is no file {path}", ExitCode.USAGE)
+    if not os.access(path, os.R_OK, effective_ids=True):
+        denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        raise from_os_error(denied, f"reading {path}")
 
 
 def check_place(option: str, path: Path | None) -> None:

@@ -98,7 +98,9 @@ PathOption = Annotated[
 DiskOption = Annotated[
     Path | None,
     typer.Argument(
-        metavar="PATH", help="Measure the disk of this folder through our tiers, without vLLM."
+        metavar="PATH",
+        help="Measure the disk of this folder through our tiers, without vLLM.",
+        readable=False,
     ),
 ]
 KeepOption = Annotated[bool, typer.Option("--keep", help="Keep the NVMe tier's files.")]

@@ -22,7 +22,9 @@ def _positive(value: float | None) -> float | None:
 TraceArgument = Annotated[
     Path,
     typer.Argument(
-        metavar="TRACE", help="Mooncake JSON lines, an .npz trace, or a folder of recordings."
+        metavar="TRACE",
+        help="Mooncake JSON lines, an .npz trace, or a folder of recordings.",
+        readable=False,
     ),
 ]
 TierOption = Annotated[
@@ -76,13 +78,19 @@ ModeOption = Annotated[
 BenchOption = Annotated[
     Path | None,
     typer.Option(
-        "--bench", metavar="FILE", help="Rates of the lower tiers, from `kvcascade bench`."
+        "--bench",
+        metavar="FILE",
+        help="Rates of the lower tiers, from `kvcascade bench`.",
+        readable=False,
     ),
 ]
 PathOption = Annotated[
     Path | None,
     typer.Option(
-        "--path", metavar="FOLDER", help="Measure the disk of this folder for the lower tiers."
+        "--path",
+        metavar="FOLDER",
+        help="Measure the disk of this folder for the lower tiers.",
+        readable=False,
     ),
 ]
 SpeedOption = Annotated[
@@ -105,11 +113,14 @@ PoliciesOption = Annotated[
     ),
 ]
 CsvOption = Annotated[
-    Path | None, typer.Option("--csv", metavar="FILE", help="Save the sweep as CSV.")
+    Path | None,
+    typer.Option("--csv", metavar="FILE", help="Save the sweep as CSV.", readable=False),
 ]
 SweepPlotOption = Annotated[
     Path | None,
-    typer.Option("--plot", metavar="PNG", help="Draw the sweep (needs kvcascade[plot])."),
+    typer.Option(
+        "--plot", metavar="PNG", help="Draw the sweep (needs kvcascade[plot]).", readable=False
+    ),
 ]
 
 

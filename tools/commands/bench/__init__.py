@@ -10,7 +10,7 @@ import typer
 from ..command_line import JsonOption, answering, answering_apart, emit
 
 DiskArgument = Annotated[
-    Path, typer.Argument(metavar="PATH", help="A folder on the disk to measure.")
+    Path, typer.Argument(metavar="PATH", help="A folder on the disk to measure.", readable=False)
 ]
 
 

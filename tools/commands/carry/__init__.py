@@ -26,9 +26,12 @@ from ..verify import LimitOption, size_of
 if TYPE_CHECKING:
     from .export_writer import Choice
 
-OutArgument = Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="The file to write.")]
+OutArgument = Annotated[
+    Path, typer.Argument(metavar="OUT.safetensors", help="The file to write.", readable=False)
+]
 InArgument = Annotated[
-    Path, typer.Argument(metavar="IN.safetensors", help="A file of `kvcascade export`.")
+    Path,
+    typer.Argument(metavar="IN.safetensors", help="A file of `kvcascade export`.", readable=False),
 ]
 PrefixOption = Annotated[
     list[str] | None,
@@ -46,7 +49,12 @@ HashOption = Annotated[
 ]
 HashesOption = Annotated[
     Path | None,
-    typer.Option("--hashes", metavar="FILE", help="Blocks listed in a file, one hash per line."),
+    typer.Option(
+        "--hashes",
+        metavar="FILE",
+        help="Blocks listed in a file, one hash per line.",
+        readable=False,
+    ),
 ]
 HotOption = Annotated[
     str | None,

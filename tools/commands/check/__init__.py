@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 ConfigArgument = Annotated[
     Path,
     typer.Argument(
-        metavar="CONFIG.json", help="vLLM's --kv-transfer-config, as a file; -: standard input."
+        metavar="CONFIG.json",
+        help="vLLM's --kv-transfer-config, as a file; -: standard input.",
+        readable=False,
     ),
 ]
 ModelOption = Annotated[

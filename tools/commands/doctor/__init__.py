@@ -20,7 +20,9 @@ from ..command_line import (
 ConfigArgument = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[CONFIG.json]", help="vLLM's --kv-transfer-config, as a file; -: standard input."
+        metavar="[CONFIG.json]",
+        help="vLLM's --kv-transfer-config, as a file; -: standard input.",
+        readable=False,
     ),
 ]
 

@@ -15,14 +15,14 @@ from pathlib import Path
 from ....assembly.named import configured
 from ....config.options import At
 from ....config.remote import RemoteTierOptions, parse_remote
-from ....errors import ConfigError
+from ....errors import ConfigError, os_errors
 from ....tiers.remote.abilities import CanList, RemoteEntry
 from ....tiers.remote.base import FAILURES, RemoteEngine, RemoteOutcome
 from ....tiers.remote.objects import Seal, counter_name
 from ....tiers.remote.remote_options import folder_problem, missing_extra, open_remote_engine
 from ....tiers.remote.remote_probe import failure_of
 from ..check.transfer_config import STANDARD_INPUT, read_config
-from ..command_line import CommandError, ExitCode, answering_apart, settings_of
+from ..command_line import CommandError, ExitCode, answering_apart, check_is_file, settings_of
 
 CALL_LIMIT_S = 60.0
 """Longest time in seconds of one call of the engine, beside that of its last request."""
@@ -120,9 +120,13 @@ def opened(remote: str, settings: Sequence[str] | None) -> Iterator[RemoteServer
 
 
 def _of_file(path: Path) -> RemoteTierOptions:
-    if path != STANDARD_INPUT and not path.is_file():  # the word may hold a password
+    with os_errors("looking for the file of REMOTE"):
+        is_file = path == STANDARD_INPUT or path.is_file()
+    if not is_file:  # the word may hold a password
         message = 'REMOTE: is neither a URL nor a file; give one such as "s3://bucket/kv"'
         raise CommandError(message, ExitCode.USAGE)
+    if path != STANDARD_INPUT:
+        check_is_file("REMOTE", path)
     with answering_apart(True):  # vLLM prints to standard output
         given = read_config(path)
     if given.problems:

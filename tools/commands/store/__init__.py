@@ -9,7 +9,9 @@ import typer
 
 from ..command_line import AlsoOption, ExitCode, answering, finish
 
-TierPath = Annotated[Path, typer.Argument(metavar="PATH", help="The tier's first path.")]
+TierPath = Annotated[
+    Path, typer.Argument(metavar="PATH", help="The tier's first path.", readable=False)
+]
 CapacityOption = Annotated[
     str | None,
     typer.Option(

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from .top_frame import Reading
 
 PathOption = Annotated[
-    Path | None, typer.Argument(metavar="PATH", help="The tier's path, to show the state on disk.")
+    Path | None,
+    typer.Argument(
+        metavar="PATH", help="The tier's path, to show the state on disk.", readable=False
+    ),
 ]
 IntervalOption = Annotated[
     float, typer.Option("--interval", metavar="S", min=0.1, help="Seconds between two refreshes.")
