@@ -60,9 +60,9 @@ def test_a_closed_cache_is_not_said_to_be_absent() -> None:
         first.chmod(0o755)
         (first / "lock").touch()
         with unprivileged():
-            assert [found.name for found in folders_in(RealFileSystem(), path)] == [first.name], (
-                "what one may see"
-            )
+            found = folders_in(RealFileSystem(), path)
+        assert [each.name for each in found] == [first.name, second.name]
+        assert f"denied while looking into {second}" in found[1].problem
 
 
 def test_shared_memory_is_private(tmp_path: Path) -> None:

@@ -184,6 +184,18 @@ def test_to_a_size_the_coldest_segments_leave(closed: Path) -> None:
     assert held_in(closed.parent, range(BLOCKS)) == list(range(16))
 
 
+def test_a_size_that_cannot_be_reached_is_said_so(closed: Path) -> None:
+    root = closed.parent
+    for words in (["--dry-run"], []):
+        answer = call("gc", root, "--max-size", "1kB", *words, "--json")
+        assert answer.code == ExitCode.PROBLEMS and answer.one["is_incomplete"]
+        assert answer.one["blocks_removed"] == BLOCKS and not answer.one["was_removed"]
+        assert "--max-size is not reached" in answer.one["skipped"]
+    size = on_disk(root)
+    answer = call("gc", root, "--max-size", str(size), "--json")
+    assert answer.code == ExitCode.OK and answer.one["skipped"] == "", "it is that small"
+
+
 def test_a_size_is_that_of_all_namespaces(tmp_path: Path) -> None:
     one, two = fill_two(tmp_path, {"n": 1}, {"n": 2})
     note_use(one, range(20), at_s=time.time() - 3600)
@@ -298,7 +310,7 @@ def test_segments_leave_beside_an_engine_that_reads(tmp_path: Path, engine: Path
     root = tmp_path / "kv"
     assert list(engine.get(range(BLOCKS))) == [BlockOutcome.OK] * BLOCKS, "its files are open"
     answer = call("gc", root, "--max-size", "1", "--json")
-    assert answer.code == ExitCode.OK and answer.one["blocks_removed"] == BLOCKS
+    assert answer.one["blocks_removed"] == BLOCKS and "in indexes" in answer.one["skipped"]
     assert not files_of(folder_in(root))
     assert BlockOutcome.OK not in engine.get(range(BLOCKS))
     assert set(engine.put(range(BLOCKS))) == {BlockOutcome.OK}

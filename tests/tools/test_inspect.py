@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.cache_rig import call, flip
+from support.cache_rig import call, call_bound, flip
 from support.keys import key
 from support.path_cache import (
     BLOCK,
@@ -306,6 +306,31 @@ def test_a_damaged_record_of_the_path(tmp_path: Path) -> None:
     (tmp_path / ".kvcascade" / "path.json").unlink()
     answer = call("inspect", tmp_path, "--json")
     assert answer.one["blocks"] == 20 and "records no options" in answer.one["problem"]
+
+
+@pytest.mark.parametrize("mode", [0, 0o400])
+def test_a_namespace_that_this_user_may_not_enter_is_unreadable(tmp_path: Path, mode: int) -> None:
+    one, two = fill_two(tmp_path, {"n": 1}, {"n": 2})
+    two.chmod(mode)
+    answer = call_bound("inspect", tmp_path, "--json")
+    first, second = answer.document["namespaces"]
+    assert answer.code == ExitCode.PROBLEMS and first["name"] == one.name
+    assert (second["name"], second["state"]) == (two.name, "unreadable")
+    assert second["disk_bytes"] is second["segments"] is None, "nobody can tell"
+    assert "run as the user of the engines" in second["problem"]
+    for words in (["verify", tmp_path], ["top", tmp_path, "--once"], ["gc", tmp_path, "--hash=00"]):
+        answer = call_bound(*words, "--json")
+        listed = answer.document["tiers" if words[0] == "top" else "namespaces"]
+        assert answer.code == ExitCode.PROBLEMS and len(listed) == 2, words
+        assert "run as the user of the engines" in json.dumps(listed[1])
+    answer = call_bound("gc", tmp_path, "--max-size", "1GiB", "--json")
+    assert answer.code == ExitCode.PROBLEMS, "the size of one is not known"
+    answer = call_bound("export", tmp_path, tmp_path / "out")
+    assert answer.code == ExitCode.USAGE and f"one of {one.name}, {two.name}" in answer.err
+    answer = call_bound("export", tmp_path, tmp_path / "out", "-n", "two")
+    assert answer.code == ExitCode.CANNOT_OPEN and not (tmp_path / "out").exists()
+    answer = call_bound("gc", tmp_path, "-n", two.name, "--remove-namespace")
+    assert answer.code == ExitCode.CANNOT_OPEN and "no namespace" not in answer.err
 
 
 def test_damaged_segments_are_named(tmp_path: Path) -> None:

@@ -95,25 +95,23 @@ class OpenPath:
         description = read_description(self._fs, folders[0])
         return PathNamespace(name, folders, description, self._clients.get(name, 0) > 0)
 
-    def chosen(self, text: str | None, path: Path) -> list[str]:
-        """Return the namespaces that fit a text, or the one that `path` is; all without a text.
+    def only(self, text: str | None, path: Path) -> str:
+        """Return the only namespace that fits a text, or the one that `path` is.
 
-        Raises `ConfigError` if the text fits none, or several, or `FormatError` if only namespaces
-        of other versions fit.
+        Without a text, return the only namespace of this version. Raises `ConfigError` if none or
+        several fit, or `FormatError` if this one cannot be read.
         """
         found = chosen_of(self.folders(path), text)
-        names = [each.name for each in found if each.is_readable and each.name in self._clients]
-        if not names:
-            raise FormatError(found[0].reason)
-        return names
+        fit = [each for each in found if each.problem or self._knows(each)]
+        if len(fit) > 1:
+            shown = ", ".join(each.name for each in fit[:MAX_NAMES_SHOWN])
+            raise ConfigError(f"--namespace: {len(fit)} namespaces match; give one of {shown}")
+        if not fit or fit[0].problem:
+            raise FormatError((fit or found)[0].reason)
+        return fit[0].name
 
-    def only(self, text: str | None, path: Path) -> str:
-        """Return the only namespace that fits. Raises as `chosen`, or if several do."""
-        found = self.chosen(text, path)
-        if len(found) != 1:
-            shown = ", ".join(found[:MAX_NAMES_SHOWN])
-            raise ConfigError(f"--namespace: {len(found)} namespaces match; give one of {shown}")
-        return found[0]
+    def _knows(self, one: NamespaceFolder) -> bool:
+        return one.is_readable and one.name in self._clients
 
     def facts(self, name: str) -> dict[str, Any]:
         """Return numbers of blocks, slots and resets of a namespace, and its totals."""

@@ -79,6 +79,8 @@ class NamespaceFolder:
     def used_bytes(self, fs: FileSystem) -> int:
         """Return the bytes on disk in the given paths. Raises `TierIOError`."""
         with os_errors(f"looking at {self.name}"):
+            for folder in self.folders:
+                fs.list_dir(folder)  # `used_bytes` counts nothing below a locked folder
             return sum(map(fs.used_bytes, self.folders))
 
     @property
@@ -126,12 +128,13 @@ def folders_in(
 ) -> list[NamespaceFolder]:
     """Return the namespaces in a path, or the one that `path` is, by name.
 
-    Raises `TierIOError` if there is none, or if a path cannot be read.
+    Those that this user may not enter are among them, as not readable. Raises `TierIOError` if
+    there is none, if none may be entered, or if a path cannot be read.
     """
     is_one = _is_namespace(fs, path)
     roots = _roots(fs, path.parent if is_one else path, also or ())
     found: dict[str, list[Path]] = {}
-    denied: TierIOError | None = None
+    denied: dict[Path, TierIOError] = {}
     for number, root in enumerate(roots):
         with os_errors(f"listing {root}"):
             names = sorted(fs.list_dir(root))
@@ -142,13 +145,20 @@ def folders_in(
                 if _is_namespace(fs, folder) and (not number or folder.name in found or also):
                     found.setdefault(folder.name, []).append(folder)
             except TierIOError as error:
-                denied = denied or error
-    if denied is not None and not found:
-        raise denied
+                if not number or also:
+                    denied[folder] = error
+    if denied and not found:
+        raise next(iter(denied.values()))
     if not found:
         shown = ", ".join(map(str, roots))
         raise TierIOError(errno.ENOENT, f"no namespace in {shown}; give the path of an NVMe tier")
-    return [_look(fs, name, tuple(folders)) for name, folders in sorted(found.items())]
+    closed = [
+        NamespaceFolder(folder.name, (folder,), {}, False, sentence(error))
+        for folder, error in denied.items()
+        if folder.name not in found
+    ]
+    seen = [_look(fs, name, tuple(folders)) for name, folders in found.items()]
+    return sorted(closed + seen, key=lambda each: each.name)
 
 
 def choose(found: Sequence[NamespaceFolder], text: str | None) -> NamespaceFolder:
@@ -222,10 +232,10 @@ def _is_namespace(fs: FileSystem, folder: Path) -> bool:
         return False
     with os_errors(f"looking into {folder}"):
         try:
-            fs.list_dir(folder)
+            names = fs.list_dir(folder)
         except (FileNotFoundError, NotADirectoryError):
             return False
-        return any(fs.exists(folder / name) for name in (LOCK, DESCRIPTION))
+    return not {LOCK, DESCRIPTION}.isdisjoint(names)
 
 
 def _look(fs: FileSystem, name: str, folders: tuple[Path, ...]) -> NamespaceFolder:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.text import Text
 
+from ....config.sizes import human
 from ....errors import ConfigError, InUseError, KVCascadeError
 from ....tiers.nvme.disk.filesystem import FileSystem
 from ....tiers.nvme.namespace import remove_namespace
@@ -33,6 +34,10 @@ MAX_NAMES_IN_USE = 3
 """Most engines that are named when a namespace cannot be removed."""
 NOT_NOTED = (
     "no engine has recorded the blocks after {}: only it is removed; select others by --hash"
+)
+TOO_LARGE = (
+    "--max-size is not reached: {} are left in indexes and in namespaces that cannot be read; "
+    "remove namespaces with --remove-namespace"
 )
 WRITTEN_TO = "engines were writing to {} of the segments: call it again"
 
@@ -78,7 +83,7 @@ class GcReport:
     skipped: str = ""
     """Parts that were skipped, and the reason: an engine has them open, or they cannot be read."""
     is_incomplete: bool = False
-    """True if requested blocks may be left; `skipped` gives the reason."""
+    """True if requested blocks may be left, or more bytes than asked for; `skipped` says why."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as a JSON object."""
@@ -159,9 +164,11 @@ class Collector:
         if wish.prompt and not any(plan.has_prompt or plan.report.is_incomplete for plan in plans):
             raise ConfigError(f"--prefix: there is no block {wish.prompt}")
         if wish.max_bytes is not None:
-            total = sum(folder.used_bytes(self._fs) for folder in folders)
             freed = sum(plan.report.bytes_freed for plan in plans)
-            _choose_segments(candidates, total - wish.max_bytes - freed)
+            excess = self._total_bytes(plans) - freed - wish.max_bytes
+            left = _choose_segments(candidates, excess)
+            if left > 0:
+                _note_too_large(plans, wish.max_bytes + left)
         for plan in plans:
             if plan.last_use:
                 plan.report.hottest_idle_s = max(0.0, self._now_s - plan.last_use)
@@ -170,6 +177,17 @@ class Collector:
         return [plan.report for plan in plans]
 
     # -- planning ------------------------------------------------------------------------------
+
+    def _total_bytes(self, plans: Sequence[_Plan]) -> int:
+        """Return the bytes on disk of all namespaces; one of unknown size makes its report
+        incomplete."""
+        total = 0
+        for plan in plans:
+            try:
+                total += plan.folder.used_bytes(self._fs)
+            except KVCascadeError as error:
+                plan.report.skipped, plan.report.is_incomplete = sentence(error), True
+        return total
 
     def _look(self, plan: _Plan) -> list[_SegmentUse]:
         """Select blocks, and return segments as candidates."""
@@ -186,6 +204,8 @@ class Collector:
         except (ConfigError, InUseError):  # the call is wrong, or nothing can be done at all
             raise
         except KVCascadeError as error:
+            if wish.whole:
+                raise
             report.skipped, report.is_incomplete = sentence(error), wish.is_by_block
             return []
 
@@ -332,14 +352,22 @@ def _segment_use(
     return _SegmentUse(plan, number, len(times), warmth, int(times.max(initial=0)))
 
 
-def _choose_segments(uses: Sequence[_SegmentUse], excess_bytes: int) -> None:
-    """Choose the coldest segments until the excess is freed."""
+def _choose_segments(uses: Sequence[_SegmentUse], excess_bytes: int) -> int:
+    """Choose the coldest segments until the excess is freed; return the rest of the excess."""
     for use in sorted(uses, key=lambda use: use.warmth):
         if excess_bytes <= 0:
-            return
+            break
         use.plan.chosen.append(use.number)
         use.plan.add(use.number, use.blocks, use.last_use)
         excess_bytes -= use.plan.sizes[use.number]
+    return excess_bytes
+
+
+def _note_too_large(plans: Sequence[_Plan], left_bytes: int) -> None:
+    """Mark the reports of a size that cannot be reached."""
+    for plan in plans:
+        plan.report.is_incomplete = True
+        plan.report.skipped = plan.report.skipped or TOO_LARGE.format(human(left_bytes))
 
 
 def _check_parts(fs: FileSystem, folder: NamespaceFolder) -> None:

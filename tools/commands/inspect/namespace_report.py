@@ -10,6 +10,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -193,9 +194,9 @@ class Inspector:
         if not one.is_readable:
             state = UNREADABLE if one.problem else f"version {one.version}"
             found = NamespaceReport(one.name, paths, state, problem=one.problem or None)
-            return replace(
-                found, **_on_disk(self._fs, one), **_described(self._fs, one, self._now_s)
-            )
+            with suppress(KVCascadeError):  # this user may not enter it
+                found = replace(found, **_on_disk(self._fs, one))
+            return replace(found, **_described(self._fs, one, self._now_s))
         session = SavedState(one.folders[0] / STATE).sessions()  # before the writer opens it
         before = self._slots(one)
         damaged = [number for number, _ in damaged_segments(one.segment_files(), one.layout)]
