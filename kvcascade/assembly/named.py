@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ..config.environment import misspelt, with_environment
+from ..config.environment import misspelt, naming_variables, variables_of, with_environment
 from ..config.machine import Machine, check_machine, check_nvme, settled
 from ..config.options import noting
 from ..config.remote import RemoteTierOptions
@@ -62,9 +62,10 @@ def configured(
     for said in misspelt(environment):
         _log.warning("kvcascade: %s", said)
     given: Mapping[str, object] = extra_config
-    with noting(noted):
-        given = with_environment(extra_config, environment)
-    return parse(given, known_names(), noted)
+    with naming_variables(variables_of(extra_config, environment), noted):
+        with noting(noted):
+            given = with_environment(extra_config, environment)
+        return parse(given, known_names(), noted)
 
 
 def checked(
@@ -79,8 +80,9 @@ def checked(
     collects all in `noted`.
     """
     config = settled(configured(extra_config, noted), machine, workers)
-    check_names(config, noted)
-    check_machine(config, machine, noted)
+    with naming_variables(variables_of(extra_config, os.environ), noted):
+        check_names(config, noted)
+        check_machine(config, machine, noted)
     return config
 
 

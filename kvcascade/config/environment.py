@@ -11,9 +11,11 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from typing import Any
 
+from ..errors import ConfigError
 from .remote import RemoteTierOptions
 from .schema import PATH_KEY, CascadeConfig, CpuTierOptions, NvmeTierOptions, with_tiers
 
@@ -50,11 +52,8 @@ def with_environment(
     tiers.
     """
     found: dict[str, object] = dict(extra_config)
-    has_tiers = not {"tiers", PATH_KEY}.isdisjoint(found)
-    for variable, name in TOP.items():
-        is_other_way = has_tiers and name in ("tiers", PATH_KEY)
-        if variable in environment and not is_other_way:
-            found.setdefault(name, _value(environment[variable]))
+    for name, variable in _of_top(extra_config, environment).items():
+        found[name] = _value(environment[variable])
     options = {
         place: _value(environment[variable])
         for variable, place in OF_TIER.items()
@@ -65,6 +64,48 @@ def with_environment(
     if options and isinstance(tiers, list | tuple):
         found["tiers"] = list(_completed(tiers, options))
     return found
+
+
+def variables_of(
+    extra_config: Mapping[str, object], environment: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variable of each option that comes from one, by the key of the option."""
+    found = _of_top(extra_config, environment)
+    top: dict[str, object] = {name: _value(environment[of]) for name, of in found.items()}
+    if PATH_KEY in found:
+        found[f"tiers[1].{PATH_KEY}"] = found[PATH_KEY]
+    with suppress(ConfigError):  # it is reported where the options are read
+        tiers = with_tiers({**top, **extra_config}).get("tiers")
+        seen: set[object] = set()
+        for index, tier in enumerate(tiers if isinstance(tiers, list | tuple) else ()):
+            own = tier if isinstance(tier, Mapping) else {}
+            for variable, (kind, name) in OF_TIER.items():
+                is_first = own.get("type") == kind and kind not in seen
+                if is_first and variable in environment and name not in own:
+                    found[f"tiers[{index}].{name}"] = variable
+            seen.add(str(own.get("type")))
+    return found
+
+
+@contextmanager
+def naming_variables(
+    variables: Mapping[str, str], noted: list[str] | None = None
+) -> Iterator[None]:
+    """Name the variable in each problem with an option that comes from one, raised or collected.
+
+    `variables`: those of `variables_of`.
+    """
+    start = 0 if noted is None else len(noted)
+    try:
+        yield
+    except ConfigError as error:
+        said = _naming(variables, str(error))
+        if said == str(error):
+            raise
+        raise ConfigError(said) from None
+    finally:
+        if noted is not None:
+            noted[start:] = [_naming(variables, problem) for problem in noted[start:]]
 
 
 def misspelt(environment: Collection[str]) -> list[str]:
@@ -81,6 +122,27 @@ def misspelt(environment: Collection[str]) -> list[str]:
                     "is meant, rename it"
                 )
     return said
+
+
+def _of_top(extra_config: Mapping[str, object], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable of each option at the top level that the configuration lacks."""
+    has_tiers = not {"tiers", PATH_KEY}.isdisjoint(extra_config)
+    return {
+        name: variable
+        for variable, name in TOP.items()
+        if variable in environment
+        and name not in extra_config
+        and not (has_tiers and name in ("tiers", PATH_KEY))
+    }
+
+
+def _naming(variables: Mapping[str, str], problem: str) -> str:
+    """Return a problem with the variable of the option that it begins with."""
+    place = problem.partition(" ")[0].rstrip(":")
+    for key, variable in sorted(variables.items(), key=lambda pair: -len(pair[0])):
+        if place == key or place.startswith((f"{key}.", f"{key}[")):
+            return f"{problem.removesuffix('.')} (from the environment variable {variable})."
+    return problem
 
 
 def _completed(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvcascade.assembly.named import configured
 from kvcascade.config.environment import OF_TIER, PREFIX, TOP, misspelt, with_environment
 from kvcascade.config.schema import CascadeConfig, WriteMode, parse
 from kvcascade.config.sizes import Bytes, DeviceShare, FreeShare
@@ -77,3 +78,38 @@ def test_misspelt_variables_are_named_and_those_of_others_are_not() -> None:
     variables = ["KVCASCADE_CPU_CAPACTY", "KVCASCADE_SERVICE_HOST", "KVCASCADE_PORT", "HOME"]
     (said,) = misspelt([*variables, "KVCASCADE_PATH"])
     assert "KVCASCADE_CPU_CAPACTY" in said and "KVCASCADE_CPU_CAPACITY" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "value", "key"),
+    [
+        ({"path": "/mnt"}, "WRITE_MODE", "thru", "write_mode"),
+        ({"path": "/mnt"}, "CPU_CAPACITY", "lots", "tiers[0].capacity"),
+        ({"path": "/mnt"}, "NVME_POLICY", "lru2", "tiers[1].policy"),
+        ({}, "PATH", "relative", "tiers[1].path"),
+        ({}, "TIERS", '[{"type": "cpu", "capacit": 1}]', "tiers[0].capacit"),
+    ],
+)
+def test_a_problem_names_the_variable(
+    given: dict[str, object], variable: str, value: str, key: str
+) -> None:
+    problems: list[str] = []
+    environment = {f"{PREFIX}{variable}": value}
+    with pytest.raises(ConfigError) as caught:
+        configured(given, None, environment)
+    configured(given, problems, environment)
+    for problem in (str(caught.value), problems[0]):
+        assert problem.startswith(key), problem
+        assert problem.endswith(f" (from the environment variable {PREFIX}{variable}).")
+
+
+def test_a_problem_of_the_configuration_names_no_variable() -> None:
+    environment = {"KVCASCADE_WRITE_MODE": "back", "KVCASCADE_LABEL": "mine"}
+    with pytest.raises(ConfigError, match=r"^write_mode: [^(]*\.$"):
+        configured({"path": "/mnt", "write_mode": 3}, None, environment)
+
+
+def test_an_option_of_a_tier_names_its_own_variable() -> None:
+    environment = {"KVCASCADE_TIERS": '[{"type": "cpu"}]', "KVCASCADE_CPU_CAPACITY": "lots"}
+    with pytest.raises(ConfigError, match="environment variable KVCASCADE_CPU_CAPACITY"):
+        configured({}, None, environment)

@@ -87,6 +87,8 @@ def test_options_come_from_the_call_then_the_environment_then_the_record(tmp_pat
     assert record is not None and record.options == parts.options
     with pytest.raises(ConfigError, match="store.policy"):
         parts_of([tmp_path], {}, {"KVCASCADE_NVME_POLICY": "lru2"})
+    with pytest.raises(ConfigError, match="environment variable KVCASCADE_NVME_CAPACITY"):
+        parts_of([tmp_path], {}, {"KVCASCADE_NVME_CAPACITY": "lots"})
 
 
 def _interrupt(seconds: float) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ....assembly.path_parts import OPTIONS_OF_PATH, PathParts, path_parts
-from ....config.environment import with_environment
+from ....config.environment import PREFIX, naming_variables, with_environment
 from ....config.sizes import human
 from ....errors import ConfigError, InUseError
 from ....handlers.node.path_service import WriterService
@@ -49,7 +49,9 @@ def parts_of(
     """
     tiers: Any = with_environment({"tiers": [{"type": "nvme"}]}, environment)["tiers"]
     options = {name: value for name, value in tiers[0].items() if name in OPTIONS_OF_PATH}
-    parts = path_parts(RealFileSystem(), list(paths), {**options, **given}, "store")
+    unset = options.keys() - given.keys()
+    with naming_variables({f"store.{name}": f"{PREFIX}NVME_{name.upper()}" for name in unset}):
+        parts = path_parts(RealFileSystem(), list(paths), {**options, **given}, "store")
     for root in parts.roots:
         if not root.is_dir():
             raise ConfigError(f"path {str(root)!r} does not exist; create it")
