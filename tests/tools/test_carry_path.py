@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from safetensors import safe_open
-from support.cache_rig import call, flip
+from support.cache_rig import call, call_outside, flip
 from support.keys import key
 from support.path_cache import (
     BLOCK,
@@ -252,3 +252,44 @@ def test_a_path_that_no_engine_has_used_takes_a_namespace(
     assert call("import", root, file).code == ExitCode.DIFFERENT
     answer = call("import", root, file, "--create", "--json")
     assert answer.code == ExitCode.OK and answer.document["imported"] == BLOCKS, answer
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--hash", "ffff"], "no block of"),
+        (["--hot", "10"], "10 bytes hold no block"),
+        (["--hashes", "LIST"], "no block of"),
+        (["--hashes", "EMPTY"], "lists no hash"),
+    ],
+)
+def test_an_empty_choice_is_refused(tmp_path: Path, options: list[str], said: str) -> None:
+    fill_path(tmp_path / "kv", 4)
+    (tmp_path / "LIST").write_text("ffff\n")
+    (tmp_path / "EMPTY").write_text("\n")
+    words = [tmp_path / word if word.isupper() else word for word in options]
+    answer = call("export", tmp_path / "kv", tmp_path / "out", *words)
+    assert answer.code == ExitCode.USAGE and said in answer.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_hashes_that_no_block_has_are_missing(tmp_path: Path) -> None:
+    fill_path(tmp_path / "kv", 4)
+    (tmp_path / "list").write_text(f"{key(1).hex()}\nffff\n{key(9).hex()}\n")
+    answer = call("export", tmp_path / "kv", tmp_path / "out", "--hashes", tmp_path / "list")
+    assert answer.code == ExitCode.PROBLEMS and "1 blocks of" in answer.out
+    assert "2 that were asked for are not stored" in answer.out
+
+
+def test_standard_output_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = call("export", fill_path(tmp_path / "kv", 4).parent, "-")
+    assert answer.code == ExitCode.USAGE and "name of a file" in answer.err
+    assert not (tmp_path / "-").exists()
+
+
+@pytest.mark.parametrize("more", [[], ["--create"]])
+def test_a_missing_folder_is_said_once(file: Path, tmp_path: Path, more: list[str]) -> None:
+    answer = call_outside("import", tmp_path / "nowhere", file, *more)
+    assert (answer.code, answer.err.count("\n")) == (ExitCode.CANNOT_OPEN, 1), answer.err
+    assert "create it" in answer.err and not (tmp_path / "nowhere").exists()

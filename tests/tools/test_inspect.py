@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cache_rig import call, call_bound, flip
@@ -31,6 +32,7 @@ from support.path_cache import (
 )
 from support.path_engine import PathEngine
 
+import kvcascade
 from kvcascade.tiers.cpu.arena import Arena, ArenaRole
 from kvcascade.tiers.cpu.header import ArenaGeometry
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
@@ -487,3 +489,13 @@ def test_a_layout_that_makes_no_sense_is_left_out(tmp_path: Path, about: object)
     found = call("inspect", tmp_path, "--block", key(3).hex(), "--json").document
     assert found["verdict"] == "ok" and found["layers"] == []
     assert call("inspect", tmp_path, "--json").one["blocks"] == 20
+
+
+def test_a_whole_hash_wins_over_hashes_that_begin_with_it(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"block_bytes": BLOCK, "capacity": "64MiB", "min_free": 0}
+    with kvcascade.open(tmp_path, namespace="mine", **options) as cache:
+        cache.put([b"ab", b"abc", b"abd"], [bytes(BLOCK)] * 3)
+    answer = call("inspect", tmp_path, "--block", b"ab".hex(), "--json")
+    assert answer.code == ExitCode.OK and answer.document["hash"] == b"ab".hex()
+    answer = call("inspect", tmp_path, "--block", b"a".hex())
+    assert answer.code == ExitCode.USAGE and "several blocks" in answer.err

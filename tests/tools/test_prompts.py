@@ -112,7 +112,7 @@ def test_what_is_missing_of_a_prompt_is_said(cache: Path) -> None:
     assert answer.code == ExitCode.PROBLEMS
     assert (answer.document["blocks"], answer.document["missing"]) == (7, 1)
     assert (
-        "1 of the prompt are no"
+        "1 that were asked for are not stored"
         in call("export", cache, out, "--prefix", key(7).hex(), "--force").out
     )
 

@@ -148,14 +148,15 @@ class OpenPath:
         return next(self.blocks(name, parse_hash(text)), None) is not None
 
     def only_block(self, name: str, text: str, option: str) -> NamedBlock:
-        """Return the only block whose hash begins with the hexadecimal digits `text`.
+        """Return the only block whose hash begins with the hexadecimal digits `text`, or is `text`.
 
-        Raises `ConfigError` if none or several do.
+        Raises `ConfigError` if there is none, or if several hashes only begin with it.
         """
-        found = list(islice(self.blocks(name, parse_hash(text)), MAX_NAMES_SHOWN + 1))
+        start = parse_hash(text)
+        found = list(islice(self.blocks(name, start), MAX_NAMES_SHOWN + 1))
         if not found:
             raise ConfigError(f"{option}: there is no block {text} in {name}")
-        if len(found) > 1:
+        if len(found) > 1 and found[0].key != start:  # the whole hash comes first
             shown = ", ".join(each.key.hex() for each in found[:MAX_NAMES_SHOWN])
             raise ConfigError(f"{option}: {text} is the start of several blocks: {shown}")
         return found[0]

@@ -26,6 +26,8 @@ from ..verify import LimitOption, size_of
 if TYPE_CHECKING:
     from .export_writer import Choice
 
+STANDARD_OUTPUT = Path("-")
+
 OutArgument = Annotated[
     Path, typer.Argument(metavar="OUT.safetensors", help="The file to write.", readable=False)
 ]
@@ -99,6 +101,8 @@ def export(
         kvcascade export /mnt/nvme/kv -n llama system-prompt.safetensors --prefix 5f3c9a17
     """
     with answering(as_json):
+        if out == STANDARD_OUTPUT:
+            raise CommandError("OUT: give the name of a file, not -", ExitCode.USAGE)
         if hashes is not None:
             check_is_file("--hashes", hashes)
         starts = [*(hash_ or ()), *(_lines(hashes) if hashes else ())]
@@ -175,7 +179,7 @@ def _export(
         emit("export", report.as_json())
     else:
         skipped = f", {report.skipped} skipped (damaged, or removed meanwhile)"
-        missing = f", {report.missing} of the prompt are no longer stored"
+        missing = f", {report.missing} that were asked for are not stored"
         print(
             f"{report.blocks} blocks of {report.namespace} in {out} ({human(report.file_bytes)})"
             f"{skipped if report.skipped else ''}{missing if report.missing else ''}"
@@ -228,6 +232,9 @@ def _import(
 
 def _lines(path: Path) -> list[str]:
     try:
-        return [line.strip() for line in path.read_text("ascii").splitlines() if line.strip()]
+        found = [line.strip() for line in path.read_text("ascii").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(f"--hashes: {path} cannot be read ({error})", ExitCode.USAGE) from None
+    if not found:
+        raise CommandError(f"--hashes: {path} lists no hash; write one per line", ExitCode.USAGE)
+    return found

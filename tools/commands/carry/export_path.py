@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NoReturn
 
 from ....errors import ConfigError, os_errors
 from ....tiers.nvme.disk.transfers import Throttle
@@ -96,19 +97,36 @@ def _prompt_heads(path: OpenPath, name: str, prompts: Sequence[str]) -> set[int]
 def _chosen(
     path: OpenPath, namespace: PathNamespace, choice: Choice, heads: Set[int]
 ) -> tuple[list[NamedBlock], int]:
-    """Return the blocks to export, in slot order, and how many of the prompts are not stored."""
+    """Return the blocks to export, in slot order, and how many that were asked for are not stored.
+
+    Raises `ConfigError` if a choice was made and fits no block.
+    """
     starts, is_all = choice.prefixes, not (choice.prefixes or choice.prompts)
     found: list[NamedBlock] = []
-    missing = set(heads)
+    missing, absent = set(heads), set(starts)
     for each in path.blocks(namespace.name):
         head = head_of(each.key)
         missing.discard(head)
         if is_all or head in heads or each.key.startswith(starts):
+            absent -= {start for start in absent if each.key.startswith(start)}
             found.append(each)
     if choice.hot_bytes is not None:
         found.sort(key=lambda each: each.used_s, reverse=True)
         del found[choice.hot_bytes // namespace.block_bytes :]
-    return sorted(found, key=lambda each: each.slot), len(missing)
+    if not found and choice != Choice():
+        _refuse_empty(namespace, choice)
+    return sorted(found, key=lambda each: each.slot), len(missing) + len(absent)
+
+
+def _refuse_empty(namespace: PathNamespace, choice: Choice) -> NoReturn:
+    size = namespace.block_bytes
+    if choice.hot_bytes is not None and choice.hot_bytes < size:
+        raise ConfigError(
+            f"--hot: {choice.hot_bytes} bytes hold no block of {size} bytes; give more"
+        )
+    raise ConfigError(
+        f"no block of {namespace.name} fits these options, so nothing was written; choose others"
+    )
 
 
 def _head(namespace: PathNamespace, blocks: int, created: str) -> CarriedHead:

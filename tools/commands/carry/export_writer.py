@@ -45,7 +45,7 @@ class ExportReport:
     skipped: int
     """Number of chosen blocks that were damaged or gone when they were read."""
     missing: int
-    """Number of blocks of the chosen prompts that are not in the cache."""
+    """Number of blocks of the chosen prompts, and of hashes, that are not in the cache."""
     file_bytes: int
 
     def as_json(self) -> dict[str, Any]:

@@ -7,12 +7,13 @@ stored than there is free room for.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from pathlib import Path
 
 from ....assembly.path_parts import PathParts, described, existing_names, path_parts
 from ....block_cache import BlockCache, CacheOptions, PutOutcome
-from ....errors import InUseError, KVCascadeError, os_errors
+from ....errors import InUseError, KVCascadeError, TierIOError, os_errors
 from ....handlers.node.path_io import SEGMENTS
 from ....tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ....tiers.nvme.namespace import DESCRIPTION, NamespaceKey
@@ -61,6 +62,7 @@ def import_into_path(
     roots = list(paths)
     if fs.exists(roots[0] / DESCRIPTION):
         namespace, roots[0] = roots[0].name, roots[0].parent
+    _check_folders(roots)
     parts = path_parts(fs, roots, {}, "import")
     spec = _target(fs, parts, namespace, head, may_create)
     if parts.record is not None:  # else no engine has used the path
@@ -71,6 +73,14 @@ def import_into_path(
             room = _all_slots(opened, cache.name) if may_evict else _free_slots(opened, cache.name)
         _import(cache, carried, report, progress, room, TOO_SMALL if may_evict else NO_ROOM)
     return report
+
+
+def _check_folders(roots: Sequence[Path]) -> None:
+    """Raise `TierIOError` if a folder is missing or cannot be looked at."""
+    for root in roots:
+        with os_errors(f"looking for {root}"):
+            if not root.is_dir():
+                raise TierIOError(errno.ENOENT, f"there is no folder {root}; create it")
 
 
 def _target(
