@@ -36,6 +36,7 @@ from .replay import replay_options
 
 COMPLETE = "_KVCASCADE_COMPLETE"
 """Variable with which a shell asks for completions."""
+INSTALL = "--install-completion"
 EPILOG = (
     "Exit status: 0 success, 1 problems found, 2 wrong call, 3 cannot be opened, "
     "4 in use by a process, 5 no space, 6 optional package missing, 7 blocks of another namespace, "
@@ -118,6 +119,12 @@ def _run(argv: Sequence[str] | None) -> int:
         code = app(args=words, prog_name="kvcascade", standalone_mode=not as_json)
     except SystemExit as ended:
         code = ended.code
+    except OSError as error:
+        if INSTALL not in words:
+            raise
+        problem = f"{error.filename or 'a file'} cannot be written ({error.strerror})"
+        remedy = "set HOME to a folder of yours, or use what --show-completion prints"
+        return complain(f"{INSTALL}: {problem}; {remedy}", ExitCode.CANNOT_OPEN, as_json)
     except Exception as error:
         said = getattr(error, "format_message", None)  # a wrong call; its class is private
         if said is None:

@@ -436,7 +436,9 @@ def test_strange_files(tmp_path: Path) -> None:
     strange = tmp_path / "strange.json"
     for text in ("{", "[]", "3", '"a"', "[" * 100_000):
         strange.write_text(text)
-        assert call("check", strange).code == ExitCode.PROBLEMS
+        answer = call("check", strange)
+        assert answer.code == ExitCode.PROBLEMS
+        assert "`kvcascade config --json` prints it" in " ".join(answer.out.split())
     assert call("check", tmp_path / "nowhere.json").code == ExitCode.USAGE
 
 

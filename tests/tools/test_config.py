@@ -56,8 +56,15 @@ def test_the_timeout_is_given_to_a_vllm_that_has_it(
         (["--path", "/mnt", "--cpu", "64G"], "GiB or GB"),
         (["--path", "/mnt", "--set", "nonsense"], "KEY=VALUE"),
         (["--path", "/mnt", "--set", "write_mod=back"], "write_mode"),
+        (["--path", "/mnt", "--set", "path=/srv"], "path is set by another option"),
+        (["--path", "/mnt", "--cpu", "1GiB", "--set", "tiers=[]"], "tiers is set by another"),
     ],
 )
 def test_wrong_calls(options: list[str], said: str) -> None:
     answer = call("config", *options)
     assert answer.code == 2 and said in answer.err and answer.out == ""
+
+
+def test_one_form_at_a_time() -> None:
+    answer = call("config", "--path", "/mnt", "--yaml", "--json")
+    assert answer.code == 2 and "not both" in json.loads(answer.out)["message"]

@@ -260,6 +260,9 @@ def test_a_part_of_a_name_is_not_enough_to_remove_it(tmp_path: Path, is_readable
         answer = call("gc", tmp_path, "-n", part, "--remove-namespace", "--json")
         assert answer.code == ExitCode.USAGE and one.name in answer.document["message"]
     assert one.exists()
+    for absent in ("another-0123456789ab", "0123456789ab"):
+        answer = call("gc", tmp_path, "-n", absent, "--remove-namespace")
+        assert answer.code == ExitCode.USAGE and "there is no namespace" in answer.err
     assert call("gc", tmp_path, "-n", digits, "--remove-namespace").code == ExitCode.OK
     assert not one.exists() and two.exists()
 

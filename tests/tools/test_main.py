@@ -229,3 +229,13 @@ def test_json_stands_alone_on_standard_output(capfd: pytest.CaptureFixture[str])
     said = capfd.readouterr()
     assert json.loads(said.out) == {"schema": "kvcascade.bench", "schema_version": 1, "figures": 1}
     assert "a library speaks" in said.err and "a child speaks" in said.err
+
+
+def test_completion_for_a_home_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "home").touch()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert main(["--install-completion", "bash"]) == ExitCode.CANNOT_OPEN
+    said = capsys.readouterr().err
+    assert "cannot be written" in said and "--show-completion" in said and said.count("\n") == 1

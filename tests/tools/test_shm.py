@@ -53,3 +53,13 @@ def test_listed_while_it_lives_and_afterwards(
 
 def test_a_name_that_is_not_there(tmp_path: Path) -> None:
     assert main(["shm", "drop", "nothing", "--arena-dir", str(tmp_path)]) == ExitCode.CANNOT_OPEN
+
+
+@pytest.mark.parametrize("command", ["ls", "drop"])
+def test_a_folder_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    where = str(tmp_path / "nowhere")
+    assert main(["shm", command, "--arena-dir", where]) == ExitCode.CANNOT_OPEN
+    said = capsys.readouterr().err
+    assert where in said and said.count("\n") == 1

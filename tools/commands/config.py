@@ -57,6 +57,8 @@ def config(
         kvcascade config --path /mnt/nvme/kv --set write_mode=through --json | kvcascade check -
     """
     with answering(as_json):
+        if as_yaml and as_json:
+            raise CommandError("give --yaml or --json, not both", ExitCode.USAGE)
         if not path:
             path, cpu, disk = _asked(cpu, disk)
         transfer = transfer_config(path, cpu, disk, others or ())
@@ -78,7 +80,10 @@ def config(
 def transfer_config(
     path: list[str], cpu: str | None, disk: str | None, others: Sequence[str]
 ) -> dict[str, Any]:
-    """Return vLLM's KV transfer configuration. Raises `CommandError` for a malformed KEY=VALUE."""
+    """Return vLLM's KV transfer configuration.
+
+    Raises `CommandError` for a malformed KEY=VALUE, or a key that other options set.
+    """
     folders: str | list[str] = path[0] if len(path) == 1 else path
     extra: dict[str, Any] = {"spec_name": "CascadeOffloadingSpec"}
     if cpu is None and disk is None:
@@ -87,7 +92,10 @@ def transfer_config(
         memory = {"type": "cpu"} | ({} if cpu is None else {"capacity": cpu})
         storage = {"type": "nvme", "path": folders} | ({} if disk is None else {"capacity": disk})
         extra["tiers"] = [memory, storage]
-    extra |= settings_of(others)
+    settings = settings_of(others)
+    for key in settings.keys() & extra.keys():
+        raise CommandError(f"--set: {key} is set by another option; give it once", ExitCode.USAGE)
+    extra |= settings
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",

@@ -194,6 +194,8 @@ def choose_for_good(found: Sequence[NamespaceFolder], text: str) -> NamespaceFol
     if len(matches) == 1:
         return matches[0]
     shown = ", ".join(each.name for each in (matches or found)[:MAX_NAMES_SHOWN])
+    if not _fitting(found, text):
+        raise ConfigError(f"--namespace: there is no namespace {text!r}; there are {shown}")
     raise ConfigError(
         f"--namespace: {text!r} does not identify the namespace to remove; give its whole name, or "
         f"at least {SHORT_FINGERPRINT_DIGITS} digits of its fingerprint; there are {shown}"

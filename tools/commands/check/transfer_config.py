@@ -27,6 +27,7 @@ MAX_CONFIG_BYTES = 1 << 20
 STANDARD_INPUT = Path("-")
 WRAPPERS = ("kv_transfer_config", "kv-transfer-config")
 """Keys that may contain the object, as in a file with all options of `vllm serve`."""
+GIVE_JSON = "give JSON; `kvcascade config --json` prints it"
 EXTRA = "kv_connector_extra_config"
 SPEC_KEY = "spec_name"
 MODULE_KEY = "spec_module_path"
@@ -329,9 +330,9 @@ def _read_json(path: Path, given: Given) -> Mapping[str, object]:
     try:
         document = json.loads(data.decode(), object_pairs_hook=partial(_once_each, given.problems))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{source} is not JSON ({error})") from None
+        raise ConfigError(f"{source} is not JSON ({error}); {GIVE_JSON}") from None
     if not isinstance(document, Mapping):
-        raise ConfigError(f"{source} holds no JSON object")
+        raise ConfigError(f"{source} holds no JSON object; {GIVE_JSON}")
     return document
 
 

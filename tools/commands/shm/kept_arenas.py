@@ -12,6 +12,7 @@ import numpy as np
 from rich.table import Table
 
 from ....config.sizes import human
+from ....errors import os_errors
 from ....tiers.base import BlockHash
 from ....tiers.cpu.arena_file import drop_kept, kept_arenas, kept_header
 from ....tiers.cpu.header import HEADER_BYTES, ArenaGeometry
@@ -45,7 +46,10 @@ class KeptArena:
 
 
 def found(arena_dir: Path) -> list[KeptArena]:
-    """Return all kept arenas of this user in a directory."""
+    """Return all kept arenas of this user in a directory. Raises `TierIOError` if it cannot be
+    read."""
+    with os_errors(f"listing {arena_dir}"):
+        os.listdir(arena_dir)
     arenas: list[KeptArena] = []
     for path in kept_arenas(str(arena_dir)):
         header = kept_header(path)
