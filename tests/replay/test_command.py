@@ -55,6 +55,10 @@ def test_tables(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     printed = " ".join(capsys.readouterr().out.split())
     for part in ("60 requests", "prefix-hit tokens", "drive writes per day", "break-even of nvme"):
         assert part in printed
+    assert "so does this one" not in printed, "without a latency no prompt is too short"
+    assert main(["replay", trace, *CALL[:-1], "nvme=1MiB,lru,read=1MB,latency=0.5",
+                 "--prefill-tokens-per-s", "1000"]) == 0  # fmt: skip
+    assert "so does this one below" in " ".join(capsys.readouterr().out.split())
 
 
 def test_json(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,7 +208,7 @@ def test_a_file_without_transfers_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     for text in ("{", "[]", '{"measurements": []}'):
         path.write_text(text)
-        with pytest.raises(FormatError, match="--only transfers"):
+        with pytest.raises(FormatError, match="bench PATH --json"):
             rates_of_bench(path, 400_000)
 
 

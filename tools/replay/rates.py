@@ -84,7 +84,7 @@ def rates_of_bench(path: Path, block_bytes: int) -> DiskRates:
     except (ValueError, KeyError, TypeError) as error:
         raise FormatError(
             f"{path} holds no measured transfers ({error!r}); give what "
-            "`kvcascade bench --only transfers` wrote"
+            "`kvcascade bench PATH --json` printed"
         ) from None
 
 

@@ -117,7 +117,7 @@ def _facts(report: ReplayReport) -> list[tuple[str, str]]:
         ]
     for even in report.break_even:
         text = f"a model above {even.prefill_tokens_per_s:,.0f} tokens/s computes faster"
-        if even.least_tokens is not None:
+        if round(even.least_tokens or 0) > 0:
             text += f"; so does this one below {even.least_tokens:,.0f} tokens"
         facts.append((f"break-even of {even.tier}", text))
     return facts
