@@ -177,6 +177,17 @@ def test_public_names_are_documented() -> None:
     assert not bare
 
 
+def test_names_of_public_classes_are_unique() -> None:
+    """But for the one that each generation of vLLM's interface calls the same."""
+    found: dict[str, list[str]] = {}
+    for file, tree in modules(*PACKAGE_FOLDERS):
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(file)
+    twice = {name: places for name, places in found.items() if len(places) > 1}
+    assert set(twice) == {"CascadeOffloadingSpec"}, twice
+
+
 def test_imports_inside_the_package_are_relative() -> None:
     def is_absolute(node: ast.AST) -> bool:
         if isinstance(node, ast.Import):

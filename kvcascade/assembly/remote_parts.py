@@ -44,14 +44,14 @@ class OpenRemote:
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class RemoteBlocks:
     """The part of a block that objects hold, and the fingerprint of those who share them."""
 
     fingerprint: str
     parts: SlotParts
 
 
-def blocks_of(options: RemoteTierOptions, engine: EngineFacts) -> Blocks:
+def blocks_of(options: RemoteTierOptions, engine: EngineFacts) -> RemoteBlocks:
     """Return what the objects of an engine hold. Raises `ConfigError`.
 
     With `share_tp` that is one rank's part of a slot. Their fingerprint leaves out how many ranks
@@ -59,14 +59,14 @@ def blocks_of(options: RemoteTierOptions, engine: EngineFacts) -> Blocks:
     """
     slot_bytes, replicas = engine.memory.slot_bytes, engine.replicas
     if not options.share_tp:
-        return Blocks(engine.key.fingerprint, SlotParts(slot_bytes, slot_bytes))
+        return RemoteBlocks(engine.key.fingerprint, SlotParts(slot_bytes, slot_bytes))
     if replicas is None:
         raise ConfigError(
             f"{options.key}.share_tp: this vLLM does not say that all ranks hold the same KV, as "
             "with MLA and tensor parallelism alone; leave it out."
         )
     key = NamespaceKey(engine.key.label, {**engine.key.fields, **replicas.facts})
-    return Blocks(key.fingerprint, SlotParts(slot_bytes, replicas.rank_bytes, replicas.ranks))
+    return RemoteBlocks(key.fingerprint, SlotParts(slot_bytes, replicas.rank_bytes, replicas.ranks))
 
 
 def open_remote_tier(options: RemoteTierOptions, engine: EngineFacts) -> OpenRemote:
@@ -96,7 +96,7 @@ def open_remote_tier(options: RemoteTierOptions, engine: EngineFacts) -> OpenRem
 
 def _node(
     options: RemoteTierOptions,
-    blocks: Blocks,
+    blocks: RemoteBlocks,
     memory: SlotMemory,
     on_note: Callable[[Any], None],
 ) -> NodeKeeper:
@@ -118,7 +118,7 @@ def _node(
 
 
 def _loop(
-    end: socket.socket, options: RemoteTierOptions, blocks: Blocks, memory: SlotMemory
+    end: socket.socket, options: RemoteTierOptions, blocks: RemoteBlocks, memory: SlotMemory
 ) -> Loop:
     engine, seal = open_remote_engine(options, os.environ)
     objects = ObjectFormat(blocks.fingerprint, blocks.parts.payload_bytes, seal)

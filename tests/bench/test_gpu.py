@@ -24,7 +24,7 @@ from kvcascade.tiers.cpu.header import ArenaGeometry
 from kvcascade.tools.commands.bench.bench_results import LIMIT, OURS, VLLM, BenchError, Row
 from kvcascade.tools.dev.bench.gpu import gpu, gpu_moves
 from kvcascade.tools.dev.bench.gpu.gpu import GpuShape
-from kvcascade.tools.dev.bench.gpu.gpu_device import CudaDevice, Room
+from kvcascade.tools.dev.bench.gpu.gpu_device import CudaDevice, DeviceRoom
 from kvcascade.tools.dev.bench.gpu.gpu_moves import (
     BESIDE,
     HEAR_LONGEST,
@@ -48,7 +48,7 @@ from kvcascade.tools.dev.bench.scale import SMOKE
 SMALL = GpuShape("small", 3, 64)
 TRANSFER = GpuTransfer.scattered(4, 8, 8)
 GIB = 1 << 30
-ENDLESS = Room(1 << 50, 1 << 50, 1 << 50)
+ENDLESS = DeviceRoom(1 << 50, 1 << 50, 1 << 50)
 CHAIN_S = 0.1
 DECODE = gpu_moves.Kernels.DECODE
 both_ways = pytest.mark.parametrize("way", Direction)
@@ -73,9 +73,9 @@ def test_shapes_are_those_of_models() -> None:
 
 def test_what_does_not_fit_is_told_by_its_place() -> None:
     llama = gpu.SHAPES[0]
-    assert gpu.need(llama, 4096) == Room(18 * GIB, 20 * GIB, 36 * GIB)
+    assert gpu.need(llama, 4096) == DeviceRoom(18 * GIB, 20 * GIB, 36 * GIB)
     lacking = partial(gpu.lacking, llama, 4096)
-    assert lacking(ENDLESS) == lacking(Room(23 * GIB, 25 * GIB, 45 * GIB)) == ""
+    assert lacking(ENDLESS) == lacking(DeviceRoom(23 * GIB, 25 * GIB, 45 * GIB)) == ""
     assert "of GPU memory are" in lacking(replace(ENDLESS, device=22 * GIB))
     assert "20.0 GiB of /dev/shm are" in lacking(replace(ENDLESS, shared=24 * GIB))
     assert "of memory are" in lacking(replace(ENDLESS, memory=44 * GIB))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcascade.tools.dev.demo.demo_results import Need, Other, Phase, Reply, Sources, Times
+from kvcascade.tools.dev.demo.demo_results import DemoTimes, Need, Other, Phase, Reply, Sources
 from kvcascade.tools.dev.demo.workload import Turn
 
 
@@ -21,7 +21,7 @@ def phase(key: str, **changes: Any) -> Phase:
         "replies": [reply(1), reply(2)],
         "sources": Sources(gpu=32, cpu=32, nvme=64, recomputed=72),
         "wrong_tokens": 0,
-        "reference": Other(Sources(gpu=32, cpu=0, nvme=0, recomputed=168), Times(0.5, 0.75)),
+        "reference": Other(Sources(gpu=32, cpu=0, nvme=0, recomputed=168), DemoTimes(0.5, 0.75)),
         "start_s": 12.5,
         "written_bytes": 3 << 20,
         "read_bytes": 2 << 20,
@@ -31,7 +31,7 @@ def phase(key: str, **changes: Any) -> Phase:
 
 def with_tiering(key: str) -> Phase:
     """A phase whose requests vLLM's own tiering got too."""
-    other = Other(Sources(gpu=32, cpu=64, nvme=64, recomputed=40), Times(0.3, 0.35), 2)
+    other = Other(Sources(gpu=32, cpu=64, nvme=64, recomputed=40), DemoTimes(0.3, 0.35), 2)
     return phase(key, tiering=other)
 
 

@@ -13,10 +13,10 @@ from kvcascade.tools.dev.demo.demo_results import (
     HITS_BY_SOURCE,
     LOADED_BLOCKS,
     DemoError,
+    DemoTimes,
     Metrics,
     Need,
     Sources,
-    Times,
     device_sources,
     document,
     problems,
@@ -41,13 +41,13 @@ BY_SOURCE = {
 @pytest.mark.parametrize(
     ("values_s", "expected"),
     [
-        ([], Times(0, 0)),
-        ([3.0], Times(3, 3)),
-        ([2.0, 1.0], Times(1, 2)),
-        ([float(value) for value in range(101)], Times(50, 95)),
+        ([], DemoTimes(0, 0)),
+        ([3.0], DemoTimes(3, 3)),
+        ([2.0, 1.0], DemoTimes(1, 2)),
+        ([float(value) for value in range(101)], DemoTimes(50, 95)),
     ],
 )
-def test_percentiles(values_s: list[float], expected: Times) -> None:
+def test_percentiles(values_s: list[float], expected: DemoTimes) -> None:
     found = times(values_s)
     assert found.p50_s == pytest.approx(expected.p50_s)
     assert found.p95_s == pytest.approx(expected.p95_s)

@@ -26,7 +26,7 @@ from kvcascade.config.options import At
 from kvcascade.config.remote import parse_remote
 from kvcascade.tiers.remote import presence, resp
 from kvcascade.tiers.remote.base import HEADER_BYTES, PrivateBuffer, RemoteObject, RemoteOutcome
-from kvcascade.tiers.remote.generation import Generation
+from kvcascade.tiers.remote.generation import SharedGeneration
 from kvcascade.tiers.remote.pacing import TokenBucket
 from kvcascade.tiers.remote.presence import ChainSearch, Presence, PresenceMemory
 from kvcascade.tiers.remote.remote_options import open_remote_engine
@@ -105,7 +105,9 @@ def test_threads_that_wait_for_the_generation_share_its_failure() -> None:
         goes_on.wait(10.0)
 
     twin.before, twin.fails["counter"] = stall, RemoteOutcome.TIMED_OUT
-    generation = Generation(twin, "space/generation", "space/resets", ManualClock(), lambda: 1.0)
+    generation = SharedGeneration(
+        twin, "space/generation", "space/resets", ManualClock(), lambda: 1.0
+    )
     with ThreadPoolExecutor(5) as threads:
         first = threads.submit(generation.current, 1.0)
         assert begun.wait(10.0)
@@ -120,7 +122,7 @@ def test_threads_that_wait_for_the_generation_share_its_failure() -> None:
 
 def test_a_reset_while_a_question_ends_is_not_taken_for_done() -> None:
     """Else the scheduler would be told so, and would not repeat it if the node died."""
-    generation: Generation
+    generation: SharedGeneration
     looks = count()
 
     def clock() -> float:
@@ -129,7 +131,7 @@ def test_a_reset_while_a_question_ends_is_not_taken_for_done() -> None:
         return 1000.0
 
     twin = RemoteTwin()
-    generation = Generation(twin, "space/generation", "space/resets", clock, lambda: 1.0)
+    generation = SharedGeneration(twin, "space/generation", "space/resets", clock, lambda: 1.0)
     assert generation.current(1.0).outcome is RemoteOutcome.BUSY
     assert generation.is_reset_pending and generation.value is None and generation.own_mark is None
     assert generation.current(1.0).outcome is RemoteOutcome.OK and generation.own_mark == 7

@@ -22,7 +22,7 @@ from kvcascade.tiers.cpu.header import ArenaGeometry
 from kvcascade.tools.commands.bench.bench_results import VLLM
 from kvcascade.tools.dev.bench.gpu import gpu_device, gpu_moves
 from kvcascade.tools.dev.bench.gpu.gpu import GpuShape
-from kvcascade.tools.dev.bench.gpu.gpu_device import Contender, Device, Make, Room
+from kvcascade.tools.dev.bench.gpu.gpu_device import Contender, Device, DeviceRoom, Make
 
 from .clock import ManualClock
 from .executors import InlineExecutor
@@ -111,13 +111,13 @@ class AskedKernels:
 class MemoryDevice(Device):
     """The CPU's memory; both contenders copy it with our CPU copier."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: DeviceRoom) -> None:
         self.free = room
         self.said: tuple[str, ...] = ()
         """Its notes."""
         self.released = 0
 
-    def room(self) -> Room:
+    def room(self) -> DeviceRoom:
         return self.free
 
     def pages(self, blocks: int, page_bytes: int) -> torch.Tensor:

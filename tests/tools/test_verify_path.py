@@ -22,7 +22,7 @@ from support.path_cache import (
 
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.disk.transfers import Throttle
-from kvcascade.tiers.nvme.path.block_scan import Finding, NamedBlock, ScanSource, scan_blocks
+from kvcascade.tiers.nvme.path.block_scan import BlockFinding, NamedBlock, ScanSource, scan_blocks
 from kvcascade.tiers.nvme.path.payload_files import PayloadFiles
 from kvcascade.tiers.nvme.path.presence_file import map_presence
 from kvcascade.tiers.nvme.path.writer.path_options import load_record
@@ -155,7 +155,7 @@ class TestScan:
         source, named = blocks
         seen: dict[bytes, bytes] = {}
         found = scan_blocks(source, named, None, lambda b, v: seen.update({b.key: bytes(v)}))
-        assert {finding for batch in found for _, finding in batch} == {Finding.OK}
+        assert {finding for batch in found for _, finding in batch} == {BlockFinding.OK}
         assert seen.keys() == {key(n) for n in range(BLOCKS)}
 
     def test_what_the_path_no_longer_has_has_changed(
@@ -166,7 +166,7 @@ class TestScan:
         moved = [NamedBlock(each.key, each.slot + 10_000, each.checksum) for each in named]
         for some in (stale, moved):
             found = [finding for batch in scan_blocks(source, some) for _, finding in batch]
-            assert found == [Finding.CHANGED] * BLOCKS
+            assert found == [BlockFinding.CHANGED] * BLOCKS
 
     def test_it_reads_no_faster_than_the_limit(
         self, blocks: tuple[ScanSource, list[NamedBlock]]

@@ -18,7 +18,7 @@ from kvcascade.tools.dev.versions import (
     Feature,
     GpuRun,
     Proof,
-    Release,
+    VllmRelease,
     files_for,
     readme_block,
     status_line,
@@ -26,7 +26,7 @@ from kvcascade.tools.dev.versions import (
 from kvcascade.vllm.generation import GENERATIONS, supported
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-ROWS: list[Release | Feature] = [*RELEASES, *FEATURES]
+ROWS: list[VllmRelease | Feature] = [*RELEASES, *FEATURES]
 
 
 def test_the_readme_has_the_status_line() -> None:
@@ -64,7 +64,7 @@ def test_runs_on_gpus_name_tests_for_gpus() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_every_row_names_tests_that_exist(row: Release | Feature) -> None:
+def test_every_row_names_tests_that_exist(row: VllmRelease | Feature) -> None:
     for name in row.evidence:
         path, _, test = name.partition("::")
         text = (ROOT / "tests" / path).read_text()

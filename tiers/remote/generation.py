@@ -44,7 +44,7 @@ class _Reset:
     """False if the namespace had this reset already."""
 
 
-class Generation:
+class SharedGeneration:
     """The current generation. Any thread."""
 
     def __init__(

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from ..base import BlockHash
 from .base import FAILURES, RemoteEngine, RemoteOutcome
-from .generation import Generation
+from .generation import SharedGeneration
 from .objects import ObjectFormat
-from .pacing import RoundTrip
+from .pacing import RoundTripTime
 from .presence import ChainSearch, Presence, PresenceMemory, held_prefix
 from .remote_counters import RemoteCounters, Verb
 
@@ -18,7 +18,7 @@ NAMES_PER_LOOKUP = 4096
 
 
 @dataclass(slots=True)
-class Ask:
+class ChainAsk:
     """A chain of blocks that a ticket asks for, in prefix order."""
 
     ticket: int
@@ -30,25 +30,25 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class RemoteLink:
     """Parts that lookups, reads and uploads share."""
 
     engine: RemoteEngine
     objects: ObjectFormat
-    generation: Generation
+    generation: SharedGeneration
     memory: PresenceMemory
     counters: RemoteCounters
-    round_trip: RoundTrip
+    round_trip: RoundTripTime
     clock: Callable[[], float]
 
 
-class Lookups:
+class RemoteLookups:
     """Answers batches of chains. Any thread."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: RemoteLink) -> None:
         self._link = link
 
-    def answer(self, asks: Sequence[Ask]) -> RemoteOutcome:
+    def answer(self, asks: Sequence[ChainAsk]) -> RemoteOutcome:
         """Ask the engine for all chains that somebody still waits for, and fill their answers.
 
         Return the worst outcome. Runs on a thread.
@@ -85,7 +85,7 @@ class Lookups:
         return found
 
     def _ask_all(
-        self, asks: Sequence[Ask], generation: int, ends_s: float, epoch: int
+        self, asks: Sequence[ChainAsk], generation: int, ends_s: float, epoch: int
     ) -> RemoteOutcome:
         """One pipelined call about every block that is not known."""
         memory = self._link.memory
@@ -102,7 +102,7 @@ class Lookups:
         return _worst(answers.values())
 
     def _search_all(
-        self, asks: Sequence[Ask], generation: int, ends_s: float, epoch: int
+        self, asks: Sequence[ChainAsk], generation: int, ends_s: float, epoch: int
     ) -> RemoteOutcome:
         """Search all chains at once: one round of requests narrows each of them."""
         memory = self._link.memory
@@ -132,7 +132,7 @@ class Lookups:
                     self._end(ask, search.held, RemoteOutcome.ABSENT, epoch)
         return worst
 
-    def _end(self, ask: Ask, held: int, rest: RemoteOutcome, epoch: int) -> None:
+    def _end(self, ask: ChainAsk, held: int, rest: RemoteOutcome, epoch: int) -> None:
         ask.answers = [RemoteOutcome.OK] * held + [rest] * (len(ask.keys) - held)
         absent = ask.keys[held:] if rest is RemoteOutcome.ABSENT and not ask.is_over else ()
         self._link.memory.note(epoch, ask.keys[:held], absent)

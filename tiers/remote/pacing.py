@@ -35,7 +35,7 @@ class TokenBucket:
         return True
 
 
-class RoundTrip:
+class RoundTripTime:
     """Time of one request that moves no payload, measured. Any thread."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..base import BlockHash
 from .base import FAILURES, PrivateBuffer, RemoteOutcome
-from .lookups import Link
+from .lookups import RemoteLink
 from .remote_counters import Verb
 
 SPARE_BUFFERS_MAX = 32
@@ -19,7 +19,7 @@ SPARE_BUFFERS_MAX = 32
 
 
 @dataclass(slots=True)
-class ReadJob:
+class RemoteRead:
     """Blocks that a ticket reads."""
 
     ticket: int
@@ -84,7 +84,9 @@ class _Landing(Sequence[PrivateBuffer]):
     The buffer is then used for the next one, while its memory is still in the processor's cache.
     """
 
-    def __init__(self, reads: Reads, job: ReadJob, numbers: Sequence[int], generation: int) -> None:
+    def __init__(
+        self, reads: Reads, job: RemoteRead, numbers: Sequence[int], generation: int
+    ) -> None:
         self._reads = reads
         self._job = job
         self._numbers = numbers
@@ -118,12 +120,12 @@ class _Landing(Sequence[PrivateBuffer]):
 class Reads:
     """Makes the calls of reads. Any thread."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: RemoteLink) -> None:
         self.link = link
         self._lock = threading.Lock()
         self._spare: list[PrivateBuffer] = []
 
-    def read(self, job: ReadJob, numbers: Sequence[int]) -> tuple[RemoteOutcome, bool]:
+    def read(self, job: RemoteRead, numbers: Sequence[int]) -> tuple[RemoteOutcome, bool]:
         """Read some blocks of a job. Return the worst outcome, and whether the job has ended.
 
         Runs on a thread.

@@ -22,13 +22,13 @@ from ...config.remote import WriteWhen
 from ..base import BlockHash
 from ..breaker import Breaker
 from .base import RemoteEngine, RemoteOutcome
-from .generation import Generation
+from .generation import SharedGeneration
 from .lane import Errand, Lane
-from .lookups import Ask, Link, Lookups
+from .lookups import ChainAsk, RemoteLink, RemoteLookups
 from .objects import ObjectFormat
-from .pacing import RoundTrip, TokenBucket
+from .pacing import RoundTripTime, TokenBucket
 from .presence import Presence, PresenceMemory, known_prefix
-from .reads import ReadJob, Reads
+from .reads import Reads, RemoteRead
 from .remote_counters import RemoteCounters, Verb
 from .uploads import Offer, OfferRule, UploadJob, Uploads
 
@@ -126,9 +126,11 @@ class RemoteStore:
         self._on_ended = on_ended
         memory = PresenceMemory(clock, options.held_s, options.absent_s)
         counters = objects.counter_name, objects.marks_name
-        generation = Generation(engine, *counters, clock, wall_clock, memory.forget)
-        self._link = Link(engine, objects, generation, memory, RemoteCounters(), RoundTrip(), clock)
-        self._lookups, self._reads = Lookups(self._link), Reads(self._link)
+        generation = SharedGeneration(engine, *counters, clock, wall_clock, memory.forget)
+        self._link = RemoteLink(
+            engine, objects, generation, memory, RemoteCounters(), RoundTripTime(), clock
+        )
+        self._lookups, self._reads = RemoteLookups(self._link), Reads(self._link)
         self._uploads = Uploads(
             self._link,
             OfferRule(
@@ -149,10 +151,10 @@ class RemoteStore:
         self._asking = lane(LOOKUPS_AT_A_TIME, None, RemoteOutcome.TIMED_OUT)
         self._reading = lane(reads, options.read_bytes_per_s, RemoteOutcome.TIMED_OUT)
         self._writing = lane(writes, options.write_bytes_per_s, RemoteOutcome.DROPPED)
-        self._gathered: list[Ask] = []
-        self._asks: dict[int, Ask] = {}
-        self._jobs: dict[int, ReadJob] = {}
-        self._ended: deque[tuple[Ask | ReadJob | UploadJob, RemoteEnded]] = deque()
+        self._gathered: list[ChainAsk] = []
+        self._asks: dict[int, ChainAsk] = {}
+        self._jobs: dict[int, RemoteRead] = {}
+        self._ended: deque[tuple[ChainAsk | RemoteRead | UploadJob, RemoteEnded]] = deque()
         self._is_telling = False
 
     # -- lookups -----------------------------------------------------------------------------
@@ -170,7 +172,7 @@ class RemoteStore:
         The blocks of one chain are those of one KV group, head first. A ticket has one question at
         a time.
         """
-        ask = self._asks[ticket] = Ask(ticket, keys, self._clock() + self._options.deadline_s)
+        ask = self._asks[ticket] = ChainAsk(ticket, keys, self._clock() + self._options.deadline_s)
         known = known_prefix(self._link.memory, keys)
         if known is not None:
             absent = [RemoteOutcome.ABSENT] * (len(keys) - known)
@@ -207,18 +209,18 @@ class RemoteStore:
             )
         self._pump()
 
-    def _answer(self, asks: Sequence[Ask]) -> RemoteOutcome:
+    def _answer(self, asks: Sequence[ChainAsk]) -> RemoteOutcome:
         worst = self._lookups.answer(asks)
         for ask in asks:
             self._end_ask(ask, ask.answers)
         return worst
 
-    def _end_unasked(self, ask: Ask, outcome: RemoteOutcome) -> None:
+    def _end_unasked(self, ask: ChainAsk, outcome: RemoteOutcome) -> None:
         answers = [outcome] * len(ask.keys)
         self._link.counters.note(Verb.LOOKUP, answers)
         self._end_ask(ask, answers)
 
-    def _end_ask(self, ask: Ask, answers: Sequence[RemoteOutcome]) -> None:
+    def _end_ask(self, ask: ChainAsk, answers: Sequence[RemoteOutcome]) -> None:
         """Report the end of a question, on any thread; `poll` takes the first report only."""
         answers = answers or [RemoteOutcome.TIMED_OUT] * len(ask.keys)
         self._end(ask, RemoteEnded(ask.ticket, EndedKind.LOOKUP, answers))
@@ -241,7 +243,7 @@ class RemoteStore:
         """
         n = len(keys)
         left_s = self._options.deadline_s if limit_s is None else limit_s
-        job = ReadJob(ticket, keys, destinations, self._clock() + left_s, [None] * n, n)
+        job = RemoteRead(ticket, keys, destinations, self._clock() + left_s, [None] * n, n)
         self._jobs[ticket] = job
         if not keys and job.settle((), RemoteOutcome.OK):
             self._end_read(job)
@@ -255,7 +257,7 @@ class RemoteStore:
         for start in range(0, n, part):
             self._reading.add(self._read_errand(job, range(start, min(start + part, n))))
 
-    def _read_errand(self, job: ReadJob, numbers: Sequence[int]) -> Errand:
+    def _read_errand(self, job: RemoteRead, numbers: Sequence[int]) -> Errand:
         def run() -> RemoteOutcome:
             worst, ended = self._reads.read(job, numbers)
             if ended:
@@ -270,7 +272,7 @@ class RemoteStore:
         n_bytes = len(numbers) * self._link.objects.payload_bytes
         return Errand(job.ends_s, n_bytes, run, give_up, lambda: job.is_over)
 
-    def _end_read(self, job: ReadJob) -> None:
+    def _end_read(self, job: RemoteRead) -> None:
         outcomes = [outcome or RemoteOutcome.TIMED_OUT for outcome in job.outcomes]
         self._end(job, RemoteEnded(job.ticket, EndedKind.READ, outcomes))
 
@@ -339,12 +341,12 @@ class RemoteStore:
         found: list[RemoteEnded] = []
         while self._ended:
             call, ended = self._ended.popleft()
-            if isinstance(call, Ask):
+            if isinstance(call, ChainAsk):
                 if call.is_over:  # forgotten, or reported before
                     continue
                 call.is_over = True
                 del self._asks[call.ticket]
-            elif isinstance(call, ReadJob):
+            elif isinstance(call, RemoteRead):
                 del self._jobs[call.ticket]
             found.append(ended)
         return found
@@ -405,7 +407,7 @@ class RemoteStore:
         self._link.engine.close()
         return all(lane.is_idle for lane in lanes)
 
-    def _end(self, call: Ask | ReadJob | UploadJob, ended: RemoteEnded) -> None:
+    def _end(self, call: ChainAsk | RemoteRead | UploadJob, ended: RemoteEnded) -> None:
         if RemoteOutcome.TIMED_OUT in ended.outcomes:
             self._link.memory.forget()  # the next answer to a question is the server's
         self._ended.append((call, ended))

@@ -11,7 +11,7 @@ from enum import StrEnum
 from ...config.remote import WriteWhen
 from ..base import BlockHash
 from .base import FAILURES, RemoteOutcome
-from .lookups import Link
+from .lookups import RemoteLink
 from .presence import Presence, PresenceMemory, drop_oldest
 from .remote_counters import Verb
 
@@ -148,7 +148,7 @@ class OfferRule:
 class Uploads:
     """Makes the calls for offered blocks. Any thread."""
 
-    def __init__(self, link: Link, rule: OfferRule) -> None:
+    def __init__(self, link: RemoteLink, rule: OfferRule) -> None:
         self._link = link
         self._rule = rule
 

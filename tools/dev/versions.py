@@ -31,7 +31,7 @@ class Proof(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class VllmRelease:
     """One vLLM version, or several equivalent versions."""
 
     version: str
@@ -95,23 +95,25 @@ _ABORTS = "vLLM itself fails if a request is aborted in mid-prefill"
 _NO = "refused with one sentence"
 _NO_ADAPTER = f"{_NO}: each has an interface of its own, and no adapter is written for them"
 
-RELEASES: tuple[Release, ...] = (
-    Release("0.15 and older", Proof.NONE, "", _REFUSED, _NO),
-    Release("0.16.0", Proof.ENGINE, _CPU_2_10, _SEED, _OLD),
-    Release("0.17.1", Proof.ENGINE, _CPU_2_10, _SEED, _OLD),
-    Release("0.18.1", Proof.ENGINE, _CPU_2_10, _SEED, _OLD),
-    Release("0.19.1", Proof.ENGINE, _CPU_2_10, _SEED, _OLD),
-    Release("0.20 to 0.23", Proof.NONE, "", _REFUSED, _NO_ADAPTER),
-    Release("0.24.0", Proof.ENGINE, _CPU_2_11, _BETWEEN, _NEEDS_SEED),
-    Release("0.25.1", Proof.ENGINE, _CPU_2_11, _BETWEEN, _RESETS),
-    Release("0.26.0", Proof.ENGINE, _CPU_2_11, _BETWEEN, f"{_NEEDS_SEED}; {_ANSWERS}; {_ABORTS}"),
-    Release("0.27.1", Proof.ENGINE, _CPU_2_13, _MODERN, f"{_NEEDS_SEED}; {_ANSWERS}"),
-    Release("0.28.0", Proof.ENGINE, _CPU_2_13, _MODERN, f"{_NEEDS_SEED}; {_ANSWERS}"),
-    Release("0.29.0", Proof.ENGINE, _CPU_2_13, _MODERN, _ANSWERS),
-    Release("0.30.0", Proof.ENGINE, _CPU_2_13, _MODERN),
-    Release("0.31.0", Proof.ENGINE, _CPU_2_13, _MODERN),
-    Release("0.32.0", Proof.ENGINE, _CPU_2_13, (*_MODERN, "vllm/test_engine.py")),
-    Release("0.33.0", Proof.ENGINE, "`vllm`'s Python over 0.32's compiled parts", _MODERN),
+RELEASES: tuple[VllmRelease, ...] = (
+    VllmRelease("0.15 and older", Proof.NONE, "", _REFUSED, _NO),
+    VllmRelease("0.16.0", Proof.ENGINE, _CPU_2_10, _SEED, _OLD),
+    VllmRelease("0.17.1", Proof.ENGINE, _CPU_2_10, _SEED, _OLD),
+    VllmRelease("0.18.1", Proof.ENGINE, _CPU_2_10, _SEED, _OLD),
+    VllmRelease("0.19.1", Proof.ENGINE, _CPU_2_10, _SEED, _OLD),
+    VllmRelease("0.20 to 0.23", Proof.NONE, "", _REFUSED, _NO_ADAPTER),
+    VllmRelease("0.24.0", Proof.ENGINE, _CPU_2_11, _BETWEEN, _NEEDS_SEED),
+    VllmRelease("0.25.1", Proof.ENGINE, _CPU_2_11, _BETWEEN, _RESETS),
+    VllmRelease(
+        "0.26.0", Proof.ENGINE, _CPU_2_11, _BETWEEN, f"{_NEEDS_SEED}; {_ANSWERS}; {_ABORTS}"
+    ),
+    VllmRelease("0.27.1", Proof.ENGINE, _CPU_2_13, _MODERN, f"{_NEEDS_SEED}; {_ANSWERS}"),
+    VllmRelease("0.28.0", Proof.ENGINE, _CPU_2_13, _MODERN, f"{_NEEDS_SEED}; {_ANSWERS}"),
+    VllmRelease("0.29.0", Proof.ENGINE, _CPU_2_13, _MODERN, _ANSWERS),
+    VllmRelease("0.30.0", Proof.ENGINE, _CPU_2_13, _MODERN),
+    VllmRelease("0.31.0", Proof.ENGINE, _CPU_2_13, _MODERN),
+    VllmRelease("0.32.0", Proof.ENGINE, _CPU_2_13, (*_MODERN, "vllm/test_engine.py")),
+    VllmRelease("0.33.0", Proof.ENGINE, "`vllm`'s Python over 0.32's compiled parts", _MODERN),
 )
 
 

@@ -35,7 +35,7 @@ class NamedBlock:
     """Wall-clock time of the last use, in seconds since 1970."""
 
 
-class Finding(Enum):
+class BlockFinding(Enum):
     """Result of verifying one block."""
 
     OK = "ok"
@@ -47,7 +47,7 @@ class Finding(Enum):
 
 
 OnValid = Callable[[NamedBlock, memoryview], None]
-Findings = list[tuple[NamedBlock, Finding]]
+Findings = list[tuple[NamedBlock, BlockFinding]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,30 +114,30 @@ def _verify_run(
         ]
     found: Findings = []
     for each, view in zip(run, views, strict=True):
-        finding = Finding.OK
+        finding = BlockFinding.OK
         if payload_checksum(each.key, view) != each.checksum:
             finding = _look_again(source, each, view)
-        if finding is Finding.OK and on_valid is not None:
+        if finding is BlockFinding.OK and on_valid is not None:
             on_valid(each, view)
         found.append((each, finding))
     return found
 
 
-def _look_again(source: ScanSource, block: NamedBlock, view: memoryview) -> Finding:
+def _look_again(source: ScanSource, block: NamedBlock, view: memoryview) -> BlockFinding:
     """Read a block that did not match once more, if it is still there."""
     if not source.has_still(block):
-        return Finding.CHANGED
+        return BlockFinding.CHANGED
     source.files.forget_slot(block.slot)  # the segment may be another file of the same name
     try:
         source.files.read_run(block.slot, [view])
     except OSError as error:
         return _of_error(source, block, error)
     if payload_checksum(block.key, view) == block.checksum:
-        return Finding.OK
-    return Finding.CORRUPT if source.has_still(block) else Finding.CHANGED
+        return BlockFinding.OK
+    return BlockFinding.CORRUPT if source.has_still(block) else BlockFinding.CHANGED
 
 
-def _of_error(source: ScanSource, block: NamedBlock, error: OSError) -> Finding:
+def _of_error(source: ScanSource, block: NamedBlock, error: OSError) -> BlockFinding:
     if not source.has_still(block):
-        return Finding.CHANGED
-    return Finding.NO_SEGMENT if error.errno == errno.ENOENT else Finding.UNREADABLE
+        return BlockFinding.CHANGED
+    return BlockFinding.NO_SEGMENT if error.errno == errno.ENOENT else BlockFinding.UNREADABLE

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ....tiers.nvme.path.block_scan import Finding, NamedBlock, scan_blocks
+from ....tiers.nvme.path.block_scan import BlockFinding, NamedBlock, scan_blocks
 from ....tiers.nvme.path.writer.block_questions import GROUP_BYTES
 from ....tiers.nvme.segments.chains import HEAD_BYTES, Chains, head_of
 from .. import show
@@ -102,7 +102,7 @@ def look(opened: OpenPath, name: str, text: str) -> BlockReport:
     tokens = tokens_per_block(dict(namespace.description["fields"]), group)
     layers, source = [], "the namespace does not record the layout of layers in a block"
     slices = layer_slices(namespace.description, group)
-    if slices and verdict is Finding.OK:
+    if slices and verdict is BlockFinding.OK:
         try:
             layers, source = statistics(payload, slices), "namespace.json"
         except ImportError:
@@ -217,7 +217,7 @@ def _position(report: BlockReport) -> str:
 
 def _payload(
     opened: OpenPath, namespace: PathNamespace, block: NamedBlock
-) -> tuple[memoryview, Finding]:
+) -> tuple[memoryview, BlockFinding]:
     """Return the payload of a block, and what its checksum says."""
     found = bytearray()
     with opened.source(namespace) as source:

@@ -13,15 +13,15 @@ from pathlib import Path
 from ....errors import os_errors
 from ....tiers.nvme.disk.filesystem import open_read_only
 from ....tiers.nvme.disk.transfers import Throttle, read_all
-from ....tiers.nvme.path.block_scan import Finding, NamedBlock, scan_blocks
+from ....tiers.nvme.path.block_scan import BlockFinding, NamedBlock, scan_blocks
 from ....tiers.nvme.segments.format import SegmentLayout
 from ..path_blocks import OpenPath, PathNamespace
 from .verify_report import BlockProblem, Problem, Progress, VerifyReport
 
 _PROBLEMS = {
-    Finding.CORRUPT: Problem.CORRUPT,
-    Finding.UNREADABLE: Problem.UNREADABLE,
-    Finding.NO_SEGMENT: Problem.NO_SEGMENT,
+    BlockFinding.CORRUPT: Problem.CORRUPT,
+    BlockFinding.UNREADABLE: Problem.UNREADABLE,
+    BlockFinding.NO_SEGMENT: Problem.NO_SEGMENT,
 }
 
 
@@ -55,7 +55,7 @@ def verify_namespace(
                     problem = BlockProblem(block.key.hex(), block.slot, _PROBLEMS[finding])
                     report.problems.append(problem)
                     damaged.append(block)
-                report.changed += finding is Finding.CHANGED
+                report.changed += finding is BlockFinding.CHANGED
             report.bytes_read += len(findings) * namespace.block_bytes
             progress(len(findings))
     report.ok = report.blocks - report.changed - len(report.problems)

@@ -135,7 +135,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 """Each fault, and the weights of the engine that is opened after it."""
 
 
-class Cache(Protocol):
+class FaultyCache(Protocol):
     """A contender's open cache over the memory of a device."""
 
     def store(self, keys: Sequence[Key]) -> None:
@@ -181,7 +181,7 @@ class EngineCache:
         self._engine.close()
 
 
-Opened = Callable[["torch.Tensor", str], Cache]
+Opened = Callable[["torch.Tensor", str], FaultyCache]
 """Function that opens a contender's cache over a device, with weights of this name."""
 
 
@@ -193,15 +193,15 @@ class FaultBench(TransferBench):
         self._fault, self._weights = fault, weights
         self._lmcache_python = setup.lmcache_python
 
-    def ours_with(self, device: torch.Tensor, weights: str) -> Cache:
+    def ours_with(self, device: torch.Tensor, weights: str) -> FaultyCache:
         """Return our cache, which is told its weights."""
         return EngineCache(self.ours(device, weights))
 
-    def vllm_with(self, device: torch.Tensor, weights: str) -> Cache:
+    def vllm_with(self, device: torch.Tensor, weights: str) -> FaultyCache:
         """Return vLLM's cache; its files do not depend on the weights."""
         return EngineCache(self.vllm(device))
 
-    def lmcache_with(self, device: torch.Tensor, weights: str) -> Cache:
+    def lmcache_with(self, device: torch.Tensor, weights: str) -> FaultyCache:
         """Return LMCache's tiers; their files do not depend on the weights."""
         assert self._lmcache_python is not None
         return LMCacheTiers(self._lmcache_python, device, self.folders[0])

@@ -66,7 +66,7 @@ Figure = tuple[float, float]
 
 
 @dataclass
-class Row:
+class RateRow:
     """One case: the figures of each contender, and the goals."""
 
     case: str
@@ -90,7 +90,7 @@ class Row:
         return shown | {"ratio": ratios, "goal": dict(self.goals), "cpu_us_per_mib": cpu}
 
 
-class Blocks:
+class RatedBlocks:
     """Payloads, keys, and memory that stands for the arena."""
 
     def __init__(self, size: int, total_bytes: int) -> None:
@@ -234,7 +234,9 @@ def in_parts(
     list(threads.map(work, [range(i, min(i + width, count)) for i in range(0, count, width)]))
 
 
-def take_turns(contenders: Mapping[str, Callable[[], Figure]], row: Row, repeats: int) -> Row:
+def take_turns(
+    contenders: Mapping[str, Callable[[], Figure]], row: RateRow, repeats: int
+) -> RateRow:
     """Run each contender `repeats` times; the first of them changes."""
     names = [*contenders]
     for repeat in range(repeats):
@@ -245,10 +247,10 @@ def take_turns(contenders: Mapping[str, Callable[[], Figure]], row: Row, repeats
     return row
 
 
-def valkey_rows(port: int, total_bytes: int, repeats: int, threads: int) -> Iterator[Row]:
+def valkey_rows(port: int, total_bytes: int, repeats: int, threads: int) -> Iterator[RateRow]:
     """Measure reads and writes of a Valkey or Redis server."""
     for label, size in SIZES.items():
-        blocks = Blocks(size, total_bytes)
+        blocks = RatedBlocks(size, total_bytes)
         engine = ValkeyEngine(ValkeyOptions(Address(HOST, port), Login(TIMEOUT_S, TIMEOUT_S)))
         ours = Ours(engine, size, threads)
         pool = ThreadPoolExecutor(threads)
@@ -263,13 +265,13 @@ def valkey_rows(port: int, total_bytes: int, repeats: int, threads: int) -> Iter
 
 def _valkey_cases(
     label: str,
-    blocks: Blocks,
+    blocks: RatedBlocks,
     ours: Ours,
     bare: Sequence[BareResp],
     pool: ThreadPoolExecutor,
     port: int,
     repeats: int,
-) -> Iterator[Row]:
+) -> Iterator[RateRow]:
     sources, targets, count = blocks.sources(), blocks.targets(), blocks.count
     names = [b"bare:%d" % i for i in range(count)]
     free = [*bare]
@@ -321,13 +323,13 @@ def _valkey_cases(
 
         writes[LIBRARY] = lambda: other_write(library_write)
         reads[LIBRARY] = lambda: other_read(library_read)
-    yield take_turns(writes, Row(f"Valkey write {label}", "GB/s", goals={BARE: 0.85}), repeats)
+    yield take_turns(writes, RateRow(f"Valkey write {label}", "GB/s", goals={BARE: 0.85}), repeats)
     _flush(port, ours)
     blocks.keys = new_keys(count)
     ours.write(blocks.keys, sources)
     in_parts(pool, count, PIPELINE, bare_write)
     goals = {BARE: 0.80, LIBRARY: 1.3}
-    yield take_turns(reads, Row(f"Valkey read {label}", "GB/s", goals=goals), repeats)
+    yield take_turns(reads, RateRow(f"Valkey read {label}", "GB/s", goals=goals), repeats)
 
 
 def _flush(port: int, ours: Ours) -> None:
@@ -340,17 +342,17 @@ def _flush(port: int, ours: Ours) -> None:
 
 def object_rows(
     where: str, options: ObjectStoreOptions, total_bytes: int, repeats: int, threads: int
-) -> Iterator[Row]:
+) -> Iterator[RateRow]:
     """Measure reads and writes of a bucket or folder."""
     obstore: Any = import_module("obstore")
     for label, size in SIZES.items():
-        blocks = Blocks(size, total_bytes)
+        blocks = RatedBlocks(size, total_bytes)
         engine = open_object_store(options)
         ours, pool = Ours(engine, size, threads), ThreadPoolExecutor(threads)
         sources, targets, store = blocks.sources(), blocks.targets(), engine._store
         names = [f"bare/{uuid.uuid4().hex}" for _ in range(blocks.count)]
 
-        def ours_write(blocks: Blocks = blocks, ours: Ours = ours) -> Figure:
+        def ours_write(blocks: RatedBlocks = blocks, ours: Ours = ours) -> Figure:
             blocks.keys = new_keys(blocks.count)
             return blocks.rate(lambda: ours.write(blocks.keys, blocks.sources()))
 
@@ -365,13 +367,13 @@ def object_rows(
                 obstore.put(store, names[i], sources[i], **how)
 
         def bare_write(
-            blocks: Blocks = blocks, names: list[str] = names, pool: ThreadPoolExecutor = pool
+            blocks: RatedBlocks = blocks, names: list[str] = names, pool: ThreadPoolExecutor = pool
         ) -> Figure:
             names[:] = [f"bare/{uuid.uuid4().hex}" for _ in names]
             return blocks.rate(lambda: in_parts(pool, blocks.count, 1, put))
 
         def ours_read(
-            blocks: Blocks = blocks, ours: Ours = ours, targets: list[memoryview] = targets
+            blocks: RatedBlocks = blocks, ours: Ours = ours, targets: list[memoryview] = targets
         ) -> Figure:
             rate = blocks.rate(lambda: ours.read(blocks.keys, targets))
             blocks.check()
@@ -381,29 +383,29 @@ def object_rows(
             for i in part:
                 memoryview(obstore.get(store, names[i]).bytes())
 
-        def bare_read(blocks: Blocks = blocks, pool: ThreadPoolExecutor = pool) -> Figure:
+        def bare_read(blocks: RatedBlocks = blocks, pool: ThreadPoolExecutor = pool) -> Figure:
             return blocks.rate(lambda: in_parts(pool, blocks.count, 1, get))
 
-        row = Row(f"{where} write {label}", "GB/s", goals={BARE: 0.85})
+        row = RateRow(f"{where} write {label}", "GB/s", goals={BARE: 0.85})
         yield take_turns({OURS: ours_write, BARE: bare_write}, row, repeats)
         least = 0.80 if size < 2 << 20 else 0.70
-        row = Row(f"{where} read {label}", "GB/s", goals={BARE: least})
+        row = RateRow(f"{where} read {label}", "GB/s", goals={BARE: least})
         yield take_turns({OURS: ours_read, BARE: bare_read}, row, repeats)
         ours.close()
         pool.shutdown()
 
 
-def lookup_rows(where: str, opened: Callable[[], RemoteEngine], repeats: int) -> Iterator[Row]:
+def lookup_rows(where: str, opened: Callable[[], RemoteEngine], repeats: int) -> Iterator[RateRow]:
     """Measure lookups of a chain of which a part is there, and of a cold prompt."""
     size = 4096
     ours = Ours(opened(), size, 4)
     keys = new_keys(CHAIN)
     payload = memoryview(bytes(size))
     ours.write(keys[:CHAIN_HELD], [payload] * CHAIN_HELD)
-    took = Row(f"{where} lookup, {CHAIN_HELD} of {CHAIN} there", "ms")
-    cold = Row(f"{where} lookup, cold prompt", "ms")
-    asked = Row(f"{where} requests, {CHAIN_HELD} of {CHAIN} there", "requests")
-    asked_cold = Row(f"{where} requests, cold prompt", "requests")
+    took = RateRow(f"{where} lookup, {CHAIN_HELD} of {CHAIN} there", "ms")
+    cold = RateRow(f"{where} lookup, cold prompt", "ms")
+    asked = RateRow(f"{where} requests, {CHAIN_HELD} of {CHAIN} there", "requests")
+    asked_cold = RateRow(f"{where} requests, cold prompt", "requests")
 
     def requests() -> int:
         return sum(verb.requests for verb in ours.store.counters.verbs.values())
@@ -418,7 +420,7 @@ def lookup_rows(where: str, opened: Callable[[], RemoteEngine], repeats: int) ->
             assert ours.look(chain) == held
             time_row.samples.setdefault(OURS, []).append(1e3 * (time.perf_counter() - begun_s))
             request_row.samples.setdefault(OURS, []).append(requests() - before)
-    presence = Row(f"{where} presence of one block, known", "us")
+    presence = RateRow(f"{where} presence of one block, known", "us")
     for _ in range(repeats):
         begun_s = time.perf_counter()
         for key in keys:
@@ -429,7 +431,7 @@ def lookup_rows(where: str, opened: Callable[[], RemoteEngine], repeats: int) ->
     yield from (took, asked, cold, asked_cold, presence)
 
 
-def of_valkey(options: argparse.Namespace) -> Iterator[Row]:
+def of_valkey(options: argparse.Namespace) -> Iterator[RateRow]:
     """Measure a Valkey or Redis server, started here."""
     binary = options.valkey_binary or valkey_binary()
     if not binary:
@@ -442,7 +444,7 @@ def of_valkey(options: argparse.Namespace) -> Iterator[Row]:
         yield from lookup_rows("Valkey", lambda: ValkeyEngine(at), options.repeats)
 
 
-def of_folder(options: argparse.Namespace) -> Iterator[Row]:
+def of_folder(options: argparse.Namespace) -> Iterator[RateRow]:
     """Measure a folder, through the page cache."""
     if find_spec("obstore") is None:
         print("left out: the folder, since obstore is not installed")
@@ -452,7 +454,7 @@ def of_folder(options: argparse.Namespace) -> Iterator[Row]:
         yield from object_rows("folder", here, options.total_mib << 20, options.repeats, 4)
 
 
-def of_s3(options: argparse.Namespace) -> Iterator[Row]:
+def of_s3(options: argparse.Namespace) -> Iterator[RateRow]:
     """Measure moto, started here, with a quarter of the payload: it is slow."""
     if find_spec("obstore") is None or find_spec("moto") is None:
         print("left out: S3, since obstore or moto is not installed")
@@ -469,7 +471,7 @@ def of_s3(options: argparse.Namespace) -> Iterator[Row]:
 PARTS = {"valkey": of_valkey, "folder": of_folder, "s3": of_s3}
 
 
-def shown(row: Row) -> str:
+def shown(row: RateRow) -> str:
     """Return a line of the table."""
     figures = row.figures()
     found = ", ".join(f"{name} {value:.3g}" for name, value in figures["median"].items())
@@ -493,7 +495,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--total-mib", type=int, default=256, help="payload of one repetition")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(argv)
-    rows: list[Row] = []
+    rows: list[RateRow] = []
     print("| case | median | ours | CPU us per MiB |\n|---|---|---|---|")
     for name in options.only or PARTS:
         for row in PARTS[name](options):

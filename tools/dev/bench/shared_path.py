@@ -61,7 +61,7 @@ QUANTITIES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class EngineShare:
     """The blocks that one engine moves."""
 
     folder: Path
@@ -82,7 +82,7 @@ class PhaseEnd:
 class _Mover:
     """One engine that writes and reads its blocks."""
 
-    def __init__(self, tier: OpenTier, arena: memoryview, share: Share) -> None:
+    def __init__(self, tier: OpenTier, arena: memoryview, share: EngineShare) -> None:
         self._tier, self._arena, self._share = tier, arena, share
         arena[:] = os.urandom(MIB) * (len(arena) // MIB) + bytes(len(arena) % MIB)
         self._expected = bytes(arena)
@@ -148,7 +148,7 @@ class _Mover:
         return [at for at, answer in zip(places, answers, strict=True) if answer is Put.STARTED]
 
 
-def serve(share: Share, orders: Connection) -> None:
+def serve(share: EngineShare, orders: Connection) -> None:
     """Run phases as they are ordered, in a process of its own, until the end of orders."""
     geometry = ArenaGeometry(share.blocks, share.block_bytes, 1)
     role = ArenaRole.scheduler(expect_workers=False)
@@ -166,7 +166,7 @@ def serve(share: Share, orders: Connection) -> None:
 class _Engines:
     """Processes of all engines."""
 
-    def __init__(self, shares: Sequence[Share], undo: ExitStack) -> None:
+    def __init__(self, shares: Sequence[EngineShare], undo: ExitStack) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         for share in shares:
@@ -204,7 +204,7 @@ def ours(folder: Path, engines: int, block_bytes: int, total_bytes: int) -> Figu
     gigabytes = engines * blocks * block_bytes / GIGA
     with TemporaryDirectory(dir=folder) as made, ExitStack() as undo:
         capacity = int(CAPACITY_FACTOR * engines * blocks * block_bytes) + SPARE_BYTES
-        share = Share(Path(made), blocks, block_bytes, capacity)
+        share = EngineShare(Path(made), blocks, block_bytes, capacity)
         running = _Engines([share] * engines, undo)
         running.run(FILL)
         running.run(RESET, 1)

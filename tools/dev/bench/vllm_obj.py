@@ -26,7 +26,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from ....tiers.remote.object_store import ObjectStoreOptions, open_object_store
 from ..remote_server import BUCKET, REGION, s3_server
-from .remote_rates import OURS, TIMEOUT_S, Blocks, Ours, Row, shown
+from .remote_rates import OURS, TIMEOUT_S, Ours, RatedBlocks, RateRow, shown
 from .vllm_calls import random_keys
 from .vllm_engines import offloading_config
 
@@ -102,7 +102,7 @@ class Turns:
         secrets = {"access_key_id": "none", "secret_access_key": "none"}
         limits = (TIMEOUT_S, TIMEOUT_S)
         bucket = ObjectStoreOptions(f"s3://{BUCKET}/ours", *limits, endpoint, REGION, secrets)
-        self._blocks = Blocks(size, size * blocks)
+        self._blocks = RatedBlocks(size, size * blocks)
         self._ours = Ours(open_object_store(bucket), size, threads)
         self._theirs = Theirs(endpoint, size, blocks, threads)
         self._keys = random_keys(blocks)
@@ -141,9 +141,9 @@ def _timed(look: Callable[[], int], read: Callable[[], None]) -> tuple[float, fl
     return looked_s - begun_s, time.perf_counter() - looked_s
 
 
-def measure(contenders: Mapping[str, Contender], repeats: int) -> list[Row]:
+def measure(contenders: Mapping[str, Contender], repeats: int) -> list[RateRow]:
     """Return the rows; figures are rates, so that a ratio above 1 means that ours is faster."""
-    rows = [Row(case, "per s", goals={VLLM: goal}) for case, goal in GOALS.items()]
+    rows = [RateRow(case, "per s", goals={VLLM: goal}) for case, goal in GOALS.items()]
     for repeat in range(repeats):
         for name in [*contenders][:: 1 if repeat % 2 else -1]:
             looked_s, read_s = contenders[name]()

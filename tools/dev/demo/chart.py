@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...commands.picture import DARK, DIM, INK, MIDDLE, PALE, head, new_figure, save, tidy
-from .demo_results import Phase, Sources, Times
+from .demo_results import DemoTimes, Phase, Sources
 
 SOURCES = (
     ("gpu", "device cache", DARK),
@@ -32,14 +32,14 @@ HATCH = "////"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ChartRow:
     """One bar: a server, and how it answered the requests of a phase."""
 
     at: float
     """Place from the top, in rows."""
     name: str
     sources: Sources
-    ttft: Times
+    ttft: DemoTimes
 
 
 def draw(phases: Sequence[Phase], subtitle: str, facts: str, path: Path) -> None:
@@ -71,7 +71,7 @@ def draw(phases: Sequence[Phase], subtitle: str, facts: str, path: Path) -> None
     save(figure, path)
 
 
-def _groups(phases: Sequence[Phase]) -> Iterator[Sequence[Row]]:
+def _groups(phases: Sequence[Phase]) -> Iterator[Sequence[ChartRow]]:
     """Yield the rows of each phase, the reference first."""
     at = 0.0
     for phase in phases:
@@ -79,11 +79,11 @@ def _groups(phases: Sequence[Phase]) -> Iterator[Sequence[Row]]:
         if phase.tiering is not None:
             servers.append((TIERING, phase.tiering.sources, phase.tiering.ttft))
         servers.append((OURS, phase.sources, phase.ttft))
-        yield [Row(at + number, *server) for number, server in enumerate(servers)]
+        yield [ChartRow(at + number, *server) for number, server in enumerate(servers)]
         at += len(servers) + GAP
 
 
-def _draw_sources(axes: Any, rows: Sequence[Row]) -> None:
+def _draw_sources(axes: Any, rows: Sequence[ChartRow]) -> None:
     """Draw stacked bars, one per server, as shares of its prompt tokens."""
     places = [row.at for row in rows]
     totals = [sum(getattr(row.sources, field) for field, _, _ in SOURCES) for row in rows]
@@ -113,7 +113,7 @@ def _draw_sources(axes: Any, rows: Sequence[Row]) -> None:
     )  # fmt: skip
 
 
-def _draw_times(axes: Any, rows: Sequence[Row]) -> None:
+def _draw_times(axes: Any, rows: Sequence[ChartRow]) -> None:
     """Draw the median of each server as a bar, and its 95th percentile as a line."""
     for row in rows:
         p50_ms, p95_ms = row.ttft.p50_s * 1000, row.ttft.p95_s * 1000

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .demo_results import Other, Phase, Times
+from .demo_results import DemoTimes, Other, Phase
 
 PLAIN_WIDTH = 100
 """Width in columns if the output is not a terminal."""
@@ -84,7 +84,7 @@ def _tokens(source: str) -> Callable[[Phase], str]:
     return lambda phase: f"{getattr(phase.sources, source):,}"
 
 
-def _both(values: Times) -> str:
+def _both(values: DemoTimes) -> str:
     return f"{values.p50_s * 1000:.0f} / {values.p95_s * 1000:.0f}"
 
 

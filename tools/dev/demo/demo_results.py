@@ -74,7 +74,7 @@ class Sources:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class DemoTimes:
     """Percentiles of the time to the first token, in seconds."""
 
     p50_s: float
@@ -95,7 +95,7 @@ class Other:
     """How a server without kvcascade answered the requests of a phase."""
 
     sources: Sources
-    ttft: Times
+    ttft: DemoTimes
     wrong_tokens: int = 0
     """Number of answer tokens that differ from the reference."""
 
@@ -135,15 +135,15 @@ class Phase:
         return sum(reply.prompt_tokens for reply in self.replies)
 
     @property
-    def ttft(self) -> Times:
+    def ttft(self) -> DemoTimes:
         """Return the percentiles over all requests."""
         return times(reply.ttft_s for reply in self.replies)
 
 
-def times(values_s: Iterable[float]) -> Times:
+def times(values_s: Iterable[float]) -> DemoTimes:
     """Return percentiles of times; 0 if there are none."""
     values = list(values_s) or [0.0]
-    return Times(quantile(values, 0.5), quantile(values, 0.95))
+    return DemoTimes(quantile(values, 0.5), quantile(values, 0.95))
 
 
 def wrong_tokens(given: Sequence[int], expected: Sequence[int]) -> int:

@@ -20,7 +20,7 @@ from .....tiers.cpu.arena import Arena, ArenaRole
 from .....tiers.cpu.header import ArenaGeometry
 from ....commands.bench.bench_results import LIMIT, OURS, Goal, Quantity
 from ..measurement import Case, Figures, Measurement, MeasurementSetup
-from .gpu_device import Contender, CudaDevice, Device, Room
+from .gpu_device import Contender, CudaDevice, Device, DeviceRoom
 from .gpu_moves import (
     BESIDE,
     COVERED_LEAST,
@@ -103,17 +103,17 @@ def room_for(count: int) -> int:
     return count + max(1, count // SPARE)
 
 
-def need(shape: GpuShape, count: int) -> Room:
+def need(shape: GpuShape, count: int) -> DeviceRoom:
     """Return the memory that transfers of `count` blocks need.
 
     This is a cache on the device, two in shared memory (kvcascade's and vLLM's), and one copy on
     either side for the limit. For the copy, torch rounds pinned memory up to the next power of two.
     """
     cache, copy = room_for(count) * shape.block_bytes, count * shape.block_bytes
-    return Room(device=cache + copy, shared=2 * cache, memory=2 * cache + 2 * copy)
+    return DeviceRoom(device=cache + copy, shared=2 * cache, memory=2 * cache + 2 * copy)
 
 
-def lacking(shape: GpuShape, count: int, free: Room) -> str:
+def lacking(shape: GpuShape, count: int, free: DeviceRoom) -> str:
     """Return the memory that is too small for transfers of `count` blocks; empty if all suffice."""
     wanted = need(shape, count)
     larger = human(-(-int(wanted.shared / MEMORY_SHARE) // GIB) * GIB)

@@ -21,7 +21,7 @@ from .....handlers.device.geometry import WorkerLayout
 from .....handlers.device.hazards import Direction
 from .....tiers.cpu.arena import DEFAULT_ARENA_DIR
 from ....commands.bench.bench_results import PAGES, VLLM, BenchError
-from .gpu_moves import Chain, Kernels
+from .gpu_moves import Kernels, MoveChain
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ CHAIN_KERNELS_MIN, CHAIN_KERNELS_MAX = 20, 800
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class DeviceRoom:
     """Bytes of memory in each place."""
 
     device: int
@@ -66,7 +66,7 @@ class Device(ABC):
     """A device that holds a KV cache."""
 
     @abstractmethod
-    def room(self) -> Room:
+    def room(self) -> DeviceRoom:
         """Return the free memory."""
 
     @abstractmethod
@@ -94,7 +94,7 @@ class Device(ABC):
         for the end."""
 
     @abstractmethod
-    def start_chain(self, kernels: Kernels) -> Chain:
+    def start_chain(self, kernels: Kernels) -> MoveChain:
         """Launch many kernels on the compute stream, each of which depends on the one before."""
 
     @abstractmethod
@@ -117,11 +117,11 @@ class CudaChain:
             self._end.record()
 
     def has_ended(self) -> bool:
-        """See `Chain`."""
+        """See `MoveChain`."""
         return bool(self._end.query())
 
     def seconds(self) -> float:
-        """See `Chain`."""
+        """See `MoveChain`."""
         self._end.synchronize()
         return float(self._start.elapsed_time(self._end)) / 1e3
 
@@ -152,11 +152,11 @@ class CudaDevice(Device):
         self._counts = dict.fromkeys(Kernels, CHAIN_KERNELS_MIN)
         self._counts = {kind: self._count(kind) for kind in Kernels}
 
-    def room(self) -> Room:
+    def room(self) -> DeviceRoom:
         free, _ = _cuda().mem_get_info()
         machine = ThisMachine()
         shared = machine.disk(Path(DEFAULT_ARENA_DIR)).free
-        return Room(int(free), shared, machine.memory().available)
+        return DeviceRoom(int(free), shared, machine.memory().available)
 
     def pages(self, blocks: int, page_bytes: int) -> torch.Tensor:
         import torch
@@ -194,7 +194,7 @@ class CudaDevice(Device):
             Direction.LOAD: lambda: copy(device, host),
         }
 
-    def start_chain(self, kernels: Kernels) -> Chain:
+    def start_chain(self, kernels: Kernels) -> MoveChain:
         return CudaChain(self._compute, *self._factors[kernels], self._counts[kernels])
 
     def _count(self, kernels: Kernels) -> int:

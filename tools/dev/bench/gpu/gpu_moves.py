@@ -95,7 +95,7 @@ class GpuTransfer:
         )
 
 
-class Chain(Protocol):
+class MoveChain(Protocol):
     """Kernels that were launched on the compute stream."""
 
     def has_ended(self) -> bool:
@@ -206,7 +206,7 @@ def beside(
     kernels: Kernels,
     transfer: GpuTransfer,
     size: int,
-    start_chain: Callable[[], Chain],
+    start_chain: Callable[[], MoveChain],
     pause: Callable[[float], None],
 ) -> Figures:
     """Measure a chain of kernels beside transfers, relative to its rate alone.
@@ -242,7 +242,7 @@ def paced(
     transfer: GpuTransfer,
     size: int,
     step_s: float,
-    start_chain: Callable[[], Chain],
+    start_chain: Callable[[], MoveChain],
     clock: Clock,
     pause: Callable[[float], None],
 ) -> Figures:
