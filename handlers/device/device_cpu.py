@@ -60,6 +60,8 @@ class _Lane:
 
     queue: deque[_Job] = field(default_factory=deque)
     is_running: bool = False
+    task: object = None
+    """Task that was started and has not begun."""
     done: int = 0
     """Number of the last job that ended. Jobs end in order."""
 
@@ -167,19 +169,28 @@ class CpuDeviceCopier(DeviceCopier):
             if lane.is_running or not self._is_runnable(direction):
                 return
             lane.is_running = True
+            task = lane.task = object()
         self._switch_interval.shorten()
         try:
-            self._executor.submit(self._run, direction)
-        except RuntimeError:  # the executor was shut down, but accepted jobs must be done
-            self._run(direction)
+            self._executor.submit(self._run, direction, task)
+        except RuntimeError:  # it was shut down, or has no thread; accepted jobs must be done
+            self._run(direction, task)
 
     def _is_runnable(self, direction: Direction) -> bool:
         queue = self._lanes[direction].queue
         return bool(queue) and queue[0].after <= self._lanes[direction.other].done
 
-    def _run(self, direction: Direction) -> None:
-        """Run the lane's jobs until none may run. Runs as a task of the executor."""
+    def _run(self, direction: Direction, task: object) -> None:
+        """Run the lane's jobs until none may run. Runs as a task of the executor.
+
+        An executor that cannot start a thread raises an error, and may run the task later all the
+        same. A task that has begun does nothing the second time.
+        """
         lane = self._lanes[direction]
+        with self._changed:
+            if lane.task is not task:
+                return
+            lane.task = None
         while True:
             with self._changed:
                 jobs = self._take(direction)

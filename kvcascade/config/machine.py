@@ -311,11 +311,15 @@ def _check_cpu(tier: CpuTierOptions, machine: Machine) -> None:
         raise arena.wrong(str(folder), "is not a folder that exists; give one in shared memory")
     if not machine.writable(folder):
         raise arena.wrong(str(folder), "cannot be written by this user; give one that can")
+    kind = machine.file_system(folder)
+    if tier.persist and kind and kind not in MEMORY_FILE_SYSTEMS:
+        problem = f"is on {kind}, where a crash of the machine may leave torn blocks"
+        raise arena.wrong(str(folder), f"{problem}; persist needs a folder in shared memory")
     capacity, available = cpu_capacity(tier, machine), machine.memory().available
     kept = machine.kept_by_arenas(folder) if tier.persist else 0  # this engine takes it over
     available += kept
     _check_enough(at, tier.capacity, capacity, "this machine")
-    if capacity > available and machine.file_system(folder) != HUGETLBFS:
+    if capacity > available and kind != HUGETLBFS:
         problem = f"is more memory than there is ({human(available)} available); lower it"
         raise at.wrong(_written(tier.capacity, capacity), problem)
     free = machine.disk(folder).free + kept

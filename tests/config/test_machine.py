@@ -210,6 +210,7 @@ def test_shares_are_of_the_machine() -> None:
             ['tiers[0].arena_dir: "/mnt/huge"', "not a folder that exists"],
         ),
         ({}, {}, {"read_only": {SHM}}, ['tiers[0].arena_dir: "/dev/shm"', "cannot be written"]),
+        ({"persist": True}, {}, {"arena_lies_on": "xfs"}, ["tiers[0].arena_dir", "is on xfs"]),
         (
             {},
             {"capacity": "501GiB"},

@@ -28,6 +28,7 @@ from kvcascade.tiers.cpu.header import ArenaGeometry
 from kvcascade.tiers.cpu.locks import turn_in
 from kvcascade.tiers.cpu.slot_table import (
     MAX_KEY_BYTES,
+    NO_EPOCH,
     RECORD_BYTES,
     KeptDirectory,
     SlotTable,
@@ -303,3 +304,65 @@ def test_keys_of_every_length(length: int) -> None:
     block_hash = BlockHash(b"k" * length)
     table.mark([block_hash], [1])
     assert table.complete() == (([block_hash], [1]) if length <= MAX_KEY_BYTES else ([], []))
+
+
+TAKER = """
+import os, signal, sys
+from kvcascade.tiers.cpu.arena import Arena, ArenaRole
+from kvcascade.tiers.cpu.header import ArenaGeometry
+worker = Arena.open(
+    ArenaGeometry(8, 4096, 1, kept=True), "second", ArenaRole.worker(0), arena_dir=sys.argv[1]
+)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_start_that_is_cut_off_leaves_the_blocks_to_the_next(
+    tmp_path: Path, child: Start
+) -> None:
+    """The workers have given the arena the engine's name, and no scheduler came."""
+    worker, scheduler = open_both(tmp_path, "first")
+    table = scheduler.slot_table()
+    table.begin(OURS)
+    table.mark([key(1)], [3])
+    del table
+    worker.close()
+    scheduler.close()
+    taker = child(TAKER, tmp_path)
+    assert not kept_arenas(str(tmp_path))
+    taker.kill()
+    taker.wait()
+    worker, scheduler = open_both(tmp_path, "third")
+    assert scheduler.slot_table().begin(OURS)
+    assert scheduler.slot_table().complete() == ([key(1)], [3])
+    worker.close()
+    scheduler.close()
+    assert len(list(tmp_path.glob("kvcascade-*"))) == 1
+
+
+def test_blocks_of_an_unknown_epoch_are_not_those_of_the_next_known_one() -> None:
+    """Another engine may have reset the path meanwhile."""
+    table, memory = table_of(8)
+    table.begin(OURS, NO_EPOCH)
+    table.mark([key(1)], [1], NO_EPOCH)
+    table.mark([key(2)], [2], 5)
+    assert table.begin(OURS, 5) and table.complete() == ([key(2)], [2])
+    del table, memory
+
+
+def test_processes_that_close_at_once_leave_one_lasting_name(tmp_path: Path) -> None:
+    four = ArenaGeometry(slots=8, rank_bytes=4096, world_size=4, kept=True)
+    for number in range(30):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        workers = [
+            Arena.open(four, "engine", ArenaRole.worker(rank), arena_dir=str(folder))
+            for rank in range(4)
+        ]
+        threads = [threading.Thread(target=worker.close) for worker in workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(kept_arenas(str(folder))) == 1

@@ -26,6 +26,7 @@ from kvcascade.errors import ConfigError
 from kvcascade.handlers.device import device_cpu
 from kvcascade.handlers.device.copier import GpuBlocks
 from kvcascade.handlers.device.device_cpu import JOBS_AT_ONCE, CpuDeviceCopier
+from kvcascade.handlers.device.hazards import Direction
 from kvcascade.handlers.device.switch_interval import SHORT_S, SwitchInterval
 
 P = ParamSpec("P")
@@ -282,6 +283,22 @@ def test_an_accepted_job_is_done_even_if_the_executor_is_gone() -> None:
     executor.shutdown()
     assert copier.submit_store(1, blocks_of(0), slots_of(0))
     assert finished_ids(copier) == [1]
+
+
+def test_a_task_that_was_queued_although_no_thread_could_be_started_runs_once() -> None:
+    """`ThreadPoolExecutor.submit` queues a task before it starts a thread for it."""
+
+    class Refusing(ManualExecutor):
+        def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+            super().submit(fn, *args, **kwargs)
+            raise RuntimeError("can't start new thread")
+
+    executor = Refusing()
+    copier = simple_copier(executor)
+    assert copier.submit_store(1, blocks_of(1), slots_of(1))
+    assert finished_ids(copier) == [1], "it is done at once"
+    executor.run_all()
+    assert not finished_ids(copier) and not copier._lanes[Direction.STORE].is_running
 
 
 def test_a_system_that_forbids_the_vectored_copy_gets_the_plain_one(

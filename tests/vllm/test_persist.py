@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from support.engine_rig import Engine, engine_options
@@ -16,10 +18,15 @@ BLOCK_BYTES = 4 * 32 * 2 * 128 * 4
 TOKENS = 700
 
 
-def test_a_killed_engine_leaves_its_blocks_to_the_next(tmp_path: Path) -> None:
+@pytest.fixture
+def arenas() -> Iterator[Path]:
+    """A folder in shared memory."""
+    with TemporaryDirectory(dir="/dev/shm", prefix="kvcascade-test-") as folder:
+        yield Path(folder)
+
+
+def test_a_killed_engine_leaves_its_blocks_to_the_next(tmp_path: Path, arenas: Path) -> None:
     model = make_llama(tmp_path / "model", seed=11)
-    arenas = tmp_path / "arenas"
-    arenas.mkdir()
     cpu = {"type": "cpu", "capacity": 100 * BLOCK_BYTES, "persist": True, "arena_dir": str(arenas)}
     rng = random.Random(4)
     prompts = [[rng.randrange(1000) for _ in range(TOKENS)] for _ in range(3)]

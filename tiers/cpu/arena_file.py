@@ -128,9 +128,10 @@ def give_up_name(path: str, fd: int, is_kept: bool) -> bool:
     lasting = os.path.join(os.path.dirname(path), f"kvcascade-kept-{secrets.token_hex(16)}")
     try:
         os.link(path, lasting, follow_symlinks=False)
-        if os.path.samestat(os.stat(lasting, follow_symlinks=False), os.fstat(fd)):
-            return unlink_if_same(path, fd)
-        os.unlink(lasting)
+        is_same = os.path.samestat(os.stat(lasting, follow_symlinks=False), os.fstat(fd))
+        if is_same and unlink_if_same(path, fd):
+            return True
+        os.unlink(lasting)  # another process was first, and its lasting name counts
     except OSError:
         return False  # gone already: another process gave the file its lasting name
     return False
@@ -211,7 +212,8 @@ def unlink_if_same(path: str, fd: int) -> bool:
 def sweep(arena_dir: str) -> list[str]:
     """Remove arena files that no live process holds, and return their paths.
 
-    Skips locked files, files of other users and files that are not arenas. Ignores errors.
+    A kept arena whose engine's start was cut off gets its lasting name back. Skips locked files,
+    files of other users and files that are not arenas. Ignores errors.
     """
     removed: list[str] = []
     with suppress(OSError), os.scandir(arena_dir) as entries:
@@ -241,11 +243,25 @@ def _remove_stale(path: str) -> bool:
     try:
         if not try_flock(fd, exclusive=True):
             return False
-        return layout.looks_like_arena(os.pread(fd, HEADER_BYTES, 0)) and unlink_if_same(path, fd)
+        page = os.pread(fd, HEADER_BYTES, 0)
+        return layout.looks_like_arena(page) and _clear_away(path, fd, page)
     except OSError:
         return False
     finally:
         os.close(fd)
+
+
+def _clear_away(path: str, fd: int, page: bytes) -> bool:
+    """Remove a name of an arena without a live process, whose header is `page`.
+
+    The blocks of a kept arena are complete at every moment, so it keeps a name unless it has its
+    lasting one already. Return True if this call removed the name.
+    """
+    is_lasting = _KEPT_NAME.fullmatch(os.path.basename(path))
+    with suppress(FormatError):
+        if layout.is_ready(page) and not is_lasting:
+            return give_up_name(path, fd, layout.read_fixed(page, path).geometry.kept)
+    return unlink_if_same(path, fd)
 
 
 class _Patience:
@@ -438,7 +454,7 @@ def _join_locked(request: ArenaRequest, fd: int) -> ArenaHeader | None:
         _check_owner(path, fd)
         if try_flock(fd, exclusive=True):
             if request.may_make:
-                unlink_if_same(path, fd)
+                _clear_away(path, fd, os.pread(fd, HEADER_BYTES, 0))
             return None
         if not try_flock(fd, exclusive=False):
             return None  # another process is testing whether the file is stale

@@ -109,9 +109,11 @@ class SlotTable:
     def mark(self, keys: Sequence[BlockHash], slots: Sequence[int], epoch: int = 0) -> None:
         """Record that the bytes of these slots are complete. Keys that are too long are left out.
 
-        All records of the table are of this epoch: the table is empty when the epoch changes.
+        All records of the table are of this epoch. Records of another one are removed, such as
+        those of a time when the epoch was unknown.
         """
         if self._epoch[0] != epoch:
+            self.clear()
             self._epoch[0] = epoch
         if any(len(key) > MAX_KEY_BYTES for key in keys):
             short = [(k, s) for k, s in zip(keys, slots, strict=True) if len(k) <= MAX_KEY_BYTES]
