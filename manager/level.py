@@ -231,8 +231,12 @@ class Level:
         """Evict settled blocks that requests have loaded, until `n` slots are free or no such block
         is left."""
         missing = n - self.backend.get_num_free_blocks()
+        if missing <= 0:
+            return
         mask = (self._origin_of == SPENT) & self.dirt.settled_mask
-        found = len(self.policy.coldest(missing, protected, mask)) if missing > 0 else 0
+        if not mask.any():  # some policies would look at every block for that
+            return
+        found = len(self.policy.coldest(missing, protected, mask))
         evicted = self.policy.evict(found, protected, mask) if found else None
         if evicted is not None:
             self._free_evicted(evicted)

@@ -99,9 +99,10 @@ def path_parts(
 def path_options(tier: NvmeTierOptions, machine: Machine) -> PathOptions:
     """Return what a tier's options ask of its path. Raises `ConfigError`."""
     budget, segment = tier.write_budget, tier.segment_size
+    disks = [machine.disk(nearest_existing(path, machine)) for path in tier.path]
     return PathOptions(
         nvme_capacity(tier, machine),
-        tier.min_free.of(machine.disk(nearest_existing(tier.path[0], machine)).total),
+        min(tier.min_free.of(disk.total) for disk in disks),  # it is kept on each of them
         tier.policy,
         None if budget is None else budget.of(nvme_disk_bytes(tier, machine)),
         None if segment is None else segment.of(0),

@@ -255,7 +255,7 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
                 facts.medium,
                 facts.block_bytes,
                 blocks=self.feed.blocks,
-                capacity_blocks=facts.capacity,
+                capacity_blocks=facts.capacity if figures is None else figures.capacity_blocks,
                 dirty_blocks=0,
                 waiting_blocks=sum(len(job.keys) for job in self.reads.jobs.values()),
                 demote_jobs=len(self.writes.jobs),

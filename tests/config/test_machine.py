@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.users import unprivileged
 
+from kvcascade.assembly.path_parts import path_options
 from kvcascade.config.machine import (
     Disk,
     Machine,
@@ -451,3 +452,16 @@ def test_the_default_share_of_the_disk_leaves_room_for_what_is_there() -> None:
 
 def test_this_machine_counts_its_devices() -> None:
     assert ThisMachine().devices() >= 0
+
+
+def test_a_share_that_stays_free_is_that_of_the_smallest_disk() -> None:
+    """It is kept on each disk of the tier."""
+
+    class Unequal(Twin):
+        def disk(self, folder: Path) -> Disk:
+            found = super().disk(folder)
+            return replace(found, total=found.total // 100) if folder.name == "1" else found
+
+    config = configured(path=["/mnt/0/kv", "/mnt/1/kv"], min_free="10%")
+    smallest = Unequal().disk(Path("/mnt/1")).total
+    assert path_options(config.nvme[0], Unequal()).min_free_bytes == smallest // 10

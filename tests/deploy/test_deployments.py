@@ -166,6 +166,7 @@ class TestChart:
         objects = chart_objects("--set", "shutdownTimeoutSeconds=100", "--set", "cache.cpuGiB=10")
         pod = objects["StatefulSet"]["spec"]["template"]["spec"]
         (container,) = pod["containers"]
+        assert pod["enableServiceLinks"] is False, "a service named vllm would set VLLM_PORT"
         environment = {each["name"]: each.get("value") for each in container["env"]}
         assert pod["terminationGracePeriodSeconds"] > int(environment["SHUTDOWN_TIMEOUT_S"]) == 100
         volumes = {volume["name"]: volume for volume in pod["volumes"]}

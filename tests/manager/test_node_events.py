@@ -201,3 +201,15 @@ def test_wear_is_told_by_the_engine_that_reports(caplog: pytest.LogCaptureFixtur
         for node in nodes:
             node.tier.maintain()
     assert caplog.text.count("none was read back") == 1
+
+
+def test_the_capacity_of_a_tier_is_that_of_its_path() -> None:
+    """Another engine may have sized the path."""
+    rig = NodesRig(is_real=True)
+    node = rig.add(slots=4)
+    node.tier.maintain()
+    rig.pump()
+    node.tick(1.1)
+    node.tier.maintain()
+    (state,) = node.tier.state()
+    assert state.capacity_blocks == SLOTS != 4

@@ -97,6 +97,17 @@ def test_what_was_written_to_a_removed_namespace_counts_for_a_day() -> None:
     assert left() == 40 * BLOCK_BYTES
 
 
+def test_a_budget_outlives_a_writer_that_is_killed_after_days() -> None:
+    """The next writer reads the totals of those namespaces only that were used in the last day."""
+    rig = PathRig(120, write_budget_bytes=20 * BLOCK_BYTES)
+    node = RigNode(rig, "one")
+    rig.step(3 * 24 + 1, seconds=3600.0)
+    assert node.store(list(range(20))) == [OK] * 20
+    rig.kill()
+    rig.start()
+    assert RigNode(rig, "two").store(list(range(100, 120))) == []
+
+
 def test_nodes_drop_a_segment_after_its_file_is_gone() -> None:
     """One that dropped it earlier could open the file again, and write into it for ever."""
     rig = PathRig(1)

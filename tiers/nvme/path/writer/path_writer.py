@@ -56,6 +56,10 @@ BUSY_WAIT_S = 0.005
 """Time until the next step, in seconds, while something is under way."""
 FIGURES_EVERY_S = 1.0
 """Interval of the figures that nodes get, in seconds."""
+NOTE_USE_EVERY_S = 3600.0
+"""Interval at which the use of a namespace is noted while nodes have it open, in seconds. After a
+kill the next writer orders namespaces by it, and counts the write budget of those of the last day.
+"""
 
 _log = get_logger(__name__)
 
@@ -87,7 +91,7 @@ class PathWriter:
         self._clients: dict[int, Client] = {}
         self._held = HeldMessages(clock)
         self._out: list[Reply] = []
-        self._upkeep_at_s = clock()
+        self._upkeep_at_s = self._note_use_at_s = clock()
         self._questions = WriterQuestions(self, clock)
         self._resets = ResetMessages(self._clients, self._settle, self._send)
         self._handlers: dict[type, Handle] = {
@@ -324,6 +328,11 @@ class PathWriter:
         if now_s < self._upkeep_at_s:
             return
         self._upkeep_at_s = now_s + FIGURES_EVERY_S
+        if now_s >= self._note_use_at_s:
+            self._note_use_at_s = now_s + NOTE_USE_EVERY_S
+            for namespace in self.namespaces.values():
+                if namespace.clients:
+                    self.path.note_use(namespace)
         self._out += self._held.signs_of_life()
         self.path.remove_empty()
         self._send_figures()
