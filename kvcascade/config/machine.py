@@ -18,6 +18,7 @@ from typing import final
 
 import psutil
 
+from ..errors import ConfigError
 from .cgroup import group_memory
 from .options import At, noting
 from .schema import CascadeConfig, CpuTierOptions, NvmeTierOptions, WriteMode
@@ -216,6 +217,11 @@ def _check_path(at: At, path: Path, machine: Machine, owners: dict[object, Path]
 
 def doubts(config: CascadeConfig, machine: Machine) -> list[str]:
     """Return warnings about options that work but are probably not intended."""
+    found = [_lack_of_room(tier, machine) for tier in config.nvme if _own_bytes(tier, machine)]
+    return [str(lack) for lack in found if lack is not None] + _doubts_of_arena(config, machine)
+
+
+def _doubts_of_arena(config: CascadeConfig, machine: Machine) -> list[str]:
     folder = config.cpu.arena_dir
     kind = machine.file_system(folder)
     if kind in MEMORY_FILE_SYSTEMS:
@@ -287,9 +293,12 @@ def nvme_capacity(tier: NvmeTierOptions, machine: Machine) -> int:
 def _room_and_reserve(tier: NvmeTierOptions, machine: Machine) -> tuple[int, int]:
     """Return the bytes that are free or used by the tier, and those of them that stay free."""
     disks = _disks(tier, machine)
-    own = sum(machine.used_by_namespaces(path) for path in tier.path)
     reserve = sum(tier.min_free.of(disk.total) for disk in disks)
-    return sum(disk.free for disk in disks) + own, reserve
+    return sum(disk.free for disk in disks) + _own_bytes(tier, machine), reserve
+
+
+def _own_bytes(tier: NvmeTierOptions, machine: Machine) -> int:
+    return sum(machine.used_by_namespaces(path) for path in tier.path)
 
 
 def file_system_of(directory: str) -> str:
@@ -371,12 +380,29 @@ def _check_disks(tier: NvmeTierOptions, machine: Machine) -> None:
         if part is not None and part.count > capacity:
             problem = f'is more than all of {at.key} "{tier.capacity}"; lower it, or leave it out'
             raise At(f"{tier.key}.{name}").wrong(str(part), problem)
+    lack = _lack_of_room(tier, machine)
+    can_never_fit = capacity + reserve > total
+    if lack is not None and (can_never_fit or not _own_bytes(tier, machine)):
+        raise lack
+
+
+def _lack_of_room(tier: NvmeTierOptions, machine: Machine) -> ConfigError | None:
+    """Return why the capacity does not fit the disks now; None if it does.
+
+    A tier that has a cache starts all the same if the disks are large enough, for other files may
+    have filled them since. It keeps the reserve, and grows once there is room.
+    """
+    capacity, at = nvme_capacity(tier, machine), At(f"{tier.key}.capacity")
+    room, reserve = _room_and_reserve(tier, machine)
+    where = " and ".join(str(path) for path in tier.path)
     if capacity > room:
         problem = f"is more disk than there is ({human(room)} for this tier on {where}); lower it"
-        raise at.wrong(_written(tier.capacity, capacity), problem)
+        return at.wrong(_written(tier.capacity, capacity), problem)
     if capacity + reserve > room:
         problem = f'does not fit beside {at.key} "{tier.capacity}" in {human(room)} on {where}'
-        raise spare.wrong(shown, f"{problem}; lower one of the two")
+        shown = _written(tier.min_free, reserve)
+        return At(f"{tier.key}.min_free").wrong(shown, f"{problem}; lower one of the two")
+    return None
 
 
 @contextmanager

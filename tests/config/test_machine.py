@@ -301,7 +301,12 @@ def test_a_share_of_nearly_nothing() -> None:
 def test_what_the_tier_holds_already_is_not_missed() -> None:
     twin = Twin(disk_free=60 * GIB, used={Path("/mnt/0/kv"): 100 * GIB})
     check_machine(configured(capacity="100GiB"), twin)
-    assert "160.0 GiB for this tier" in message(configured(capacity="170GiB"), twin)
+    assert not doubts(configured(capacity="100GiB"), twin)
+    full = Twin(disk_free=0, used={Path("/mnt/0/kv"): 100 * GIB})
+    check_machine(configured(capacity="200GiB"), full)  # other files filled the disk: a restart
+    (doubt,) = doubts(configured(capacity="200GiB"), full)
+    assert "100.0 GiB for this tier" in doubt
+    assert "100.0 GiB for this tier" in message(configured(capacity="1024GiB"), full)
 
 
 def test_two_paths_on_one_device_count_it_once() -> None:
