@@ -192,6 +192,13 @@ def test_written_early_every_block_is_written_once(mode: WriteMode) -> None:
     assert late.tiers[1].written_bytes + rest == early.tiers[1].written_bytes
 
 
+@pytest.mark.parametrize("mode", list(WriteMode))
+def test_one_tier_writes_nothing_down_in_any_mode(mode: WriteMode) -> None:
+    given = options(tier("cpu", 200))
+    report = replay(conversations(count=5), replace(given, write_mode=mode))
+    assert report == replace(replay(conversations(count=5), given), write_mode=mode)
+
+
 def test_second_touch_writes_what_came_again() -> None:
     """Each session's first block is asked for in every turn, its last one once."""
     disk = replace(tier("nvme", 1 << 14), admission="second_touch")

@@ -147,7 +147,7 @@ class Simulation:
 
     def _write_what_is_due(self) -> None:
         """Write the blocks that are due after the last request, as an idle engine does."""
-        if self._options.write_mode is WriteMode.DEMOTE:
+        if self._options.write_mode is WriteMode.DEMOTE or not self._node_tiers:
             return
         for _ in range(MAX_ROUNDS):
             before = self.manager.counters.links[0].demoted_blocks
