@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from ..errors import ConfigError
 from . import sizes
@@ -68,9 +68,15 @@ def _url(at: At, value: Any) -> str:
 
 
 def _endpoint(at: At, value: Any) -> str:
-    parts = urlsplit(value) if isinstance(value, str) else SplitResult("", "", "", "", "")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f'{at.key}: give a URL such as "https://s3.example.org".')
+    """Read the URL of a server without credentials; messages do not show it."""
+    wrong = ConfigError(f'{at.key}: give a URL such as "https://s3.example.org".')
+    try:
+        parts = urlsplit(value if isinstance(value, str) else "")
+        is_address = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        raise wrong from None
+    if parts.scheme not in ("http", "https") or not is_address:
+        raise wrong
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise ConfigError(f"{at.key}: holds credentials; leave them out, {_NO_SECRETS}.")
     return str(value)

@@ -42,6 +42,16 @@ def test_refused(tiers: list[dict[str, Any]], said: str) -> None:
     assert str(caught.value).startswith(said)
 
 
+@pytest.mark.parametrize(
+    "endpoint",
+    ["http://[x", "https://[::1", "https://h:99999", "https://h:port", "https://h:0", "h", 1],
+)
+def test_an_endpoint_that_is_no_address_is_refused(endpoint: object) -> None:
+    bucket = {"type": "remote", "url": "s3://bucket/prefix", "endpoint": endpoint}
+    with pytest.raises(ConfigError, match=r"^tiers\[1\]\.endpoint: give a URL"):
+        parse({"tiers": [CPU, bucket]})
+
+
 def test_options_come_from_the_environment() -> None:
     given = with_environment({"tiers": [CPU, REMOTE]}, {"KVCASCADE_REMOTE_WRITES": "through"})
     remote = parse(given).remote
