@@ -212,6 +212,7 @@ class Recorder:
 
     def _run(self) -> None:
         try:
+            self._files.flush()  # readers of the folder see the header at once
             while (noted := self._queue.get()) is not None:
                 self._files.write(self._line(noted))
                 with self._lock:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import stat
+import threading
 from pathlib import Path
 
 import pytest
 from support.cascade import key
 from support.clock import ManualClock
 
-from kvcascade.errors import KVCascadeError
+from kvcascade.errors import FormatError, KVCascadeError
 from kvcascade.observe import recording
 from kvcascade.observe.recording import Recorder, RecordFacts, RecordFiles, open_recorder
 from kvcascade.tools.replay.simulation import replay
@@ -39,6 +40,46 @@ def test_a_recording_is_replayed(tmp_path: Path) -> None:
     assert [request.input_tokens for request in trace.requests] == [160, 320, 640]
     report = replay(trace, ReplayOptions((TierOptions("cpu", 1 << 20),), 256))
     assert (report.hit_tokens, report.block_bytes) == (30 * 16, 4096)
+
+
+@pytest.mark.parametrize("content", ["", '{"kvcascade_rec', "HEADER", 'HEADER{"t": 1'])
+@pytest.mark.parametrize("name", ["requests-29990101T000000-1-abcdef-000000", None])
+def test_what_has_no_request_yet_hides_no_recording(
+    tmp_path: Path, content: str, name: str | None
+) -> None:
+    """The file of an engine that just started, or the part that just began."""
+    recorder = open_recorder(tmp_path, FACTS, ManualClock())
+    recorder.note(1000.0, KEYS)
+    recorder.close()
+    (part,) = tmp_path.iterdir()
+    header = part.read_text().splitlines(keepends=True)[0]
+    begun = tmp_path / f"{name or part.stem[:-1] + '1'}.jsonl"
+    begun.write_text(content.replace("HEADER", header))
+    assert len(read_trace(tmp_path).requests) == 1
+    part.unlink()
+    with pytest.raises(FormatError, match="holds no recording with a request"):
+        read_trace(tmp_path)
+
+
+class ToldFlush(RecordFiles):
+    """Tells of its first flush."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, FACTS)
+        self.flushed = threading.Event()
+
+    def flush(self) -> None:
+        super().flush()
+        self.flushed.set()
+
+
+def test_a_recording_has_its_header_before_any_request(tmp_path: Path) -> None:
+    files = ToldFlush(tmp_path)
+    recorder = Recorder(files, FACTS, ManualClock())
+    assert files.flushed.wait(10)
+    (path,) = tmp_path.iterdir()
+    assert json.loads(path.read_text())["tokens_per_block"] == 16
+    recorder.close()
 
 
 def test_nothing_in_it_leads_back_to_the_hashes(tmp_path: Path) -> None:

@@ -231,11 +231,21 @@ def _first_line(path: Path) -> dict[str, Any]:
 
 
 def _recorded_parts(folder: Path) -> list[Path]:
-    """Return the files of the newest recording in a folder; digests of different recordings do not
-    match."""
+    """Return the files with requests of the newest recording that has some.
+
+    Digests of different recordings do not match.
+    """
     recordings: dict[str, list[Path]] = {}
     for path in sorted(folder.glob(recording.FILES)):
         recordings.setdefault(path.stem.rpartition("-")[0], []).append(path)
-    if not recordings:
-        raise FormatError(f"{folder} holds no recording; give a folder that `record` named")
-    return recordings[max(recordings)]
+    for newest in sorted(recordings, reverse=True):
+        if parts := [path for path in recordings[newest] if _has_request(path)]:
+            return parts
+    what = "no recording with a request" if recordings else "no recording"
+    raise FormatError(f"{folder} holds {what}; give a folder that `record` named")
+
+
+def _has_request(path: Path) -> bool:
+    """Return whether a file of a recording has a whole header and a whole request."""
+    lines = list(islice(_lines(path), 2))
+    return len(lines) == 2 and lines[1].endswith(b"\n")
