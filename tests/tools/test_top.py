@@ -86,6 +86,33 @@ def test_a_restarted_engine_has_no_rates_for_once() -> None:
     assert cpu.hits_per_s is None and nvme.up_bytes_per_s is None
 
 
+def test_a_figure_that_appears_has_no_rate_for_once() -> None:
+    before = Reading(0.0, {("tier_blocks", "m"): 5.0})
+    now = Reading(2.0, {("tier_blocks", "m"): 5.0, ("demoted_bytes", "m"): 4e12})
+    (tier,) = frame("p", now, before).tiers
+    assert (tier.down_bytes, tier.down_bytes_per_s) == (4e12, None)
+
+
+def test_ratios_of_several_engines_are_not_summed_up() -> None:
+    name = "vllm:kvcascade_tier_"
+    lines = [
+        f'{name}{figure}{{engine="{engine}",tier="cpu"}} {value}'
+        for figure, values in (("used_ratio", (0.9, 0.8)), ("blocks", (9, 8)))
+        for engine, value in enumerate(values)
+    ]
+    (cpu,) = frame("x", Reading(1.0, parse_metrics("\n".join(lines) + "\n"))).tiers
+    assert (cpu.used_ratio, cpu.blocks) == (0.9, 17)
+
+
+@pytest.mark.parametrize("address", ["{}", "{}/", "http://{}", "http://{}/", "http://{}/metrics"])
+def test_an_address_without_a_path_is_that_of_the_metrics(
+    engine: tuple[str, list[str]], address: str
+) -> None:
+    host, texts = engine
+    texts.append(metrics(100, 1000, 4))
+    assert read_url(address.format(host)).figures["lookup_misses", ""] == 11
+
+
 def test_from_an_engine(engine: tuple[str, list[str]]) -> None:
     address, texts = engine
     texts.append(metrics(100, 1000, 4))

@@ -86,7 +86,11 @@ class Frame:
 
 
 def parse_metrics(text: str) -> Figures:
-    """Parse an engine's `/metrics`: sums over all labels but `tier`, finite values only."""
+    """Parse an engine's `/metrics`: finite values only.
+
+    Values that differ only in other labels than `tier`, such as the engine, are summed up. Of
+    ratios, the largest counts.
+    """
     from prometheus_client.parser import text_string_to_metric_families
 
     found: dict[tuple[str, str], float] = {}
@@ -98,15 +102,15 @@ def parse_metrics(text: str) -> Figures:
                 continue
             name = sample.name.removeprefix(PREFIX).removesuffix("_total")
             key = (name, sample.labels.get("tier", ALL))
-            found[key] = found.get(key, 0.0) + sample.value
+            had = found.get(key, 0.0)
+            is_ratio = name.endswith("_ratio")
+            found[key] = max(had, sample.value) if is_ratio else had + sample.value
     return found
 
 
 def read_url(url: str, clock: Callable[[], float] = time.monotonic) -> Reading:
     """Fetch an engine's metrics. Raises `TierIOError`."""
-    address = url if "://" in url else f"http://{url}"
-    if address.count("/") < 3:
-        address += "/metrics"
+    address = _address(url)
     try:
         with urllib.request.urlopen(address, timeout=FETCH_TIMEOUT_S) as answer:
             text = answer.read(MAX_METRICS_BYTES).decode("utf-8", "replace")
@@ -123,6 +127,13 @@ def read_url(url: str, clock: Callable[[], float] = time.monotonic) -> Reading:
             f"{address} has no metrics of kvcascade; does this engine use it, with metrics on?",
         )
     return Reading(clock(), figures)
+
+
+def _address(url: str) -> str:
+    """Return the address of the metrics; the path may be left out."""
+    scheme, _, rest = (url if "://" in url else f"http://{url}").partition("://")
+    host, _, path = rest.partition("/")
+    return f"{scheme}://{host}/{path or 'metrics'}"
 
 
 def frame(source: str, now: Reading, before: Reading | None = None) -> Frame:
@@ -156,13 +167,13 @@ class _Change:
         return sum(found) if found else None
 
     def grown(self, name: str, tier: str = ALL) -> float | None:
-        """Return the increase of a counter; None if unknown, also after the engine restarted its
-        counters."""
+        """Return the increase of a counter; None if unknown, also if it was absent before or if the
+        engine restarted its counters."""
         now = self.value(name, tier)
-        if self._before is None or now is None:
+        before = self._before.figures.get((name, tier)) if self._before else None
+        if now is None or before is None:
             return None
-        grown = now - self._before.figures.get((name, tier), 0.0)
-        return grown if grown >= 0 else None
+        return now - before if now >= before else None
 
     def rate(self, name: str, tier: str = ALL) -> float | None:
         grown = self.grown(name, tier)
