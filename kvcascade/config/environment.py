@@ -3,7 +3,8 @@
 A variable is named after its option: `KVCASCADE_WRITE_MODE` for `write_mode`,
 `KVCASCADE_CPU_POLICY` for an option of the CPU tier, `KVCASCADE_NVME_CAPACITY` for one of the first
 NVMe tier, and `KVCASCADE_REMOTE_URL` for one of the remote tier. A value is JSON, or text if it is
-no valid JSON. Options in the configuration have precedence.
+no valid JSON. The value of an option that is text is text in any case. Options in
+the configuration have precedence.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_type_hints
 
 from ..errors import ConfigError
 from .remote import RemoteTierOptions
@@ -31,16 +32,28 @@ def _names(cls: type[Any]) -> list[str]:
 
 TOP = {f"{PREFIX}{name.upper()}": name for name in (*_names(CascadeConfig), PATH_KEY)}
 """Options at the top level, by variable."""
+_TIERS: Mapping[str, type[Any]] = {
+    "cpu": CpuTierOptions,
+    "nvme": NvmeTierOptions,
+    "remote": RemoteTierOptions,
+}
 OF_TIER = {
     f"{PREFIX}{kind.upper()}_{name.upper()}": (kind, name)
-    for kind, cls in (
-        ("cpu", CpuTierOptions),
-        ("nvme", NvmeTierOptions),
-        ("remote", RemoteTierOptions),
-    )
+    for kind, cls in _TIERS.items()
     for name in _names(cls)
 }
 """Tier type and option, by variable."""
+
+
+def _is_text(cls: type[Any], name: str) -> bool:
+    return get_type_hints(cls).get(name) in (str, str | None)
+
+
+TEXTS = {
+    *(variable for variable, name in TOP.items() if _is_text(CascadeConfig, name)),
+    *(variable for variable, (kind, name) in OF_TIER.items() if _is_text(_TIERS[kind], name)),
+}
+"""Variables of options that are text: their numbers, `true` and `null` are text, too."""
 
 
 def with_environment(
@@ -53,9 +66,9 @@ def with_environment(
     """
     found: dict[str, object] = dict(extra_config)
     for name, variable in _of_top(extra_config, environment).items():
-        found[name] = _value(environment[variable])
+        found[name] = _value(variable, environment)
     options = {
-        place: _value(environment[variable])
+        place: _value(variable, environment)
         for variable, place in OF_TIER.items()
         if variable in environment
     }
@@ -71,7 +84,7 @@ def variables_of(
 ) -> dict[str, str]:
     """Return the variable of each option that comes from one, by the key of the option."""
     found = _of_top(extra_config, environment)
-    top: dict[str, object] = {name: _value(environment[of]) for name, of in found.items()}
+    top: dict[str, object] = {name: _value(of, environment) for name, of in found.items()}
     if PATH_KEY in found:
         found[f"tiers[1].{PATH_KEY}"] = found[PATH_KEY]
     with suppress(ConfigError):  # it is reported where the options are read
@@ -160,8 +173,10 @@ def _completed(
         yield {**own, **tier}
 
 
-def _value(text: str) -> object:
+def _value(variable: str, environment: Mapping[str, str]) -> object:
+    text = environment[variable]
     try:
-        return json.loads(text)
+        value: object = json.loads(text)
     except ValueError:
         return text
+    return text if variable in TEXTS and not isinstance(value, str) else value

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvcascade.assembly.named import configured
-from kvcascade.config.environment import OF_TIER, PREFIX, TOP, misspelt, with_environment
+from kvcascade.config.environment import OF_TIER, PREFIX, TEXTS, TOP, misspelt, with_environment
 from kvcascade.config.schema import CascadeConfig, WriteMode, parse
 from kvcascade.config.sizes import Bytes, DeviceShare, FreeShare
 from kvcascade.errors import ConfigError
@@ -45,6 +45,20 @@ def test_values_are_json_where_they_can_be() -> None:
     )
     assert config.cpu.prefault is False and config.dirty_age_s == 2.5
     assert [str(path) for path in config.nvme[0].path] == ["/mnt/0"], "the configuration wins"
+
+
+@pytest.mark.parametrize("value", ["2024", "20250131", "1e3", "true", "null", "[1]", '"2024"'])
+def test_values_of_text_options_are_text(value: str) -> None:
+    config = read({"path": "/mnt/0"}, label=value, weights_id=value)
+    assert config.label == config.weights_id == value.strip('"')
+    remote = {"type": "remote", "url": "s3://bucket/prefix"}
+    config = read({"tiers": [{"type": "cpu"}, remote]}, remote_region=value)
+    assert config.remote is not None and config.remote.region == value.strip('"')
+
+
+def test_text_options_are_those_that_hold_text_only() -> None:
+    assert {"KVCASCADE_LABEL", "KVCASCADE_NVME_POLICY", "KVCASCADE_REMOTE_URL"} <= TEXTS
+    assert TEXTS.isdisjoint({"KVCASCADE_PATH", "KVCASCADE_RECORD", "KVCASCADE_WRITE_MODE"})
 
 
 def test_the_configuration_has_precedence() -> None:
