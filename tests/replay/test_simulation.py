@@ -95,6 +95,20 @@ def test_three_tiers() -> None:
     assert all(t.hit_blocks for t in report.tiers[1:])
 
 
+@pytest.mark.parametrize("tokens", [16.0, 16 / 3, 1.5, 0.4])
+def test_tokens_by_tier_follow_the_blocks(tokens: float) -> None:
+    """A recording of several groups has blocks of no whole number of tokens."""
+    whole = conversations(count=30)
+    requests = [replace(r, input_tokens=round(len(r.ids) * tokens)) for r in whole.requests]
+    block_bytes = round(1000 * tokens)
+    tiers = [TierOptions("cpu", 100 * block_bytes), TierOptions("nvme", 4000 * block_bytes)]
+    report = replay(Trace("parts", tokens, requests), ReplayOptions(tuple(tiers), 1000))
+    assert sum(one.hit_tokens for one in report.tiers) == report.hit_tokens
+    for one in report.tiers:
+        assert one.hit_blocks > 0
+        assert one.hit_tokens == pytest.approx(one.hit_blocks * tokens, abs=len(requests))
+
+
 def test_the_same_run_gives_the_same_report() -> None:
     slow = replace(tier("nvme", 1 << 14), read=Rate(1e3))
     given = options(tier("cpu", 200), slow, prefill=100.0)

@@ -8,7 +8,7 @@ tier sees every block of every prompt.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -227,11 +227,13 @@ class Simulation:
             self.manager.prepare_load(loaded, active.request)
             self.manager.complete_load(loaded)
             wait_s += self._options.tiers[0].read.time_s(hits * self.block_bytes)
-        below = 0
-        for medium in active.request.sources.values():
-            tally.hit_tokens[self._level_of[medium]] += round(tokens)
-            below += round(tokens)
-        tally.hit_tokens[0] += max(0, hit_tokens - below)
+        blocks = below = 0
+        for medium, count in Counter(active.request.sources.values()).items():
+            blocks += count
+            upto = min(round(blocks * tokens), hit_tokens)
+            tally.hit_tokens[self._level_of[medium]] += upto - below
+            below = upto
+        tally.hit_tokens[0] += hit_tokens - below
         tally.saved_tokens += hit_tokens
         tally.waits_s.append(wait_s)
         tally.computed_tokens.append(active.input_tokens - hit_tokens)
