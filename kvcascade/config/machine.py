@@ -7,10 +7,11 @@ changes or removes anything. Tests pass a twin of `Machine`.
 
 from __future__ import annotations
 
+import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -39,6 +40,7 @@ GPU_FOLDERS = (Path("/proc/driver/nvidia/gpus"), Path("/sys/class/kfd/kfd/topolo
 """Folders with one entry per GPU of the machine, in containers too. The second one, of AMD, also
 lists processors, whose `simd_count` is 0."""
 NAMESPACE_FILE = "namespace.json"
+RECORD_FILE = Path(".kvcascade", "path.json")
 """A folder that holds this file is a namespace of an NVMe tier."""
 
 
@@ -111,6 +113,10 @@ class Machine(ABC):
     def used_by_namespaces(self, folder: Path) -> int:
         """Return the bytes of all namespaces in a folder; 0 if the folder does not exist."""
 
+    @abstractmethod
+    def recorded_capacity(self, folder: Path) -> int:
+        """Return the capacity that is recorded with a path in its first folder; 0 if none is."""
+
 
 @final
 class ThisMachine(Machine):
@@ -158,6 +164,11 @@ class ThisMachine(Machine):
     def used_by_namespaces(self, folder: Path) -> int:
         namespaces = [found.parent for found in folder.glob(f"*/{NAMESPACE_FILE}")]
         return sum(_bytes_below(namespace) for namespace in namespaces)
+
+    def recorded_capacity(self, folder: Path) -> int:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            return int(json.loads((folder / RECORD_FILE).read_bytes())["options"]["capacity_bytes"])
+        return 0
 
 
 def settled(config: CascadeConfig, machine: Machine, workers: int) -> CascadeConfig:
@@ -217,7 +228,7 @@ def _check_path(at: At, path: Path, machine: Machine, owners: dict[object, Path]
 
 def doubts(config: CascadeConfig, machine: Machine) -> list[str]:
     """Return warnings about options that work but are probably not intended."""
-    found = [_lack_of_room(tier, machine) for tier in config.nvme if _own_bytes(tier, machine)]
+    found = [_lack_of_room(tier, machine) for tier in config.nvme if _is_recorded(tier, machine)]
     return [str(lack) for lack in found if lack is not None] + _doubts_of_arena(config, machine)
 
 
@@ -294,11 +305,8 @@ def _room_and_reserve(tier: NvmeTierOptions, machine: Machine) -> tuple[int, int
     """Return the bytes that are free or used by the tier, and those of them that stay free."""
     disks = _disks(tier, machine)
     reserve = sum(tier.min_free.of(disk.total) for disk in disks)
-    return sum(disk.free for disk in disks) + _own_bytes(tier, machine), reserve
-
-
-def _own_bytes(tier: NvmeTierOptions, machine: Machine) -> int:
-    return sum(machine.used_by_namespaces(path) for path in tier.path)
+    own = sum(machine.used_by_namespaces(path) for path in tier.path)
+    return sum(disk.free for disk in disks) + own, reserve
 
 
 def file_system_of(directory: str) -> str:
@@ -381,16 +389,20 @@ def _check_disks(tier: NvmeTierOptions, machine: Machine) -> None:
             problem = f'is more than all of {at.key} "{tier.capacity}"; lower it, or leave it out'
             raise At(f"{tier.key}.{name}").wrong(str(part), problem)
     lack = _lack_of_room(tier, machine)
-    can_never_fit = capacity + reserve > total
-    if lack is not None and (can_never_fit or not _own_bytes(tier, machine)):
+    if lack is not None and not _is_recorded(tier, machine):
         raise lack
+
+
+def _is_recorded(tier: NvmeTierOptions, machine: Machine) -> bool:
+    """Return True if the path was used with this capacity, or more."""
+    return nvme_capacity(tier, machine) <= machine.recorded_capacity(tier.path[0])
 
 
 def _lack_of_room(tier: NvmeTierOptions, machine: Machine) -> ConfigError | None:
     """Return why the capacity does not fit the disks now; None if it does.
 
-    A tier that has a cache starts all the same if the disks are large enough, for other files may
-    have filled them since. It keeps the reserve, and grows once there is room.
+    A path that was used with this capacity is used all the same: other files have filled its disks
+    since. It keeps the reserve, and grows once there is room.
     """
     capacity, at = nvme_capacity(tier, machine), At(f"{tier.key}.capacity")
     room, reserve = _room_and_reserve(tier, machine)

@@ -47,6 +47,7 @@ class Twin(Machine):
     shm_free: int = 40 * GIB
     disk_free: int = 500 * GIB
     used: dict[Path, int] = field(default_factory=dict)
+    recorded: int = 0
     kept: int = 0
     arena_lies_on: str = "tmpfs"
     gpus: int = 0
@@ -82,6 +83,9 @@ class Twin(Machine):
 
     def used_by_namespaces(self, folder: Path) -> int:
         return self.used.get(folder, 0)
+
+    def recorded_capacity(self, folder: Path) -> int:
+        return self.recorded
 
 
 def configured(cpu: dict[str, Any] | None = None, **nvme: Any) -> Any:
@@ -302,11 +306,11 @@ def test_what_the_tier_holds_already_is_not_missed() -> None:
     twin = Twin(disk_free=60 * GIB, used={Path("/mnt/0/kv"): 100 * GIB})
     check_machine(configured(capacity="100GiB"), twin)
     assert not doubts(configured(capacity="100GiB"), twin)
-    full = Twin(disk_free=0, used={Path("/mnt/0/kv"): 100 * GIB})
+    full = Twin(disk_free=0, used={Path("/mnt/0/kv"): 100 * GIB}, recorded=200 * GIB)
     check_machine(configured(capacity="200GiB"), full)  # other files filled the disk: a restart
     (doubt,) = doubts(configured(capacity="200GiB"), full)
     assert "100.0 GiB for this tier" in doubt
-    assert "100.0 GiB for this tier" in message(configured(capacity="1024GiB"), full)
+    assert "100.0 GiB for this tier" in message(configured(capacity="201GiB"), full)
 
 
 def test_two_paths_on_one_device_count_it_once() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from .....errors import KVCascadeError, os_errors
 from .....logs import get_logger
@@ -135,7 +134,7 @@ def _drop_missing(
     is_there[home.segments.found()] = True
     lost = np.flatnonzero(used & ~np.repeat(is_there, home.layout.slots))
     if table.count() > np.count_nonzero(used):
-        lost = np.concatenate([lost, _slots_beyond(table, home.slots)])
+        lost = np.append(lost, _slots_beyond(table, home.slots)).astype(np.int64)
     for start in range(0, len(lost), MAX_EVICTIONS_PER_STEP):
         slots = lost[start : start + MAX_EVICTIONS_PER_STEP]
         applied = table.apply(Changes(table.epoch, cleared=slots.tolist()))
@@ -149,7 +148,6 @@ def _drop_missing(
         _log.warning("%s: removed %d blocks whose segments are gone", home.name, len(lost))
 
 
-def _slots_beyond(table: BlockTable, slots: int) -> npt.NDArray[np.int64]:
+def _slots_beyond(table: BlockTable, slots: int) -> list[int]:
     """Return the slots that the table names though the namespace has become smaller."""
-    beyond = [batch.slots[batch.slots >= slots] for batch in table.scan()]
-    return np.concatenate([np.zeros(0, dtype=np.int64), *beyond])
+    return [slot for batch in table.scan() for slot in batch.slots.tolist() if slot >= slots]
