@@ -298,15 +298,19 @@ def nvme_capacity(tier: NvmeTierOptions, machine: Machine) -> int:
     if not isinstance(tier.capacity, FreeShare):
         return tier.capacity.of(nvme_disk_bytes(tier, machine))
     room, reserve = _room_and_reserve(tier, machine)
-    return tier.capacity.of(max(0, room - reserve))
+    # Other files may have filled the disk: what the tier holds is there all the same.
+    return tier.capacity.of(max(room - reserve, _own_bytes(tier, machine)))
 
 
 def _room_and_reserve(tier: NvmeTierOptions, machine: Machine) -> tuple[int, int]:
     """Return the bytes that are free or used by the tier, and those of them that stay free."""
     disks = _disks(tier, machine)
     reserve = sum(tier.min_free.of(disk.total) for disk in disks)
-    own = sum(machine.used_by_namespaces(path) for path in tier.path)
-    return sum(disk.free for disk in disks) + own, reserve
+    return sum(disk.free for disk in disks) + _own_bytes(tier, machine), reserve
+
+
+def _own_bytes(tier: NvmeTierOptions, machine: Machine) -> int:
+    return sum(machine.used_by_namespaces(path) for path in tier.path)
 
 
 def file_system_of(directory: str) -> str:
@@ -379,7 +383,7 @@ def _check_disks(tier: NvmeTierOptions, machine: Machine) -> None:
     spare, shown = At(f"{tier.key}.min_free"), _written(tier.min_free, reserve)
     if reserve >= total:
         raise spare.wrong(shown, f"is all of the disk ({human(total)} on {where}); lower it")
-    if isinstance(tier.capacity, FreeShare) and reserve >= room:
+    if isinstance(tier.capacity, FreeShare) and reserve >= room and not capacity:
         problem = f"leaves nothing of {human(room)} for this tier on {where}"
         raise spare.wrong(shown, f"{problem}; free space there, or lower it")
     _check_enough(at, tier.capacity, capacity, where)

@@ -311,6 +311,10 @@ def test_what_the_tier_holds_already_is_not_missed() -> None:
     (doubt,) = doubts(configured(capacity="200GiB"), full)
     assert "100.0 GiB for this tier" in doubt
     assert "100.0 GiB for this tier" in message(configured(capacity="201GiB"), full)
+    cpu = {"type": "cpu", "capacity": "8GiB"}
+    by_default = parse({"tiers": [cpu, {"type": "nvme", "path": "/mnt/0/kv"}]})
+    check_machine(by_default, full)
+    assert 0 < nvme_capacity(by_default.nvme[0], full) <= 100 * GIB
 
 
 def test_two_paths_on_one_device_count_it_once() -> None:
