@@ -215,7 +215,8 @@ def test_a_server_that_is_killed_again_and_again_serves_no_wrong_byte(
                 host.check(*reads[ticket], outcomes)
                 read_blocks += outcomes.count(OK)
         host.clock.advance(31.0)  # beyond rests and what is remembered
-        assert host.write([*keys(24)]) == [OK] * 24
+        # A write that waited may have reached the new server.
+        assert set(host.write([*keys(24)])) <= {OK, RemoteOutcome.EXISTS}
         assert host.read(keys(24)) == [OK] * 24
         read_blocks += 24
         host.clock.advance(31.0)
