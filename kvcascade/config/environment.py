@@ -3,8 +3,8 @@
 A variable is named after its option: `KVCASCADE_WRITE_MODE` for `write_mode`,
 `KVCASCADE_CPU_POLICY` for an option of the CPU tier, `KVCASCADE_NVME_CAPACITY` for one of the first
 NVMe tier, and `KVCASCADE_REMOTE_URL` for one of the remote tier. A value is JSON, or text if it is
-no valid JSON. The value of an option that is text is text in any case. Options in
-the configuration have precedence.
+no valid JSON. The value of an option that is text is text in any case. Options in the configuration
+have precedence.
 """
 
 from __future__ import annotations

@@ -40,8 +40,9 @@ GPU_FOLDERS = (Path("/proc/driver/nvidia/gpus"), Path("/sys/class/kfd/kfd/topolo
 """Folders with one entry per GPU of the machine, in containers too. The second one, of AMD, also
 lists processors, whose `simd_count` is 0."""
 NAMESPACE_FILE = "namespace.json"
-RECORD_FILE = Path(".kvcascade", "path.json")
 """A folder that holds this file is a namespace of an NVMe tier."""
+RECORD_FILE = Path(".kvcascade", "path.json")
+"""File in the first folder of a path with the options that are in force."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +229,18 @@ def _check_path(at: At, path: Path, machine: Machine, owners: dict[object, Path]
 
 def doubts(config: CascadeConfig, machine: Machine) -> list[str]:
     """Return warnings about options that work but are probably not intended."""
-    found = [_lack_of_room(tier, machine) for tier in config.nvme if _is_recorded(tier, machine)]
+    found = [_doubt_of_room(tier, machine) for tier in config.nvme]
     return [str(lack) for lack in found if lack is not None] + _doubts_of_arena(config, machine)
+
+
+def _doubt_of_room(tier: NvmeTierOptions, machine: Machine) -> ConfigError | None:
+    """Return why a capacity that the path has already does not fit now; None if it does."""
+    recorded = machine.recorded_capacity(tier.path[0])
+    if not recorded:
+        return None
+    room = _disk_room(tier, machine)
+    capacity = _capacity(tier, machine, room)
+    return _lack_of_room(tier, capacity, room) if capacity <= recorded else None
 
 
 def _doubts_of_arena(config: CascadeConfig, machine: Machine) -> list[str]:
@@ -297,20 +308,33 @@ def nvme_capacity(tier: NvmeTierOptions, machine: Machine) -> int:
     """Return the tier's capacity in bytes, over all its paths."""
     if not isinstance(tier.capacity, FreeShare):
         return tier.capacity.of(nvme_disk_bytes(tier, machine))
-    room, reserve = _room_and_reserve(tier, machine)
+    return _capacity(tier, machine, _disk_room(tier, machine))
+
+
+def _capacity(tier: NvmeTierOptions, machine: Machine, room: _DiskRoom) -> int:
+    if not isinstance(tier.capacity, FreeShare):
+        return tier.capacity.of(nvme_disk_bytes(tier, machine))
     # Other files may have filled the disk: what the tier holds is there all the same.
-    return tier.capacity.of(max(room - reserve, _own_bytes(tier, machine)))
+    return tier.capacity.of(max(room.total - room.reserve, room.own))
 
 
-def _room_and_reserve(tier: NvmeTierOptions, machine: Machine) -> tuple[int, int]:
-    """Return the bytes that are free or used by the tier, and those of them that stay free."""
+@dataclass(frozen=True, slots=True)
+class _DiskRoom:
+    """Bytes on the disks of a tier. To count its own ones, all its files are looked at."""
+
+    total: int
+    """Free bytes, and those of the tier's namespaces."""
+    own: int
+    """Bytes of the tier's namespaces."""
+    reserve: int
+    """Bytes that stay free."""
+
+
+def _disk_room(tier: NvmeTierOptions, machine: Machine) -> _DiskRoom:
     disks = _disks(tier, machine)
+    own = sum(machine.used_by_namespaces(path) for path in tier.path)
     reserve = sum(tier.min_free.of(disk.total) for disk in disks)
-    return sum(disk.free for disk in disks) + _own_bytes(tier, machine), reserve
-
-
-def _own_bytes(tier: NvmeTierOptions, machine: Machine) -> int:
-    return sum(machine.used_by_namespaces(path) for path in tier.path)
+    return _DiskRoom(sum(disk.free for disk in disks) + own, own, reserve)
 
 
 def file_system_of(directory: str) -> str:
@@ -377,14 +401,14 @@ def _check_folder(at: At, path: Path, machine: Machine) -> None:
 
 def _check_disks(tier: NvmeTierOptions, machine: Machine) -> None:
     at = At(f"{tier.key}.capacity")
-    capacity, total = nvme_capacity(tier, machine), nvme_disk_bytes(tier, machine)
-    room, reserve = _room_and_reserve(tier, machine)
+    room, total = _disk_room(tier, machine), nvme_disk_bytes(tier, machine)
+    capacity = _capacity(tier, machine, room)
     where = " and ".join(str(path) for path in tier.path)
-    spare, shown = At(f"{tier.key}.min_free"), _written(tier.min_free, reserve)
-    if reserve >= total:
+    spare, shown = At(f"{tier.key}.min_free"), _written(tier.min_free, room.reserve)
+    if room.reserve >= total:
         raise spare.wrong(shown, f"is all of the disk ({human(total)} on {where}); lower it")
-    if isinstance(tier.capacity, FreeShare) and reserve >= room and not capacity:
-        problem = f"leaves nothing of {human(room)} for this tier on {where}"
+    if isinstance(tier.capacity, FreeShare) and room.reserve >= room.total and not capacity:
+        problem = f"leaves nothing of {human(room.total)} for this tier on {where}"
         raise spare.wrong(shown, f"{problem}; free space there, or lower it")
     _check_enough(at, tier.capacity, capacity, where)
     for name in ("segment_size", "min_share"):
@@ -392,31 +416,25 @@ def _check_disks(tier: NvmeTierOptions, machine: Machine) -> None:
         if part is not None and part.count > capacity:
             problem = f'is more than all of {at.key} "{tier.capacity}"; lower it, or leave it out'
             raise At(f"{tier.key}.{name}").wrong(str(part), problem)
-    lack = _lack_of_room(tier, machine)
-    if lack is not None and not _is_recorded(tier, machine):
+    lack = _lack_of_room(tier, capacity, room)
+    if lack is not None and capacity > machine.recorded_capacity(tier.path[0]):
         raise lack
 
 
-def _is_recorded(tier: NvmeTierOptions, machine: Machine) -> bool:
-    """Return True if the path was used with this capacity, or more."""
-    return nvme_capacity(tier, machine) <= machine.recorded_capacity(tier.path[0])
-
-
-def _lack_of_room(tier: NvmeTierOptions, machine: Machine) -> ConfigError | None:
+def _lack_of_room(tier: NvmeTierOptions, capacity: int, room: _DiskRoom) -> ConfigError | None:
     """Return why the capacity does not fit the disks now; None if it does.
 
     A path that was used with this capacity is used all the same: other files have filled its disks
     since. It keeps the reserve, and grows once there is room.
     """
-    capacity, at = nvme_capacity(tier, machine), At(f"{tier.key}.capacity")
-    room, reserve = _room_and_reserve(tier, machine)
+    at, shown_room = At(f"{tier.key}.capacity"), human(room.total)
     where = " and ".join(str(path) for path in tier.path)
-    if capacity > room:
-        problem = f"is more disk than there is ({human(room)} for this tier on {where}); lower it"
+    if capacity > room.total:
+        problem = f"is more disk than there is ({shown_room} for this tier on {where}); lower it"
         return at.wrong(_written(tier.capacity, capacity), problem)
-    if capacity + reserve > room:
-        problem = f'does not fit beside {at.key} "{tier.capacity}" in {human(room)} on {where}'
-        shown = _written(tier.min_free, reserve)
+    if capacity + room.reserve > room.total:
+        problem = f'does not fit beside {at.key} "{tier.capacity}" in {shown_room} on {where}'
+        shown = _written(tier.min_free, room.reserve)
         return At(f"{tier.key}.min_free").wrong(shown, f"{problem}; lower one of the two")
     return None
 

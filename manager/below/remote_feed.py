@@ -145,7 +145,7 @@ def _sum(before: VerbTotals | None, last: VerbTotals | None) -> VerbTotals:
 
 
 class _Remaining(NamedTuple):
-    """What the lookup of a block left of the deadline."""
+    """Rest of the deadline after the lookup of a block."""
 
     left_s: float
     until_s: float

@@ -1,9 +1,8 @@
 """The remote tier below: `RemoteTier` implements the port `Below` with messages to a node.
 
-Nothing is known of a block until the server was asked. `may_hold` answers from memory, and
-unknown blocks are asked for at the end of the step. A block whose write, read or question failed is
-a miss. One deadline covers question and read: nothing here makes the engine
-wait longer.
+Nothing is known of a block until the server was asked. `may_hold` answers from memory, and unknown
+blocks are asked for at the end of the step. A block whose write, read or question failed is a miss.
+One deadline covers question and read: nothing here makes the engine wait longer.
 
 The tier never holds up the tiers above. A block that it does not take now counts as ALREADY, so
 that it may be evicted above. The block is offered again at its next use.

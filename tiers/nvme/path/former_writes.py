@@ -31,8 +31,10 @@ _log = get_logger(__name__)
 
 
 def hold_writes(fs: FileSystem, root: Path) -> FileLock | None:
-    """Lock the file for the writes of a node. None if that is not possible: nothing depends on it
-    while the writer lives."""
+    """Lock the file for the writes of a node.
+
+    Return None if that is not possible. Nothing depends on the lock while the writer lives.
+    """
     try:
         return fs.lock(root / PATH_FOLDER / WRITES, shared=True, is_noted=False)
     except (OSError, InUseError):
