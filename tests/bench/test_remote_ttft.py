@@ -136,7 +136,7 @@ def test_servers_get_the_configuration_of_a_connector(
     monkeypatch.setattr(Servers, "running", running)
     remote = {"type": "remote", "url": "redis://127.0.0.1:6379"}
     with ExitStack() as stack:
-        Engines(tmp_path, remote, kv_heads=1).started(name, stack)
+        Engines(tmp_path, remote, layers=1, kv_heads=1).started(name, stack)
     transfer = started[0]["kv_transfer_config"]
     extra = transfer.pop("kv_connector_extra_config")
     assert transfer == {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}

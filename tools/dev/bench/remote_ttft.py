@@ -44,7 +44,8 @@ from .engine.engine_runs import (
 )
 from .scale import EngineScale
 
-SCALE = EngineScale(layers=4, hidden=256, prefix_blocks=31)
+LAYERS = 4
+SCALE = EngineScale(layers=LAYERS, hidden=256, prefix_blocks=31)
 DEVICE_BLOCKS = 100
 DEADLINE_S = 2.0
 SLOW_LINK = "100mbit"
@@ -145,13 +146,13 @@ def held_prompts(each: int) -> list[Prompt]:
 class Engines:
     """Servers of vLLM over one model."""
 
-    def __init__(self, folder: Path, remote: Mapping[str, Any], kv_heads: int) -> None:
-        """`remote`: options of the remote tier."""
+    def __init__(self, folder: Path, remote: Mapping[str, Any], layers: int, kv_heads: int) -> None:
+        """`remote`: options of the remote tier; `layers` and `kv_heads`: shape of the model."""
         self._servers = Servers(folder, is_on_cpu(), lambda line: None)
         self._remote = remote
         self._model = make_llama(
             folder / "model",
-            layers=SCALE.layers,
+            layers=layers,
             hidden=SCALE.hidden,
             kv_heads=kv_heads,
             vocab=VOCABULARY,
@@ -217,6 +218,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--binary", default=valkey_binary(), help="path of the server")
     parser.add_argument("--each", type=int, default=6, help="prompts of a row")
     parser.add_argument(
+        "--layers", type=int, default=LAYERS, help="with more of them a prompt takes longer"
+    )
+    parser.add_argument(
         "--kv-heads",
         type=int,
         default=8,
@@ -230,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         host = stack.enter_context(other_host())
         server, remote = stored_server(options.binary, host, stack)
-        engines = Engines(folder, remote, options.kv_heads)
+        engines = Engines(folder, remote, options.layers, options.kv_heads)
         held = held_prompts(options.each)
         engines.fill(held)
         pair = Pair({name: engines.started(name, stack) for name in (REMOTE, NONE)})
