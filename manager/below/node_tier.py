@@ -239,7 +239,10 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
         if self._clock() >= self._watch.due_s and self.feed.is_reporter:
             self._watch.check()
         self._client.flush()
-        return 1 if self.feed.was_reset() else 0
+        if not self.feed.was_reset():
+            return 0
+        self._coming.clear()  # writes in flight are of before the reset, and end as GONE
+        return 1
 
     def reset(self, mark: int = 0) -> None:
         self._reset_to(mark, is_own=True)

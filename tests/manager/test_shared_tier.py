@@ -48,6 +48,17 @@ def test_a_reset_by_another_engine_is_for_everything_above_it_too() -> None:
     assert len(cascade.policies[1]) == 8, "what came later goes down as ever"
 
 
+def test_a_block_whose_write_was_under_way_at_the_reset_is_written_anew() -> None:
+    cascade = Cascade((8, 16))
+    cascade.store(keys(0, 4))
+    demoters(cascade.manager)[0].demote_coldest(4)
+    reset_by_another(cascade)
+    assert cascade.store(keys(0, 4)) == keys(0, 4)
+    demoters(cascade.manager)[0].demote_coldest(4)
+    assert cascade.manager.flush_dirty(cascade.now_s + 1)
+    assert len(cascade.policies[1]) == 4
+
+
 def test_hits_of_a_step_outlive_a_reset_that_is_seen_in_the_middle_of_it() -> None:
     cascade = Cascade((8, 16))
     cascade.store(keys(0, 3))
