@@ -1,4 +1,4 @@
-"""Blocks on their way between the caller's buffers and the node of a path, through an own arena.
+"""Transfers between the caller's buffers and the node of a path, through an arena of the cache.
 
 A call sends jobs of a few blocks each, so that copying overlaps with I/O. A call that runs out of
 time leaves its jobs behind. Their slots are used again only after the node has answered.

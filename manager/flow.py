@@ -1,4 +1,4 @@
-"""The first tier, the port below it, and their shared state: events, evictions, tickets.
+"""State that all parts of the manager share: the first tier, the port, events, numbers of jobs.
 
 Used under the manager's lock only.
 """
@@ -29,7 +29,7 @@ MAX_LOST_BLOCKS = 512
 
 
 class Flow:
-    """State that the parts of the manager share: the first tier, the port, events and tickets."""
+    """The first tier, the port, events, and `tickets`: the numbers of jobs."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Circuit breaker: no transfer is started on a tier that fails or stalls, so no request waits.
 
-Each link has one breaker for each direction. Only the breaker decides this: handlers accept every
-transfer and report its outcome.
+Each tier below the first has one breaker for each direction. Only the breaker decides this:
+handlers accept every transfer and report its outcome.
 
 The breaker opens after consecutive failures, or if transfers are in flight and none has ended for
 too long. While it is open, no transfer is started. After a rest the next transfer is the probe. Its
@@ -21,7 +21,7 @@ REST_S = 5.0
 
 
 class Breaker:
-    """Circuit breaker for the transfers of one link in one direction."""
+    """Circuit breaker for the transfers of one tier in one direction."""
 
     def __init__(
         self,

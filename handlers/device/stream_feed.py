@@ -2,8 +2,8 @@
 
 A stream's queue holds about 1,000 operations (vLLM's pull request 29013). A thread that adds
 another one waits until the GPU has done one. So a feed keeps at most `OUTSTANDING_MAX` operations
-in each queue. The rest of the work stays with the feed until earlier operations have ended. Behind
-each turn of operations the feed puts a mark that tells it so: an event on each stream.
+in each queue. The rest of the work stays with the feed until earlier operations have ended. An
+event on each stream, behind each group of operations, shows that they have ended.
 
 With one kernel and one batched copy a piece, 9 GB fit into the queues, and a job is handed out as a
 whole. A feed holds back jobs of many small operations only.

@@ -4,7 +4,7 @@ A thread asks for the interpreter lock after it has waited for one switch interv
 again whenever the holder releases the lock for a moment and takes it back. So beside a busy
 scheduler the usual 5 ms become several times that, before each copy and after it.
 
-The interval belongs to the whole process. It is shortened while anybody copies, and restored after
+The interval belongs to the whole process. It is shortened while a copy runs, and restored after
 the last copy. A value that other code sets meanwhile is kept. Any thread may use this.
 """
 

@@ -1,4 +1,4 @@
-"""First steps of a process that moves blocks: it dies with its parent, and is polite to others."""
+"""First steps of a process that moves blocks: end with the parent, schedule as `SCHED_BATCH`."""
 
 from __future__ import annotations
 

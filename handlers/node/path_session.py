@@ -1,8 +1,8 @@
-"""A tool's session with a path: a client of its writer, or the writer while nobody else is.
+"""A tool's session with a path: a client of its writer, or the writer if there is none.
 
-A tool has no options of its own. If it leads, the options that are recorded with the path stay in
-force, and nothing is recorded. Questions are those of `writer_questions`; who answers makes no
-difference. One thread uses a session.
+A tool has no options of its own. If it is the writer, the options that are recorded with the path
+stay in force, and nothing is recorded. Its questions are those of `writer_questions`. They have the
+same answers from a writer in this process and from another one. One thread uses a session.
 """
 
 from __future__ import annotations

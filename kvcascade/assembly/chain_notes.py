@@ -1,8 +1,8 @@
 """Note the order of a request's blocks when it ends: see `tiers/nvme/segments/chains`.
 
-The scheduler queues the request's blocks and goes on. A thread passes a few hundred blocks at a
-time on, so that it never holds the interpreter lock for long. If the queue is full, the request is
-left out.
+The scheduler only puts the request's blocks into a queue. A thread passes on a few hundred blocks
+at a time, so that it never holds the interpreter lock for long. If the queue is full, the request
+is left out.
 """
 
 from __future__ import annotations

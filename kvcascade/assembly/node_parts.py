@@ -1,7 +1,8 @@
-"""Open NVMe tiers whose blocks nodes move: one node, and one port, for each tier.
+"""Open NVMe tiers: one node, which moves the blocks, and one port for each tier.
 
-A node is a process, or a thread of this process with `"movers": "threads"` or a file system that no
-other process has. It joins the path, or writes it for all engines.
+A node is a process. It is a thread of this process with `"movers": "threads"`, or if the file
+system exists in this process only, as in tests. It joins the writer of the path, or becomes the
+writer.
 """
 
 from __future__ import annotations

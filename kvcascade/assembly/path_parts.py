@@ -1,7 +1,7 @@
 """Options of a path, and the description of a namespace, as the Python API and tools need them.
 
-Options of a path are recorded with it. So whoever opens an existing path changes only the options
-that it was given.
+Options of a path are recorded with it. So opening an existing path changes only the options that
+are given.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Metrics, events and recordings of a running cascade."""
+"""Metrics, recordings and trace spans of a running cascade."""

@@ -1,9 +1,8 @@
 """The cascade for vLLM 0.26 to 0.33: spec, manager and worker of the `get_worker` generation.
 
-Only translation happens here. Differences between these versions are tolerated: arguments that
-later versions add have defaults, fields that earlier versions lack are read with `getattr`, and
-hooks that some versions never call are defined all the same. For anything else it asks
-`generation`.
+Only translation happens here. Differences between these versions are tolerated. Arguments that
+later versions add have defaults. Fields that earlier versions lack are read with `getattr`. Hooks
+that some versions never call are defined all the same. All other differences are in `generation`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Everything below the first tier: the port, and its implementation in this process."""
+"""The port to the tiers below the first one, and its implementations in the scheduler's process."""

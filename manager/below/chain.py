@@ -1,20 +1,18 @@
 """Several tiers behind one port, each of which may hold any block: `BelowChain`.
 
-The tiers are inclusive. A put goes from the slots of the first tier to the nearest tier below. At
-the same time it goes to each lower tier that lacks the block and admits it. Nothing moves between
-tiers.
-An eviction loses the copy of one tier only. Reads come from the nearest tier that may hold the
-block. A chain uses nothing of its tiers but the port.
+The tiers are inclusive. A put writes from the slots of the first tier to the nearest tier below. At
+the same time it writes to each lower tier that lacks the block and admits it. Nothing moves between
+tiers, and an eviction loses the copy of one tier only. Reads come from the nearest tier that may
+hold the block. A chain uses nothing of its tiers but the port.
 
-A put ends when all its parts have ended, because its slots must keep their bytes until then. So
-that a slow tier does not hold the slots of the first tier, the blocks in flight to each lower tier
-are limited. What exceeds the limit is not written there. It comes again if the first tier offers
-the block again, that is once no tier holds it.
+A put ends when all its parts have ended, because its slots must keep their bytes until then. The
+blocks in flight to each lower tier are limited, so that a slow tier does not hold all slots of the
+first tier. A block beyond the limit is not written to that tier. It is offered again once no tier
+holds it.
 
 Each reset has a mark. If another engine resets one tier, nothing is found in any tier until all of
-them were reset. The engine that began it resets all its tiers. If some are not reset in time, this
-chain passes the mark on. A tier carries out a mark once, so engines do not answer each other for
-ever.
+them were reset. The engine that began the reset resets all its tiers. If some are not reset in
+time, this chain passes the mark on. A tier carries out a mark once, so passing on ends.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Events of one tier behind a node, for routers that follow them.
 
-The writer of the path says which blocks it stored and removed, for whatever engine. The blocks that
-the tier held before are asked for in batches, in the order of keys, one batch a step. A block that
-is stored meanwhile is named once. If its key follows the last listed key, the list will have it;
-otherwise it is an event of its own. That is exact, because the answers and the changes come in one
+The writer of the path reports the blocks that it stored and removed for any engine. Blocks that the
+tier held before are listed in batches, in the order of keys, one batch a step. A block that is
+stored meanwhile is reported once. If its key comes after the last listed key, the list will have
+it; otherwise it is an event of its own. That is exact, because lists and changes arrive in one
 stream.
 """
 

@@ -1,7 +1,7 @@
 """The tier below behind a node: `NodeTier` implements the port `Below` with messages to a node.
 
-The node moves the blocks and talks to the writer of the path, who decides about slots, eviction and
-budget. This process holds no slots and no policy. A lookup is one search in mapped memory.
+The node moves the blocks and talks to the writer of the path, which decides about slots, eviction
+and budget. This process holds no slots and no policy. A lookup is one search in mapped memory.
 
 A reset is sent to the node, and again to the next node if that one dies first. Until it is
 answered, nothing is found and reads end as GONE.

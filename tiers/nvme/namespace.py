@@ -1,8 +1,9 @@
 """Namespace directories: identity, name, size, and protection against removal.
 
-A namespace is one directory per path, named after its label and the fingerprint of its fields. Who
-has it open holds a shared lock on the lock file of each directory, so that nobody removes it. All
-functions raise a `KVCascadeError`. Files of other users are neither followed nor changed.
+A namespace is one directory per path, named after its label and the fingerprint of its fields. A
+process that has it open holds a shared lock on the lock file of each directory, which prevents the
+removal. All functions raise a `KVCascadeError`. Files of other users are neither followed nor
+changed.
 """
 
 from __future__ import annotations

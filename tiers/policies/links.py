@@ -1,6 +1,6 @@
 """Doubly linked lists in two arrays, for orders that move single slots between several lists.
 
-Half a microsecond a move. Where whole batches are appended, `RecencyLog` is much faster.
+A move takes half a microsecond. For whole batches `RecencyLog` is much faster.
 """
 
 from __future__ import annotations

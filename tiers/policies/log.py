@@ -1,10 +1,10 @@
 """An exact recency list in two arrays: the building block of most orders here.
 
-Each use appends the slot to a log and stamps the slot with its place there; an entry is live only
-if the slot's stamp still points at it. Appending is one vectorised assignment for a whole batch,
-about ten nanoseconds a block, where a linked list costs half a microsecond; a few blocks at a time
-go through views of the same memory, which cost a tenth of numpy's way to one number. The log is
-compacted when it is full, which costs a pass over it once per `capacity` uses.
+Each use appends the slot to a log, and stamps the slot with its position there. An entry is live
+only if the slot's stamp still points at it. A batch is appended by one vectorised assignment, in
+about ten nanoseconds a block; a linked list takes half a microsecond. A few blocks are appended one
+by one through views of the same memory, because numpy takes ten times as long for one number. A
+full log is compacted: one pass over it for every `capacity` uses.
 """
 
 from __future__ import annotations

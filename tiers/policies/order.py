@@ -1,7 +1,8 @@
 """The replacement half of a cache policy: an order over slot numbers, held in arrays.
 
-State is flat arrays: millions of slots cost bytes instead of objects. The arrays of a persistent
-tier can lie in a mapped file and survive a restart (`ArraySource`).
+All state lies in flat arrays, because an object for each of millions of slots would take too much
+memory. The arrays of a persistent tier can lie in a mapped file and survive a restart
+(`ArraySource`).
 """
 
 from __future__ import annotations

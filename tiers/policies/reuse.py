@@ -3,16 +3,17 @@
 A *run* is a group of blocks that the same request was the last to use. Its *class* holds what is
 known when the run is made. `kind` is its part of the request and its number of returns. `gap` is
 the usual time between returns. `size` is the number of new blocks.
+
 For each class and age the model counts runs that reached the age (`at_risk`) and runs that returned
 at it (`events`). The ratio is the hazard. Rare classes borrow from wider groups: a class from its
 kind, a kind from all, and all from a prior hazard that falls with age, which is LRU.
 
-The value of a run of some age is the best rate of return over all ways to wait for it: uses to be
-had until some later age, divided by the time until then or the use (J. C. Gittins: "Bandit
-Processes and Dynamic Allocation Indices", 1979; N. Beckmann et al.: "LHD: Improving Cache Hit Rate
-by Maximizing Hit Density", NSDI 2018, has the same measure for blocks). A person reads before
-answering, so a fresh run may be worth less than one whose answer is due. Recency alone cannot
-express that.
+The value of a run is its best rate of return. For any later age the rate is the expected uses until
+then, divided by the expected time until the use or that age; the best of these ages counts (J. C.
+Gittins: "Bandit Processes and Dynamic Allocation Indices", 1979). N. Beckmann et al. have the same
+measure for blocks ("LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018). A person
+reads before answering, so a fresh run may be worth less than one whose answer is due. Recency alone
+cannot express that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What left: 64-bit tags of blocks, found by tag, in flat arrays.
+"""Hash table of 64-bit tags of evicted blocks, in flat arrays.
 
-A hash table with chains that are linked by entry number. Entries are given out from a free list, so
-that other arrays (a place in a list, a kind) can be kept beside them by the same number.
+Entries with equal hashes are linked by their numbers. A free list gives out the numbers. So other
+arrays can hold facts about an entry under the same number, such as its place in a list.
 """
 
 from __future__ import annotations

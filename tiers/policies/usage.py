@@ -1,8 +1,8 @@
-"""When blocks were written and used, and how often: for people, beside any eviction order.
+"""Statistics of blocks beside any eviction order: times of writing and last use, number of uses.
 
-Policies keep an order, not times. This keeps three numbers a slot (10 bytes) in arrays that survive
-a restart like the order's own. Nothing is decided by them while an engine runs; a lost array costs
-statistics only.
+A policy keeps an order, not times. `UsageOrder` keeps three numbers a slot (10 bytes) in arrays
+that survive a restart like those of the order. They are for people and tools: no running engine
+decides anything by them, and a lost array costs statistics only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The contract of a remote engine: keys to objects, somewhere behind a network.
+"""The contract of a remote engine: named objects on a server.
 
 An object is a header of `HEADER_BYTES` and a payload. Engines do not look into either; `objects`
 makes and verifies them. A fault of the network, the server or the object is an outcome, never an

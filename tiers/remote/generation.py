@@ -1,19 +1,21 @@
-"""The generation of a namespace: part of every name, and moved by a reset.
+"""The generation of a namespace: a number in the name of every object, which a reset raises.
 
 All hosts agree on it through a counter of the engine. While it is unknown, nothing is read or
-written. A new counter begins at the wall-clock time, so that a counter that the server lost never
-returns to a generation that had blocks.
+written. A new counter begins at the wall-clock time. So if the server loses the counter, the new
+value is never one that had blocks.
 
-A second counter holds the mark of the last reset: about the time at which it began. It is raised
-before the generation. A host that sees another generation thus learns whether that was a reset, or
-the server lost its counters. A mark is carried out once, whoever passes it on.
+A second counter holds the mark of the last reset: about the time at which it began. A reset raises
+the mark before the generation. A host that sees another generation reads the mark, and so learns
+whether there was a reset, or the server lost its counters. A mark may be passed on
+several times; its reset is carried out once.
 
-Two hosts may reset at the same time. Blocks that one stored after its own reset may be older than
-the other's. So a host that finds a mark which it had not heard of before its reset keeps a smaller
-mark as its own. Its blocks then count as older than the last reset.
+Two hosts may reset at the same time. Blocks that one of them stored after its own reset may be
+older than the reset of the other. If a host finds a mark that it did not know when its reset began,
+it keeps a smaller mark as its own. Its blocks then count as older than the last reset.
 
-A generation that is smaller than the mark, or than an earlier one, has blocks of before the last
-reset: that reset is half done, or the server went back to an older state. Who sees this raises it.
+A generation below the mark, or below an earlier generation, has blocks from before the last reset.
+Either that reset is half done, or the server went back to an older state. A host that sees such a
+generation raises it.
 """
 
 from __future__ import annotations

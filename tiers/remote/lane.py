@@ -1,9 +1,9 @@
-"""One direction of a remote tier: a queue, a bound on its threads, a breaker and a rate.
+"""One direction of a remote tier: queue of calls, limits on threads and rate, circuit breaker.
 
-Errands begin in the order in which they were added. An errand that cannot begin in time is given
-up. While the breaker rests, all waiting errands are given up, because nobody waits for a server
-that does not answer.
-While a probe is under way, errands that were added before it wait for its end.
+An `Errand` is one call of the engine. Errands begin in the order in which they were added. One that
+cannot begin in time is given up. While the breaker rests, all waiting errands are given up, so that
+no request waits for a server that does not answer. While a probe is under way, errands that were
+added before it wait for its end.
 """
 
 from __future__ import annotations

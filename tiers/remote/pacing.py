@@ -1,4 +1,4 @@
-"""Allowed speed and measured round trip of a remote tier."""
+"""Rate limit and measured round-trip time of a remote tier."""
 
 from __future__ import annotations
 

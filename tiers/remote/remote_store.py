@@ -1,12 +1,12 @@
 """`RemoteStore`: blocks by key in a remote engine, for one owner that never waits.
 
-The owner is one thread. It asks what is held (`presence`, `ask`), reads (`get`), offers blocks
-(`offer`), and fetches what ended (`poll`). Calls of the engine run on an executor. One deadline
-covers asking and reading: an owner that waited for an answer gives its read the rest.
+The owner is one thread. It looks blocks up (`presence`, `ask`), reads (`get`), offers blocks
+(`offer`), and collects the outcomes (`poll`). Calls of the engine run on an executor. One deadline
+covers lookup and read: an owner that waited for a lookup gives its read the remaining time.
 
 A payload arrives in private memory, is verified, and is then copied into the destination. The copy
-is made under the lock of its read, and never after the read has ended: the destination is then
-somebody else's.
+is made under the lock of its read, and never after the read has ended, because the destination may
+then hold another block.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One connection to a Valkey or Redis server: RESP 2, with large values outside of any copy.
+"""One connection to a Valkey or Redis server: RESP 2, without copies of large values.
 
 Large values are sent from the memory that holds them (`sendmsg`) and received into memory that the
 caller gives (`recv_into`). Client libraries copy them twice or more, which halves the rate.

@@ -1,4 +1,4 @@
-"""Uploads of a remote tier: which blocks are wanted, and their way to the engine."""
+"""Uploads of a remote tier: choice of the blocks that are written, and the calls of the engine."""
 
 from __future__ import annotations
 

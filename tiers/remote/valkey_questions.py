@@ -1,8 +1,8 @@
 """Questions of tools to one node of a Valkey or Redis server: its objects, and its settings.
 
 The server has no order of its objects, and no list of one prefix: a list goes over all keys of the
-database. The two keys of an object may come in different batches, so the payload's key stands for
-both, and the header's only where there is no payload.
+database. The two keys of an object may come in different batches. So the payload's key stands for
+both. The header's key counts only where there is no payload.
 
 A list must not count as a use, or the server would evict in the order of the list. `STRLEN` counts
 as one, so sizes are those in memory.

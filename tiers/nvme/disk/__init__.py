@@ -1,1 +1,1 @@
-"""The file system seam of the NVMe tier."""
+"""Access of the NVMe tier to files: the file system, and transfers of payload."""

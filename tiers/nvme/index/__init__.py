@@ -1,1 +1,1 @@
-"""The LMDB index of the NVMe tier."""
+"""Checks of the LMDB file of the block table, before LMDB maps it."""

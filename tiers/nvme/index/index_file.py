@@ -1,4 +1,4 @@
-"""Checks of the LMDB file's header, as LMDB would map whatever a file claims."""
+"""Checks of the LMDB file's header, because LMDB trusts the sizes and numbers in it."""
 
 from __future__ import annotations
 

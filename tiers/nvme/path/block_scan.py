@@ -1,8 +1,8 @@
 """Verify the payloads of many blocks of a namespace, near the speed of the disk.
 
-The blocks are those that the writer's index named a while ago, and the path goes on changing. So a
-mismatch is looked at again. A block that the presence table has no more has CHANGED. Any other one
-is read a second time. Several threads read runs of adjacent slots and hash them.
+The writer listed the blocks a while ago, and the path goes on changing. So a mismatch is looked at
+again. If the block is no longer in the presence table, it has CHANGED. Otherwise it is read a
+second time. Several threads read runs of adjacent slots and hash them.
 """
 
 from __future__ import annotations

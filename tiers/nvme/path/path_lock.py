@@ -5,8 +5,8 @@ Both lie in `.kvcascade/` in the first path. The writer is the process that hold
 reached through a descriptor of the folder. A socket's address has room for 107 bytes only, and
 paths of volumes are longer.
 
-An election says nothing about other hosts. If the lock is held and nobody answers at the socket,
-the holder may be on another host that shares the file system.
+An election says nothing about other hosts. If the lock is held and no process answers at the
+socket, the holder may be on another host that shares the file system.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Copies of a namespace's arrays below `state/`: use of blocks, eviction orders, prompts.
 
-The writer changes the arrays in memory that is shared with their files, so a copy is of now. Any
-process may make one, whether a writer runs or not. Every array is optional and may be damaged or
-stale. The results are for display, and for choosing blocks to export or drop first.
+The writer changes the arrays in memory that is shared with their files, so a copy is up to date.
+Any process may make one, whether a writer runs or not. Every array is optional and may be damaged
+or stale. The results are for display, and for choosing blocks to export or drop first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Arrays in mapped files: per-slot data of the policy that survives restarts.
 
-The manager's thread changes them by plain memory writes, without system calls. `kill -9` loses
-nothing. After a loss of power the contents may be old; nothing depends on their being right.
+The writer's thread changes them by plain memory writes, without system calls. `kill -9` loses
+nothing. After a loss of power the contents may be old; no block depends on them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The order of blocks in a prompt: a bounded log beside a tier, for commands that ask by
-prompt.
+"""The order of blocks in prompts: a bounded log beside a tier, for commands that select by prompt.
 
 A block hash does not tell which blocks came before it. An engine knows when a request ends, and
 logs runs of blocks that follow one another; the oldest are overwritten. No decision of an engine

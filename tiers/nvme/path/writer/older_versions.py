@@ -1,7 +1,7 @@
-"""Namespaces of older versions in a path: an engine of such a version may have one open.
+"""Namespaces of older versions in a path, which an engine of such a version may have open.
 
-They are not read. They count in the capacity with what they take and with what they may still grow
-by. One that no process has open can be removed.
+They are not read. They count in the capacity with their size and with their possible growth. One
+that no process has open can be removed.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""`PathWriter`: the only one that changes a path. It serves the nodes of all engines.
+"""`PathWriter`: the only object that changes a path. It serves the nodes of all engines.
 
-Its only input and output are files. Messages come in by `receive`, and `step` returns what is to be
-sent. The owner holds the lock of the path while this object lives.
+It does no input and output but that of files. `receive` takes messages, and `step` returns the
+messages to be sent. The owner holds the lock of the path while this object lives.
 
     writer = PathWriter(means, roots, options, clock, executor)
     writer.connect(1)
     writer.receive(1, Hello(...))
     for client, message in writer.step(): ...
 
-One thread. In the executor segment files are made and deleted, and namespaces opened. What needs a
-namespace that is being opened waits for it.
+One thread uses it. The executor makes and deletes segment files, and opens namespaces. Messages
+that need a namespace wait until it is open.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Questions of tools that take segments: they are answered when the files are deleted.
+"""Questions of tools that remove segments: they are answered when the files are deleted.
 
 | question | body | answer |
 | --- | --- | --- |

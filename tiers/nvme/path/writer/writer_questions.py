@@ -7,8 +7,9 @@
 | `remove` | `name` | `is_removed`, or `error` |
 | `set` | options | `options` recorded, `later`: names that open namespaces do not follow yet |
 
-`block_questions` has those about the blocks of one namespace, `segment_questions` those that take
-segments.
+`block_questions` has the questions about the blocks of one namespace, `segment_questions` those
+that take segments.
+
 An answer with `error` says in one sentence what to do. `blocks`, `slots` and `epoch` are null for a
 namespace that is not open, `last_used_s` for one that is.
 """
