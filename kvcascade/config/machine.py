@@ -314,8 +314,9 @@ def nvme_capacity(tier: NvmeTierOptions, machine: Machine) -> int:
 def _capacity(tier: NvmeTierOptions, machine: Machine, room: _DiskRoom) -> int:
     if not isinstance(tier.capacity, FreeShare):
         return tier.capacity.of(nvme_disk_bytes(tier, machine))
-    # Other files may have filled the disk: what the tier holds is there all the same.
-    return tier.capacity.of(max(room.total - room.reserve, room.own))
+    # Other files may have filled the disk: a restart leaves the tier what it holds.
+    kept = min(machine.recorded_capacity(tier.path[0]), room.own + room.reserve)
+    return max(tier.capacity.of(max(0, room.total - room.reserve)), kept)
 
 
 @dataclass(frozen=True, slots=True)

@@ -313,8 +313,10 @@ def test_what_the_tier_holds_already_is_not_missed() -> None:
     assert "100.0 GiB for this tier" in message(configured(capacity="201GiB"), full)
     cpu = {"type": "cpu", "capacity": "8GiB"}
     by_default = parse({"tiers": [cpu, {"type": "nvme", "path": "/mnt/0/kv"}]})
-    check_machine(by_default, full)
-    assert 0 < nvme_capacity(by_default.nvme[0], full) <= 100 * GIB
+    for recorded in (100, 50):
+        held = replace(full, recorded=recorded * GIB)
+        check_machine(by_default, held)
+        assert nvme_capacity(by_default.nvme[0], held) == recorded * GIB
 
 
 def test_two_paths_on_one_device_count_it_once() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from support.path_engine import PathEngine
@@ -17,6 +18,7 @@ from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tiers.nvme.path.writer import path_capacity
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of, fixed_bytes
+from kvcascade.tiers.nvme.path.writer_note import WRITER_FILE
 
 BLOCK, SLOTS, PER_SEGMENT = 4096, 1024, 16
 DISK_BYTES = 6 << 20
@@ -27,15 +29,18 @@ SPARE_BYTES = 512 << 10
 """Not enough for one more segment and what comes with it."""
 BATCH = 16
 PAUSE_S = 0.02
+PATIENCE_S = 20.0
 OK, NO_SPACE, CANCELLED = BlockOutcome.OK, BlockOutcome.NO_SPACE, BlockOutcome.CANCELLED
 
 
 @contextmanager
-def engine_on(path: Path, model: int = 0, min_free_bytes: int = 0) -> Iterator[PathEngine]:
+def engine_on(
+    path: Path, model: int = 0, min_free_bytes: int = 0, slots: int = SLOTS
+) -> Iterator[PathEngine]:
     """An engine that has joined; its node is a thread. It tries again soon what failed."""
     path_capacity.RETRY_AFTER_S = 0.1  # this process runs nothing else
     options = PathOptions(
-        capacity_of(SLOTS // PER_SEGMENT, PER_SEGMENT, BLOCK),
+        capacity_of(slots // PER_SEGMENT, PER_SEGMENT, BLOCK),
         min_free_bytes=min_free_bytes,
         segment_bytes=PER_SEGMENT * BLOCK,
     )
@@ -49,6 +54,10 @@ def engine_on(path: Path, model: int = 0, min_free_bytes: int = 0) -> Iterator[P
 
 def segments(path: Path) -> int:
     return sum(1 for _ in path.rglob("*.safetensors"))
+
+
+def has_at_most(path: Path, slots: int) -> bool:
+    return segments(path) <= slots // PER_SEGMENT
 
 
 def store(engine: PathEngine, first: int, batches: int) -> int:
@@ -85,6 +94,26 @@ def full_for_all(path: Path) -> None:
 
 def test_a_full_disk_is_survived_by_all_who_share_it(tmp_path: Path) -> None:
     on_small_disk(full_for_all, tmp_path, DISK_BYTES)
+
+
+def can_begin_again(path: Path) -> None:
+    """An engine starts on a disk without a free byte; with a smaller capacity it makes room."""
+    with engine_on(path) as one:
+        assert store(one, 0, 8) == 8 * BATCH
+    held, few = segments(path), 4 * PER_SEGMENT
+    Filler(path)
+    assert free_bytes(path) == 0
+    with engine_on(path) as one:
+        assert set(one.get(range(BATCH))) == {OK}
+        assert not list(path.glob(f".kvcascade/{WRITER_FILE}")), "it would name another process"
+    Filler(path)
+    with engine_on(path, slots=few) as one:
+        assert one.keeper.wait(partial(has_at_most, path, few), PATIENCE_S)
+    assert segments(path) < held
+
+
+def test_a_restart_on_a_full_disk(tmp_path: Path) -> None:
+    on_small_disk(can_begin_again, tmp_path, DISK_BYTES)
 
 
 def reserve_is_kept(path: Path) -> None:

@@ -39,6 +39,36 @@ def test_options_are_recorded_and_those_of_the_next_writer_hold() -> None:
     assert record is not None and record.options.policy == "s3fifo"
 
 
+@pytest.mark.parametrize("leave", [0, 100])
+def test_a_full_disk_needs_no_record_of_other_options(leave: int) -> None:
+    rig = PathRig()
+    assert RigNode(rig).store([1, 2]) == [Committed.OK] * 2
+    rig.close()
+    size_bytes, former = rig.fs.size_bytes, load_record(rig.fs, ROOT)
+    rig.fs.size_bytes = leave + size_bytes - rig.fs.free_bytes(ROOT)
+    other = msgspec.structs.replace(rig.options, policy="s3fifo")
+    rig.start(other)
+    node = RigNode(rig)
+    assert node.welcome is not None and node.welcome.options == other
+    assert node.held([1, 2]) == [1, 2] and node.store([3]) == [Committed.OK]
+    assert load_record(rig.fs, ROOT) == former
+    rig.close()
+    rig.fs.size_bytes = size_bytes
+    rig.start(other)
+    assert RigNode(rig).held([1, 2, 3]) == [1, 2, 3]
+    record = load_record(rig.fs, ROOT)
+    assert record is not None and record.options == other
+
+
+def test_a_full_disk_makes_no_weaker_promise() -> None:
+    rig = PathRig(durability="process")
+    rig.close()
+    rig.fs.size_bytes = 0
+    power = msgspec.structs.replace(rig.options, durability="power")
+    rig.start(power)
+    assert RigNode(rig, options=power).refused
+
+
 def test_the_stronger_durability_holds_from_the_node_on_that_asks_for_it() -> None:
     rig = PathRig(durability="process")
     RigNode(rig).store([1])

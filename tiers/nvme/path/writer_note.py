@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from ....errors import os_errors
+from ....errors import NoSpaceError, os_errors
 from ..disk.filesystem import FileSystem
 from .frames import DECODE_ERRORS
 from .path_messages import PROTOCOL
@@ -66,17 +66,29 @@ def note_of_this_process(name: str) -> WriterNote:
 
 
 def save_note(fs: FileSystem, root: Path, note: WriterNote) -> None:
-    """Record the writer; the caller holds the lock of the path. Raises a `KVCascadeError`."""
+    """Record the writer; the caller holds the lock of the path. Raises a `KVCascadeError`.
+
+    A full disk gets no note: nothing depends on it.
+    """
     folder = root / PATH_FOLDER
-    with os_errors(f"writing {folder / WRITER_FILE}"):
-        if fs.exists(folder / _TEMPORARY_NAME):
-            fs.unlink(folder / _TEMPORARY_NAME)
-        file = fs.open(folder / _TEMPORARY_NAME, create=True)
-        try:
-            file.pwritev([memoryview(msgspec.json.encode(note))], 0)
-        finally:
-            file.close()
-        fs.rename(folder / _TEMPORARY_NAME, folder / WRITER_FILE)
+    try:
+        with os_errors(f"writing {folder / WRITER_FILE}"):
+            _replace(fs, folder, msgspec.json.encode(note))
+    except NoSpaceError:
+        with suppress(OSError):  # it names another process
+            fs.unlink(folder / WRITER_FILE)
+
+
+def _replace(fs: FileSystem, folder: Path, data: bytes) -> None:
+    """Write the file, which need not be durable. Raises `OSError`."""
+    if fs.exists(folder / _TEMPORARY_NAME):
+        fs.unlink(folder / _TEMPORARY_NAME)
+    file = fs.open(folder / _TEMPORARY_NAME, create=True)
+    try:
+        file.pwritev([memoryview(data)], 0)
+    finally:
+        file.close()
+    fs.rename(folder / _TEMPORARY_NAME, folder / WRITER_FILE)
 
 
 def load_note(fs: FileSystem, root: Path) -> WriterNote | None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from .....config.sizes import human
-from .....errors import ConfigError, CorruptionError, os_errors
+from .....errors import ConfigError, CorruptionError, NoSpaceError, os_errors
 from ....policies import order_class
 from ...disk.filesystem import FileSystem
 from ..path_messages import PathOptions
@@ -104,7 +104,9 @@ def record_in_force(
 ) -> PathRecord:
     """Return paths and options in force, and record them if options are given.
 
-    Raises a `KVCascadeError`, such as `ConfigError` if the tier has other paths.
+    On a full disk other options than the recorded ones hold without a record, such as a smaller
+    capacity. A stronger durability does not. Raises a `KVCascadeError`, such as `ConfigError` if
+    the tier has other paths.
     """
     found = load_record(fs, roots[0])
     if options is None:  # a tool may reach the paths by other names
@@ -115,14 +117,19 @@ def record_in_force(
             )
         return found
     check_options(options)
-    paths = tuple(map(str, roots))
+    record = PathRecord(tuple(map(str, roots)), options)
     if found is not None:
-        check_paths(found.paths, paths)
-    record = PathRecord(paths, options)
-    if found is not None:
-        record.min_shares, record.epochs = found.min_shares, found.epochs
-    if found is None or found.options != options:
-        save_record(fs, roots[0], record)
+        check_paths(found.paths, record.paths)
+        record = replace(found, options=options)
+    if record != found:
+        try:
+            save_record(fs, roots[0], record)
+        except NoSpaceError:
+            if found is None:
+                raise
+            if is_stronger(options, found.options):
+                durability = found.options.durability
+                record.options = msgspec.structs.replace(options, durability=durability)
     return record
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from .....errors import KVCascadeError, os_errors
+from .....errors import KVCascadeError, NoSpaceError, os_errors
 from .....logs import get_logger
 from ....base import BlockHash, SlotMask
 from ....policies import EvictionOrder, order_class
@@ -149,14 +149,20 @@ def segment_ages_s(
     return np.where(used > 0, now_s - ages, np.inf)
 
 
-def _next_session(fs: FileSystem, folder: Path) -> int:
-    """Number this opening. Arrays that the opening before it did not seal are stale."""
+def _next_session(fs: FileSystem, folder: Path) -> int | None:
+    """Number this opening. Arrays that the opening before it did not seal are stale.
+
+    Return None if the disk has no room for the number. The next opening then fits the arrays anew.
+    """
     path = folder / SESSION
-    with os_errors(f"numbering the opening of {folder}"):
-        fs.make_dir(folder)
-        digits = _read_digits(fs, path) if fs.exists(path) else b""
-        session = int(digits) + 1 if digits.isdigit() else 1
-        fs.replace(path, b"%d" % session)
+    try:
+        with os_errors(f"numbering the opening of {folder}"):
+            fs.make_dir(folder)
+            digits = _read_digits(fs, path) if fs.exists(path) else b""
+            session = int(digits) + 1 if digits.isdigit() else 1
+            fs.replace(path, b"%d" % session)
+    except NoSpaceError:
+        return None
     return session
 
 
