@@ -18,6 +18,7 @@ their pages, while stores are in flight.
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -311,11 +312,14 @@ def _check_what_is_missing(settings: CascadeConfig, given: Mapping[str, Any]) ->
 
 
 def _at_exit(close: Callable[[], None]) -> None:
-    """Call `close` when the process ends, while thread pools still work.
+    """Call `close` when this process ends, while thread pools still work.
 
     Thread pools stop before ordinary exit handlers run. A forked process runs none of the latter.
+    One that is forked later runs this call, and closes nothing: all belongs to its parent.
     """
-    getattr(threading, "_register_atexit", atexit.register)(close)
+    pid = os.getpid()
+    at_exit = getattr(threading, "_register_atexit", atexit.register)
+    at_exit(lambda: close() if os.getpid() == pid else None)
 
 
 def _slots(spec: BlockIDsLoadStoreSpec) -> Any:
