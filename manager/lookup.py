@@ -306,7 +306,7 @@ class Lookups:
         claim = request.claim
         if claim is None:  # it waits for an answer
             return RETRY
-        is_wanted = claim is not None and not claim.is_admitted and block_hash in claim.wanted
+        is_wanted = not claim.is_admitted and block_hash in claim.wanted
         return RETRY if is_wanted else MISS
 
     def _wait_for_store(self, block_hash: BlockHash, request: Request) -> LookupState:

@@ -308,26 +308,14 @@ def _connected(address: Address, until_s: float) -> socket.socket:
     than the limit and leave time for the others.
     """
     places = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    for number, (*kind, _, place) in enumerate(places, 1):
+    for number, (*_, place) in enumerate(places, 1):
         share_s = _left_s(until_s) / (len(places) + 1 - number)
         try:
-            return _opened(kind, place, share_s)
+            return socket.create_connection((str(place[0]), address.port), share_s)
         except OSError:
             if number == len(places):
                 raise
     raise RespBrokenError("the host has no address")
-
-
-def _opened(kind: Sequence[int], place: Any, limit_s: float) -> socket.socket:
-    """Return a socket that is connected to this address. `kind`: family, type and protocol."""
-    found = socket.socket(*kind)
-    try:
-        found.settimeout(limit_s)
-        found.connect(place)
-    except BaseException:
-        found.close()
-        raise
-    return found
 
 
 def _left_s(until_s: float) -> float:
