@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import threading
@@ -15,6 +16,7 @@ from support.cascade import key
 from support.children import Start
 
 from kvcascade.tiers.base import BlockHash
+from kvcascade.tiers.cpu import arena_file
 from kvcascade.tiers.cpu.arena import Arena, ArenaRole
 from kvcascade.tiers.cpu.arena_file import (
     TURN_TIMEOUT_S,
@@ -25,7 +27,7 @@ from kvcascade.tiers.cpu.arena_file import (
 )
 from kvcascade.tiers.cpu.cpu_backend import CpuBackend
 from kvcascade.tiers.cpu.header import ArenaGeometry
-from kvcascade.tiers.cpu.locks import turn_in
+from kvcascade.tiers.cpu.locks import try_flock, turn_in
 from kvcascade.tiers.cpu.slot_table import (
     MAX_KEY_BYTES,
     NO_EPOCH,
@@ -339,6 +341,29 @@ def test_a_start_that_is_cut_off_leaves_the_blocks_to_the_next(
     worker.close()
     scheduler.close()
     assert len(list(tmp_path.glob("kvcascade-*"))) == 1
+
+
+def test_a_sweep_between_two_locks_of_a_taker_takes_nothing_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel drops the exclusive lock before it gives the shared one."""
+    worker, scheduler = open_both(tmp_path, "first")
+    worker.close()
+    scheduler.close()
+    swept: list[str] = []
+
+    def not_at_once(fd: int, *, exclusive: bool) -> bool:
+        if not (exclusive or swept):
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            swept.extend(sweep(str(tmp_path)))
+        return try_flock(fd, exclusive=exclusive)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arena_file, "try_flock", not_at_once)
+        worker = Arena.open(GEOMETRY, "second", WORKER, arena_dir=str(tmp_path))
+    assert swept == [worker.path] and os.path.exists(worker.path)
+    assert not kept_arenas(str(tmp_path)), "it was taken over again"
+    worker.close()
 
 
 def test_blocks_of_an_unknown_epoch_are_not_those_of_the_next_known_one() -> None:

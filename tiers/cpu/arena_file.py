@@ -128,8 +128,7 @@ def give_up_name(path: str, fd: int, is_kept: bool) -> bool:
     lasting = os.path.join(os.path.dirname(path), f"kvcascade-kept-{secrets.token_hex(16)}")
     try:
         os.link(path, lasting, follow_symlinks=False)
-        is_same = os.path.samestat(os.stat(lasting, follow_symlinks=False), os.fstat(fd))
-        if is_same and unlink_if_same(path, fd):
+        if _is_name_of(lasting, fd) and unlink_if_same(path, fd):
             return True
         os.unlink(lasting)  # another process was first, and its lasting name counts
     except OSError:
@@ -200,8 +199,7 @@ def open_file(request: ArenaRequest) -> ArenaFile:
 def unlink_if_same(path: str, fd: int) -> bool:
     """Remove the name if it still leads to the open file. Return True if it was removed."""
     try:
-        named, held = os.stat(path, follow_symlinks=False), os.fstat(fd)
-        if (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino):
+        if not _is_name_of(path, fd):
             return False
         os.unlink(path)
     except OSError:
@@ -220,6 +218,11 @@ def sweep(arena_dir: str) -> list[str]:
         ours = [entry.path for entry in entries if _NAME.fullmatch(entry.name)]
         removed = [path for path in sorted(ours)[:SWEEP_ENTRIES_MAX] if _remove_stale(path)]
     return removed
+
+
+def _is_name_of(path: str, fd: int) -> bool:
+    """Return True if the name leads to the open file. Raises `OSError` if there is no such name."""
+    return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
 
 
 def _open_own(path: str) -> int | None:
@@ -325,7 +328,8 @@ def _make(request: ArenaRequest, patience: _Patience) -> ArenaFile | None:
         folder = os.path.dirname(request.path)
         with os_errors(f"opening {folder}"), turn_in(folder, patience.wait):
             if not os.path.lexists(request.path):
-                taken = _take_over(request)
+                # Another opener may give the first one its lasting name back meanwhile.
+                taken = _take_over(request) or _take_over(request)
             fd = None if taken else _create(request)
     else:
         fd = _create(request)
@@ -364,13 +368,16 @@ def _create(request: ArenaRequest) -> int | None:
 def _is_ours_alone(path: str, fd: int) -> bool:
     """Lock a file just created or renamed.
 
-    Return False if another opener saw it unlocked and removed it.
+    Return False if another opener saw it unlocked and took its name away. The kernel drops the
+    exclusive lock of a renamed file before it gives the shared one.
     """
     with os_errors(f"locking {path}"):
         if not ofd_locks.try_lock(fd, _MAKER_BYTE) or not try_flock(fd, exclusive=False):
             unlink_if_same(path, fd)
             return False
-        return os.fstat(fd).st_nlink > 0
+        with suppress(FileNotFoundError):
+            return _is_name_of(path, fd)
+    return False
 
 
 def _fill(request: ArenaRequest, fd: int) -> ArenaFile:
