@@ -70,6 +70,8 @@ class NodeWrites(Traffic[NodeFeed]):
         self._why = Why.GRANTED
         self.coming: set[BlockHash] = set()
         """Blocks whose write is in flight; lookups do not find them."""
+        self._outdated: set[int] = set()
+        """Tickets in flight that were begun before the last reset; they end as GONE."""
         self.may_recover = True
         """True if the last failure came from the device or the node, not from lack of room."""
 
@@ -78,6 +80,11 @@ class NodeWrites(Traffic[NodeFeed]):
         if self._flow.clock() < self._no_room_until_s:
             return 0
         return min(n, self._max_blocks - len(self.coming))
+
+    def outdate(self) -> None:
+        """Let no write in flight stand for a block that is stored after a reset."""
+        self._outdated.update(self.jobs)
+        self.coming.clear()
 
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
         """Start writing as many blocks as may be in flight. Call it only while `takes_puts`."""
@@ -107,7 +114,10 @@ class NodeWrites(Traffic[NodeFeed]):
 
     def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
         flow, counters = self._flow, self._flow.counters
-        self.coming.difference_update(going.keys)
+        if going.ticket in self._outdated:
+            self._outdated.remove(going.ticket)
+        else:
+            self.coming.difference_update(going.keys)
         stored, failed, no_space = outcomes.count(BlockOutcome.OK), 0, 0
         if stored < len(outcomes):
             failed = outcomes.count(BlockOutcome.IO_ERROR)
@@ -241,7 +251,7 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
         self._client.flush()
         if not self.feed.was_reset():
             return 0
-        self._coming.clear()  # writes in flight are of before the reset, and end as GONE
+        self.writes.outdate()
         return 1
 
     def reset(self, mark: int = 0) -> None:
@@ -273,7 +283,7 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
 
     def _reset_to(self, mark: int, *, is_own: bool) -> None:
         self.feed.begin_reset(is_own=is_own)
-        self._coming.clear()
+        self.writes.outdate()
         self._begin_reset(lambda ticket: ResetJob(ticket, mark, not is_own))
         self._client.flush()
 

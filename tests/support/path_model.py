@@ -256,13 +256,14 @@ class PathModel:
         node, label = self.rng.choice(self.nodes)
         slots = [slot for slot in self.oracles[label].owners if slot not in self.held[node.client]]
         slots = [*slots[:2], self.rng.randrange(500)]
-        slots = [slot for slot in slots if slot not in self.held[node.client]]
-        epoch = self.rig.writer.namespaces[self._folder(label)].epoch
+        namespace = self.rig.writer.namespaces[self._folder(label)]
+        # A grant may be on its way to the node.
+        slots = [slot for slot in slots if namespace.space.grant_of(slot, node.client) is None]
         keys = [key_of(self.rng.randrange(KEYS)) for _ in slots]
         sums = uint64([self._checksum() for _ in slots])
         request = next(node.requests)
         self.expected[node.client, request] = []
-        self.rig.send(node.client, Commit(request, epoch, keys, int32(slots), sums))
+        self.rig.send(node.client, Commit(request, namespace.epoch, keys, int32(slots), sums))
 
     def _reset(self) -> None:
         if self.rng.random() < 0.1:
