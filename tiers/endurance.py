@@ -52,6 +52,13 @@ def day_totals(record: bytes, now_s: float) -> DayTotals:
     return DayTotals(written, read, is_whole)
 
 
+def merged(first: bytes, second: bytes, now_s: float) -> bytes:
+    """Return one record with the bytes of both."""
+    newest = max(_at(record, now_s)[0] for record in (first, second))
+    tables = [_at(record, newest * BUCKET_S)[1] for record in (first, second)]
+    return _NEWEST.pack(newest) + (tables[0] + tables[1]).tobytes()
+
+
 def _at(record: bytes, now_s: float) -> tuple[int, _Table]:
     """Return the number of the current bucket, and the table with expired buckets cleared."""
     now = max(0, int(now_s // BUCKET_S))

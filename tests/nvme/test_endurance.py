@@ -71,6 +71,19 @@ def test_a_clock_that_was_ahead_counts_for_a_day() -> None:
     assert endurance.day_totals(record, NOW_S + 4 * DAY_S) == DayTotals()
 
 
+def test_merged_records_have_the_bytes_of_both_by_their_time() -> None:
+    old = endurance.add(b"", NOW_S, 10, 1)
+    new = endurance.add(endurance.add(b"", NOW_S + BUCKET_S, 3, 0), NOW_S + DAY_S / 2, 5, 2)
+    for first, second in ((old, new), (new, old)):
+        record = endurance.merged(first, second, NOW_S + DAY_S / 2)
+        assert endurance.day_totals(record, NOW_S + DAY_S / 2) == DayTotals(18, 3)
+        assert endurance.day_totals(record, NOW_S + DAY_S + BUCKET_S).written == 8
+        assert endurance.day_totals(record, NOW_S + DAY_S * 1.2).written == 5
+    assert endurance.day_totals(endurance.merged(b"", old, NOW_S), NOW_S) == DayTotals(10, 1)
+    ahead = endurance.merged(old, new, NOW_S + DAY_S / 2 - BUCKET_S)
+    assert endurance.day_totals(ahead, NOW_S + DAY_S / 2).written == 18
+
+
 @pytest.mark.parametrize("damaged", [b"", b"x", b"y" * (RECORD_BYTES + 1)])
 def test_a_damaged_record_begins_anew(damaged: bytes) -> None:
     assert endurance.day_totals(endurance.add(damaged, NOW_S, 5, 6), NOW_S) == DayTotals(5, 6)

@@ -69,8 +69,14 @@ def test_a_start_that_drops_blocks_of_after_a_reset_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     rig = PathRig()
-    reset(RigNode(rig))
+    node = RigNode(rig)
+    reset(node)
     assert caplog.text == ""
+    restart(rig, is_clean=True)
+    assert caplog.text == "", "it was empty"
+    node = RigNode(rig)
+    reset(node)
+    node.store(BLOCKS)
     node = restart(rig, is_clean=True)
     assert "begins empty" in caplog.text
     assert node.welcome is not None and node.welcome.notes == [], "it is alone"

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import msgspec
+import pytest
 from support.executors import SteppingExecutor
 from support.path_rig import BLOCK_BYTES, ROOT, PathRig, RigNode, key_of, slots_in
 
@@ -18,6 +19,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Touch,
     Why,
 )
+from kvcascade.tiers.nvme.path.writer.namespace_openings import BeingOpenedError
 
 
 def shared(**options: object) -> PathRig:
@@ -182,6 +184,86 @@ def test_no_more_is_granted_than_the_budget_of_the_day() -> None:
     assert len(one.store(list(range(100, 140)))) == 4, "what was not committed was not written"
     rig.wall.advance(86_400 * 2)
     assert len(one.store(list(range(300, 308)), steps=300)) == 8
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_the_budget_counts_what_was_written_to_a_removed_namespace(is_open: bool) -> None:
+    rig = shared(write_budget_bytes=20 * BLOCK_BYTES)
+    one = RigNode(rig, "one")
+    one.store(list(range(5)))
+    rig.wall.advance(80_000)
+    one.store(list(range(10, 13)))
+    rig.writer.disconnect(one.client)
+    if not is_open:
+        rig.close()
+        rig.start()
+    assert budget_left(rig) == 12
+    remove(rig, one)
+    assert budget_left(rig) == 12
+    rig.kill()
+    rig.start()
+    assert budget_left(rig) == 12
+    rig.wall.advance(10_000)
+    assert budget_left(rig) == 17, "the first five are a day old"
+
+
+def test_a_budget_that_begins_later_counts_what_was_written_before() -> None:
+    rig = shared()
+    idle, gone = RigNode(rig, "idle"), RigNode(rig, "gone")
+    idle.store(list(range(3)))
+    gone.store(list(range(4)))
+    rig.writer.disconnect(gone.client)
+    remove(rig, gone)
+    rig.close()
+    rig.start()
+    RigNode(rig, "open").store(list(range(5)))
+    budget = msgspec.structs.replace(rig.options, write_budget_bytes=20 * BLOCK_BYTES)
+    assert rig.writer.path.change(budget) == []
+    assert budget_left(rig) == 8
+
+
+def test_a_budget_begins_when_no_namespace_is_being_opened() -> None:
+    executor = SteppingExecutor()
+    rig = PathRig(120, executor=executor)
+    RigNode(rig, "one")
+    rig.close()
+    rig.start()
+    RigNode(rig, "one", may_wait=True)
+    budget = msgspec.structs.replace(rig.options, write_budget_bytes=20 * BLOCK_BYTES)
+    with pytest.raises(BeingOpenedError):
+        rig.writer.path.change(budget)
+    executor.run_all()
+    rig.step()
+    assert rig.writer.path.change(budget) == []
+
+
+def test_the_budget_counts_writes_later_than_the_noted_use() -> None:
+    rig = shared(write_budget_bytes=20 * BLOCK_BYTES)
+    one = RigNode(rig, "one")
+    rig.wall.advance(3000)
+    one.store([1, 2])
+    rig.kill()  # the use was noted 3000 s before
+    rig.wall.advance(84_000)
+    rig.start()
+    assert budget_left(rig) == 18
+    rig.wall.advance(5000)
+    assert budget_left(rig) == 20
+
+
+def budget_left(rig: PathRig) -> int:
+    """Number of blocks that the budget of the day has left."""
+    left = rig.writer.path.budget.left_bytes(rig.writer.namespaces.values())
+    assert left is not None
+    return left // BLOCK_BYTES
+
+
+def remove(rig: PathRig, node: RigNode) -> None:
+    """Remove the namespace of a node that has left."""
+    assert node.welcome is not None
+    name = node.welcome.folder
+    namespace = rig.writer.namespaces.get(name)
+    path = rig.writer.path
+    assert path.remove_idle(name) if namespace is None else path.remove(namespace)
 
 
 def test_a_failed_path_rests_and_the_other_one_takes_the_writes() -> None:

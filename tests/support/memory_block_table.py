@@ -115,6 +115,9 @@ class MemoryBlockTable:
     def day_totals(self) -> endurance.DayTotals:
         return endurance.day_totals(self._state.day, self.wall_clock())
 
+    def day_record(self) -> bytes:
+        return self._state.day
+
     def apply(self, changes: Changes) -> Applied:
         state = self._state
         if changes.epoch != state.epoch:

@@ -177,6 +177,9 @@ class MemoryBlocks:
     def day_totals(self) -> endurance.DayTotals:
         return endurance.day_totals(self._day, self._wall_clock())
 
+    def day_record(self) -> bytes:
+        return self._day
+
     def sync(self) -> None:
         """Do nothing: the table ends with the process."""
 

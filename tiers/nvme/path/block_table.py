@@ -151,6 +151,10 @@ class BlockTable(Protocol):
         """Return the bytes written and read in the last day."""
         ...
 
+    def day_record(self) -> bytes:
+        """Return the record of the last day (`endurance`); it may be empty."""
+        ...
+
     def sync(self) -> None:
         """Make all commits durable. Raises a `KVCascadeError`."""
         ...

@@ -177,10 +177,13 @@ class LmdbBlockTable:
 
     def day_totals(self) -> endurance.DayTotals:
         """See `BlockTable`."""
-        record = b""
+        return endurance.day_totals(self.day_record(), self.wall_clock())
+
+    def day_record(self) -> bytes:
+        """See `BlockTable`."""
         with suppress(lmdb.Error), self._env.begin(db=self._meta) as txn:
-            record = txn.get(_DAY, b"")
-        return endurance.day_totals(record, self.wall_clock())
+            return txn.get(_DAY, b"")
+        return b""
 
     # -- changing ------------------------------------------------------------------------------
 

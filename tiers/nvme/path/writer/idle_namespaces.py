@@ -12,11 +12,14 @@ from pathlib import Path
 
 from .....errors import KVCascadeError, os_errors
 from .....logs import get_logger
-from ....endurance import DAY_S
+from ....endurance import DAY_S, day_totals
 from ...disk.filesystem import FileLock
 from ...namespace import LOCK
-from .namespace_home import homes_under, open_home
+from .namespace_home import NOTE_USE_EVERY_S, homes_under, open_home
 from .namespace_start import StartMeans
+
+RECENT_S = DAY_S + 2 * NOTE_USE_EVERY_S
+"""Time since the noted use after which nothing was written in the last day."""
 
 _log = get_logger(__name__)
 
@@ -29,8 +32,8 @@ class IdleNamespace:
     bytes_by_path: list[int]
     last_used_s: float
     """Wall-clock time of the last use, in seconds."""
-    written_in_day_bytes: int = 0
-    """Bytes written in the day before the writer started."""
+    day: bytes = b""
+    """Record of the bytes written in the last day; empty if it was not read."""
     is_usable: bool = True
     """False if it could not be opened; its room is not taken then."""
     locks: list[FileLock] = field(default_factory=list)
@@ -45,11 +48,11 @@ class IdleNamespaces:
         self._roots = tuple(roots)
         self._found: dict[str, IdleNamespace] = {}
 
-    def find(self, capacity_bytes: int, *, with_totals: bool) -> None:
-        """Find all namespaces. With `with_totals` the bytes written to each in a day are read."""
+    def find(self, capacity_bytes: int, *, with_days: bool) -> None:
+        """Find all namespaces. With `with_days` the record of the last day of each is read."""
         for name in homes_under(self._means.fs, self._roots[0]):
             try:
-                self._found[name] = self._look(name, capacity_bytes, with_totals)
+                self._found[name] = self._look(name, capacity_bytes, with_days)
             except KVCascadeError as error:
                 _log.warning(
                     "%s cannot be used, and is removed if room is needed: %s",
@@ -57,11 +60,26 @@ class IdleNamespaces:
                     error,
                 )
 
-    def take(self, name: str) -> None:
-        """Forget a namespace that was opened or removed."""
+    def read_days(self, capacity_bytes: int) -> None:
+        """Read the record of the last day of each, because a budget begins to count it.
+
+        None of them is being opened.
+        """
+        for name in list(self._found):
+            try:
+                found = self._look(name, capacity_bytes, with_days=True)
+            except KVCascadeError as error:
+                _log.warning("the budget misses what was written to %s in a day: %s", name, error)
+                continue
+            self.take(name)
+            self._found[name] = found
+
+    def take(self, name: str) -> bytes:
+        """Forget a namespace that was opened or removed. Return its record of the last day."""
         one = self._found.pop(name, None)
         for lock in one.locks if one is not None else ():
             lock.release()
+        return b"" if one is None else one.day
 
     def mark_unusable(self, name: str) -> None:
         """Never try again to take the segments of a namespace."""
@@ -89,33 +107,31 @@ class IdleNamespaces:
         return None if one is None else (one.name, self._means.wall_clock() - one.last_used_s)
 
     def written_in_day(self) -> int:
-        """Return the bytes written to them in a day: too many rather than too few."""
+        """Return the bytes written to them in the last day, as far as their records were read."""
         now_s = self._means.wall_clock()
-        recent = (one for one in self._found.values() if now_s - one.last_used_s < DAY_S)
-        return sum(one.written_in_day_bytes for one in recent)
+        return sum(day_totals(one.day, now_s).written for one in self._found.values() if one.day)
 
     def close(self) -> None:
         """Release all locks."""
         for name in list(self._found):
             self.take(name)
 
-    def _look(self, name: str, capacity_bytes: int, with_totals: bool) -> IdleNamespace:
+    def _look(self, name: str, capacity_bytes: int, with_days: bool) -> IdleNamespace:
         fs = self._means.fs
         home = open_home(fs, self._roots, name, capacity_bytes)
         assert home is not None, "its description was just read"
         try:
-            sizes = []
             with os_errors(f"looking at {name}"):
-                for folder in home.folders:
-                    sizes.append(fs.used_bytes(folder))
                 last_used_s = fs.modified_at(home.folders[0] / LOCK)
-            written = 0
-            if with_totals and self._means.wall_clock() - last_used_s < DAY_S:
+            day = b""
+            if with_days and self._means.wall_clock() - last_used_s < RECENT_S:
                 table = self._means.table_of(home, is_durable=False)
-                written = table.day_totals().written
+                day = table.day_record()
                 table.close()
+            with os_errors(f"looking at {name}"):  # afterwards, since the table may have grown
+                sizes = [fs.used_bytes(folder) for folder in home.folders]
             locks = list(home.locks)
             home.locks.clear()
         finally:
             home.close()
-        return IdleNamespace(name, sizes, last_used_s, written, locks=locks)
+        return IdleNamespace(name, sizes, last_used_s, day, locks=locks)

@@ -40,6 +40,10 @@ from .path_plan import SegmentPlan, plan_segments, slots_of_segment
 BLOCKS, PRESENCE, STATE, SEGMENTS = "blocks", "presence", "state", "segments"
 LOCK_WAIT_S = 5.0
 """Longest wait for another process that is removing the directory."""
+NOTE_USE_EVERY_S = 3600.0
+"""Interval at which the use of a namespace is noted while nodes have it open, in seconds. After a
+kill the next writer orders namespaces by it, and counts the write budget of those of the last day.
+"""
 
 _log = get_logger(__name__)
 

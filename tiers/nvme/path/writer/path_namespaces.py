@@ -16,6 +16,7 @@ import msgspec
 
 from .....errors import ConfigError, InUseError, KVCascadeError, TierIOError, os_errors
 from .....logs import get_logger
+from ....endurance import day_totals, merged
 from ...disk.filesystem import FileSystem
 from ..path_messages import Hello, NamespaceSpec, PathOptions
 from .idle_namespaces import IdleNamespaces
@@ -65,15 +66,13 @@ class PathNamespaces:
         self.record = record_in_force(means.fs, roots, options)
         in_force = self.record.options
         idle = IdleNamespaces(means, roots)
-        idle.find(in_force.capacity_bytes, with_totals=in_force.write_budget_bytes is not None)
+        idle.find(in_force.capacity_bytes, with_days=in_force.write_budget_bytes is not None)
         capacity = PathCapacity(means.fs, roots, in_force, clock)
         self._looked_at: set[str] = set()
         """Namespaces that are open for a tool only; they stay, even without segments."""
         self.openings = NamespaceOpenings(means, roots, executor, self._lack_of, clock)
         self.space = PathSpace(capacity, idle, self.openings, self._open_idle, executor, clock)
-        self.budget = WriteBudget(
-            in_force.write_budget_bytes, idle.written_in_day, means.wall_clock
-        )
+        self.budget = WriteBudget(in_force.write_budget_bytes, self._written_elsewhere)
 
     @property
     def options(self) -> PathOptions:
@@ -154,6 +153,7 @@ class PathNamespaces:
         name, epoch = namespace.home.name, namespace.epoch
         if epoch == known_epoch or not was_reset(self.record, name, epoch):
             return False
+        had_blocks = namespace.space.used > 0
         if not namespace.reset():
             raise TierIOError(
                 None,
@@ -162,11 +162,12 @@ class PathNamespaces:
             )
         epochs = {**self.record.epochs, name: namespace.epoch}
         self._record(replace(self.record, epochs=epochs))
-        _log.warning(
-            "%s begins empty: its blocks were stored after a reset, perhaps with weights that were "
-            "updated in place",
-            name,
-        )
+        if had_blocks:
+            _log.warning(
+                "%s begins empty: its blocks were stored after a reset, perhaps with weights that "
+                "were updated in place",
+                name,
+            )
         return True
 
     def notes_for(self, hello: Hello, namespace: NamespaceWriter) -> list[str]:
@@ -198,10 +199,15 @@ class PathNamespaces:
 
         Return the names of the options that open namespaces follow only when they are opened again.
         These are a larger capacity, since they have no more slots, and a weaker durability. Raises
-        a `KVCascadeError`.
+        a `KVCascadeError`, or `BeingOpenedError`: a budget that begins counts all namespaces.
         """
         check_options(options)
-        former = self.options
+        former, idle = self.options, self.space.idle
+        if options.write_budget_bytes is not None and former.write_budget_bytes is None:
+            for each in idle.all:
+                if each.name in self.openings:
+                    raise BeingOpenedError(each.name)
+            idle.read_days(options.capacity_bytes)
         if options.durability == POWER != former.durability:
             self.strengthen()
         self._record(replace(self.record, options=options))
@@ -230,15 +236,12 @@ class PathNamespaces:
 
         Return False if its files could not be deleted: the next writer finds them again.
         """
-        name = namespace.home.name
-        self.budget.note_removed(namespace.table.day_totals().written)
+        name, day = namespace.home.name, namespace.table.day_record()
         namespace.abandon()
         self.space.forget(name)
         self._looked_at.discard(name)
-        shares = {key: value for key, value in self.record.min_shares.items() if key != name}
-        epochs = {key: value for key, value in self.record.epochs.items() if key != name}
         try:
-            self._record(replace(self.record, min_shares=shares, epochs=epochs))
+            self._record_removal(name, day)
             return remove_home(self.fs, namespace.home)
         except KVCascadeError as error:
             _log.warning("%s could not be removed: %s", name, error)
@@ -251,7 +254,7 @@ class PathNamespaces:
         """
         if name in self.openings:
             raise InUseError(f"{name} is being opened; try again later")
-        self.space.idle.take(name)
+        self._record_removal(name, self.space.idle.take(name))
         home = open_home(self.fs, self.roots, name, self.options.capacity_bytes)
         return home is None or remove_home(self.fs, home)
 
@@ -343,6 +346,20 @@ class PathNamespaces:
                 namespace.close()
         except KVCascadeError as error:
             _log.warning("%s was not closed cleanly: %s", namespace.home.name, error)
+
+    def _written_elsewhere(self) -> int:
+        """Return the bytes written in a day to namespaces that are not open, or were removed."""
+        removed = day_totals(self.record.removed_day, self._means.wall_clock())
+        return self.space.idle.written_in_day() + removed.written
+
+    def _record_removal(self, name: str, day: bytes) -> None:
+        """Forget what is recorded of a namespace, but not what was written to it in a day."""
+        record = self.record
+        if day:  # it counts even if it cannot be recorded
+            record.removed_day = merged(record.removed_day, day, self._means.wall_clock())
+        shares = {key: value for key, value in record.min_shares.items() if key != name}
+        epochs = {key: value for key, value in record.epochs.items() if key != name}
+        self._record(replace(record, min_shares=shares, epochs=epochs))
 
     def _record(self, record: PathRecord) -> None:
         """Record other facts with the path; they hold only once they are on the disk."""

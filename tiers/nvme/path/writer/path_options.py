@@ -7,6 +7,7 @@ the strongest holds.
 from __future__ import annotations
 
 import json
+from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,6 +50,8 @@ class PathRecord:
     """By name of a namespace: bytes that other namespaces may not take from it."""
     epochs: dict[str, int] = field(default_factory=dict)
     """By name of a namespace: epoch in which the last engine began that found no other one."""
+    removed_day: bytes = b""
+    """Record of the bytes written in the last day to namespaces that were removed (`endurance`)."""
 
 
 def was_reset(record: PathRecord | None, name: str, epoch: int) -> bool:
@@ -76,6 +79,7 @@ def load_record(fs: FileSystem, root: Path) -> PathRecord | None:
             msgspec.convert(document["options"], PathOptions),
             {str(name): int(share) for name, share in document["min_shares"].items()},
             {str(name): int(epoch) for name, epoch in document["epochs"].items()},
+            b64decode(document.get("removed_day", "")),
         )
     except NOT_A_RECORD:
         raise CorruptionError(
@@ -92,6 +96,7 @@ def save_record(fs: FileSystem, root: Path, record: PathRecord) -> None:
         "options": msgspec.to_builtins(record.options),
         "min_shares": record.min_shares,
         "epochs": record.epochs,
+        "removed_day": b64encode(record.removed_day).decode(),
     }
     path = root / PATH_FOLDER / PATH_FILE
     with os_errors(f"writing {path}"):

@@ -43,6 +43,7 @@ from ..path_messages import (
 from ..presence_table import presence_bytes
 from .block_messages import BlockMessages, Client, Handle
 from .held_messages import HeldMessages, log_refusal, why_refused
+from .namespace_home import NOTE_USE_EVERY_S
 from .namespace_openings import BeingOpenedError
 from .namespace_start import StartMeans
 from .namespace_writer import NamespaceWriter, Settled
@@ -56,10 +57,6 @@ BUSY_WAIT_S = 0.005
 """Time until the next step, in seconds, while something is under way."""
 FIGURES_EVERY_S = 1.0
 """Interval of the figures that nodes get, in seconds."""
-NOTE_USE_EVERY_S = 3600.0
-"""Interval at which the use of a namespace is noted while nodes have it open, in seconds. After a
-kill the next writer orders namespaces by it, and counts the write budget of those of the last day.
-"""
 
 _log = get_logger(__name__)
 
