@@ -22,6 +22,7 @@ from typing import TextIO
 FORMAT_VARIABLE = "KVCASCADE_LOG_FORMAT"
 WINDOW_S = 60.0
 LINES_PER_WINDOW = 5
+VLLM_TIME_FORMAT = "%m-%d %H:%M:%S"
 MAX_KINDS = 1000
 """Limit on the kinds that are counted; the code has fewer texts than that."""
 
@@ -92,11 +93,15 @@ def json_handler(stream: TextIO | None = None) -> logging.Handler:
     return handler
 
 
-def log_to_stderr(prefix: str, level: int = logging.WARNING) -> None:
-    """Set up a process of ours: its log goes to standard error, as JSON or after `prefix`."""
+def log_to_stderr(name: str, level: int = logging.WARNING) -> None:
+    """Set up a process of ours: its log goes to standard error, as JSON or like vLLM's lines.
+
+    `name` names the process in text lines.
+    """
     handler = json_handler() if wants_json() else logging.StreamHandler()
     if not isinstance(handler.formatter, JsonFormatter):
-        handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
+        form = f"({name} pid=%(process)d) %(levelname)s %(asctime)s %(message)s"
+        handler.setFormatter(logging.Formatter(form, VLLM_TIME_FORMAT))
     logging.basicConfig(level=level, handlers=[handler])
 
 

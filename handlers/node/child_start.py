@@ -35,15 +35,15 @@ def run_child(
     """Run a process that moves blocks; return its exit status.
 
     `arguments` are the descriptors of its socket and of the arena, and the number of its parent.
-    `serve` gets both descriptors and returns when the parent has closed the socket. `name` begins
-    every line of its log.
+    `serve` gets both descriptors and returns when the parent has closed the socket. `name` is
+    in every line of its log.
     """
     socket_fd, arena_fd, parent_pid = map(int, arguments)
     for number in (signal.SIGINT, signal.SIGTERM):  # the closed socket ends this process
         signal.signal(number, signal.SIG_IGN)
     die_with(parent_pid)
     give_way()
-    log_to_stderr(f"{name}: ")
+    log_to_stderr(name)
     try:
         serve(socket.socket(fileno=socket_fd), arena_fd)
     except (KVCascadeError, OSError, WireError) as error:

@@ -6,6 +6,7 @@ perhaps CUDA. It may also be a daemon, to which `multiprocessing` allows no chil
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import subprocess
@@ -130,17 +131,17 @@ class StartLimits:
         self.starts = 0
         """Number of processes that were started."""
 
-    @property
-    def is_over(self) -> bool:
-        """True if the node is never started again."""
-        return self.starts >= STARTS_AT_MOST
-
-    def may_start(self, now_s: float) -> bool:
-        """Return True if a process may be started now."""
-        last_s = self._starts_s
-        if self.is_over or (len(last_s) == self._per_minute and now_s - last_s[0] < MINUTE_S):
-            return False
-        return not last_s or now_s - last_s[-1] >= self._pause_s
+    def wait_s(self, now_s: float) -> float:
+        """Return the seconds until a process may be started; infinite if none is started again."""
+        starts_s = self._starts_s
+        if self.starts >= STARTS_AT_MOST:
+            return math.inf
+        if not starts_s:
+            return 0.0
+        next_s = starts_s[-1] + self._pause_s
+        if len(starts_s) == self._per_minute:
+            next_s = max(next_s, starts_s[0] + MINUTE_S)
+        return max(0.0, next_s - now_s)
 
     def note_start(self, now_s: float) -> None:
         """Count a start."""

@@ -135,10 +135,11 @@ class NodeKeeper:
         """Stream of the connection; there are both or neither."""
         self._is_starting = False
         self._is_closed = False
-        self._has_said_given_up = False
         self._tickets = count(1)
         self._jobs: dict[int, OnEnd] = {}
         self._limits = StartLimits(self._options.starts_per_minute)
+        self._starts_noted = 0
+        """Number of starts when the log said last that the node rests."""
         self._polled_s = -math.inf
 
     @property
@@ -352,10 +353,10 @@ class NodeKeeper:
         with self._lock:
             if self._is_closed or self._is_starting or self._connection is not None:
                 return
-            if self._limits.is_over:
-                self._say_given_up()
             now_s = self._clock()
-            if not self._limits.may_start(now_s):
+            wait_s = self._limits.wait_s(now_s)
+            if wait_s > 0:
+                self._note_rest(wait_s)
                 return
             self._limits.note_start(now_s)
             self._is_starting = True
@@ -364,14 +365,26 @@ class NodeKeeper:
             except RuntimeError:  # shutting down
                 self._is_starting = False
 
-    def _say_given_up(self) -> None:
-        if not self._has_said_given_up:
-            self._has_said_given_up = True
+    def _note_rest(self, wait_s: float) -> None:
+        """Log once after each start that the node is not started for now."""
+        starts = self._limits.starts
+        if starts == self._starts_noted:
+            return
+        self._starts_noted = starts
+        if wait_s == math.inf:
             _log.error(
                 "the process that moves blocks ended %d times and is not started again: its "
                 "tier does nothing until the engine is started anew",
-                self._limits.starts,
+                starts,
             )
+            return
+        _log.warning(
+            "the process that moves blocks ended %d times; its tier rests, and the next start is "
+            "in %.0f s; its own lines above say why it ended, and status -9 without one is often "
+            "a lack of memory",
+            starts,
+            wait_s,
+        )
 
     def _start(self) -> None:
         """Start a process. Runs on the keeper's thread."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import subprocess
 import sys
 from datetime import datetime
@@ -123,10 +124,11 @@ def test_an_unknown_format_is_text_and_said(
 def test_a_child_process_writes_json_too(monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "import logging; from kvcascade.logs import log_to_stderr; "
-        "log_to_stderr('kvcascade node: '); logging.getLogger('x').warning('the disk %s', 'rests')"
+        "log_to_stderr('kvcascade node'); logging.getLogger('x').warning('the disk %s', 'rests')"
     )
     monkeypatch.delenv(FORMAT_VARIABLE, raising=False)
-    assert child_stderr(code) == "kvcascade node: the disk rests\n"
+    line = r"\(kvcascade node pid=\d+\) WARNING \d\d-\d\d \d\d:\d\d:\d\d the disk rests\n"
+    assert re.fullmatch(line, child_stderr(code)), "like a line of vLLM"
     monkeypatch.setenv(FORMAT_VARIABLE, "json")
     assert json.loads(child_stderr(code))["message"] == "the disk rests"
 

@@ -265,6 +265,8 @@ def test_starts_are_bounded(stage: Stage, caplog: pytest.LogCaptureFixture) -> N
         stage.keeper.poll()
     assert len(stage.children) == start_limits.STARTS_PER_MINUTE
     assert not stage.submit("a")
+    said = [text for text in caplog.messages if "rests" in text]
+    assert said == [said[0]] and "ended 3 times" in said[0] and "in 60 s" in said[0]
     stage.clock.advance(60.0)
     assert not stage.submit("b"), "it is only being started"
     assert len(stage.children) == start_limits.STARTS_PER_MINUTE + 1

@@ -162,6 +162,16 @@ def test_a_deleted_segment_is_a_miss_and_a_failing_device_an_error(place: Place)
     assert place.read([key(0), key(5)]).outcomes == [GONE, OK]
 
 
+def test_blocks_of_a_lost_segment_are_reported_after_one_look_at_its_folder(place: Place) -> None:
+    place.store(keys(6), [0, 1, 2, 3, 4, 5])
+    place.files.forget([0, 1])
+    place.fs.unlink(place.path(0))
+    done = place.read(keys(6))
+    assert done.outcomes == [GONE] * 4 + [OK] * 2
+    assert [bad[:2] for bad in done.bad] == [(key(slot), slot) for slot in range(4)]
+    assert place.fs.calls["list_dir"] == 1
+
+
 def test_a_failed_write_names_its_blocks_and_want_of_space(place: Place) -> None:
     views = [memoryview(content(h)) for h in keys(6)]
     place.fs.fail("pwritev", errno.EIO, skip=1)

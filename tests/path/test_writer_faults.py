@@ -122,7 +122,7 @@ def test_a_broken_index_ends_the_writer_and_the_next_one_goes_on() -> None:
     rig = PathRig()
     node = RigNode(rig)
     node.store([1])
-    setattr(next(iter(rig.writer.namespaces.values())).table, "has_panicked", True)  # noqa: B010
+    setattr(next(iter(rig.writer.namespaces.values())).table, "is_unusable", True)  # noqa: B010
     node.ask([2])
     with pytest.raises(CorruptionError, match="the next writer opens it again"):
         rig.step()

@@ -66,7 +66,7 @@ class MemoryBlockTable:
         self.disk = disk
         self.is_durable = is_durable
         self.wall_clock = wall_clock
-        self.has_panicked = False
+        self.is_unusable = False
         self.sync()
 
     @property
@@ -176,11 +176,11 @@ class MemoryBlockTable:
         self.disk.states = self.disk.states[-1:]
 
     def close(self) -> None:
-        self.has_panicked = True
+        self.is_unusable = True
         self.sync()
 
     def abandon(self) -> None:
-        self.has_panicked = True
+        self.is_unusable = True
 
     def _commit(self, state: _State) -> None:
         self.disk.states.append(state)

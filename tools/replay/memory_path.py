@@ -108,7 +108,7 @@ class MemoryBlocks:
         self.epoch = 0
         self.commit_number = 0
         self.totals = (0, 0)
-        self.has_panicked = False
+        self.is_unusable = False
         self._wall_clock = wall_clock
         self._blocks: dict[bytes, Entry] = {}
         self._keys: dict[int, bytes] = {}

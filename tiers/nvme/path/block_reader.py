@@ -94,14 +94,12 @@ class BlockReader:
         done = BlocksRead([BlockOutcome.GONE] * len(keys))
         places = self._places(keys)
         self._transfer(places, buffers, done.outcomes)
+        self._report_lost(places, done)
         for start in range(0, len(places), self._few):
             some = places[start : start + self._few]
             for place in some:
-                outcome = done.outcomes[place.position]
-                if outcome is BlockOutcome.OK:
+                if done.outcomes[place.position] is BlockOutcome.OK:
                     self._verify(place, buffers[place.position], done)
-                elif outcome is BlockOutcome.GONE:
-                    self._report_if_lost(place, done)
             if on_right is not None:
                 positions = [place.position for place in some]
                 on_right([i for i in positions if done.outcomes[i] is BlockOutcome.OK])
@@ -164,10 +162,16 @@ class BlockReader:
             done.outcomes[place.position] = BlockOutcome.CORRUPT
             done.bad.append((place.key, place.slot, place.checksum))
 
-    def _report_if_lost(self, place: _Place, done: BlocksRead) -> None:
-        """Report a block of a file that is gone or cut: the writer removes blocks before files."""
-        if self._is_still(place) and self._files.has_folder(place.slot):
-            done.bad.append((place.key, place.slot, place.checksum))
+    def _report_lost(self, places: Sequence[_Place], done: BlocksRead) -> None:
+        """Report blocks of files that are gone or cut: the writer removes blocks before files."""
+        is_there: dict[int, bool] = {}
+        for place in places:
+            if done.outcomes[place.position] is BlockOutcome.GONE and self._is_still(place):
+                number = place.slot // self._files.layout.slots
+                if number not in is_there:
+                    is_there[number] = self._files.has_folder(number)
+                if is_there[number]:
+                    done.bad.append((place.key, place.slot, place.checksum))
 
     def _is_still(self, place: _Place) -> bool:
         """Return True if the table still names this place and checksum for the block."""

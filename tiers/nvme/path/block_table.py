@@ -102,8 +102,9 @@ class BlockTable(Protocol):
         ...
 
     @property
-    def has_panicked(self) -> bool:
-        """True if the table can take no changes until it is opened again, as after its end."""
+    def is_unusable(self) -> bool:
+        """True if the table can take no changes until it is opened again: it failed for good, or
+        was closed."""
         ...
 
     def count(self) -> int:

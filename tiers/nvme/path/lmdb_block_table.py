@@ -85,7 +85,7 @@ class LmdbBlockTable:
         self.epoch = 0
         self.commit_number = 0
         self.totals = (0, 0)
-        self.has_panicked = False
+        self.is_unusable = False
         self._env = env
         with env.begin(write=True) as txn:
             self._meta = env.open_db(_META, txn=txn)
@@ -236,7 +236,7 @@ class LmdbBlockTable:
 
     def close(self) -> None:
         """See `BlockTable`."""
-        self.has_panicked = True
+        self.is_unusable = True
         try:
             with self._damage_named():
                 self._env.sync(True)
@@ -247,7 +247,7 @@ class LmdbBlockTable:
 
     def abandon(self) -> None:
         """See `BlockTable`."""
-        self.has_panicked = True
+        self.is_unusable = True
         self._env.close()
 
     # -- inside --------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ class LmdbBlockTable:
         return totals
 
     def _failed(self, error: lmdb.Error) -> Applied:
-        self.has_panicked |= isinstance(error, lmdb.PanicError)
+        self.is_unusable |= isinstance(error, lmdb.PanicError)
         return Applied(ApplyOutcome.NO_SPACE if is_lack_of_room(error) else ApplyOutcome.IO_ERROR)
 
     @contextmanager

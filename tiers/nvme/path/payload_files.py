@@ -57,10 +57,10 @@ class PayloadFiles:
         """Drop the file of the segment in which a slot lies."""
         self.forget([slot // self.layout.slots])
 
-    def has_folder(self, slot: int) -> bool:
-        """Return True if the folder of a slot's segment can be read: the disk is mounted."""
+    def has_folder(self, number: int) -> bool:
+        """Return True if the folder of a segment can be read: the disk is mounted."""
         try:
-            self._fs.list_dir(self._folders[slot // self.layout.slots % len(self._folders)])
+            self._fs.list_dir(self._folders[number % len(self._folders)])
         except OSError:
             return False
         return True

@@ -91,7 +91,7 @@ def _run(paths: list[Path], given: dict[str, str | None], wait: bool) -> ExitCod
     from ....logs import log_to_stderr
     from .serve_path import StoreEnd, parts_of, serve
 
-    log_to_stderr("kvcascade store: ", logging.INFO)
+    log_to_stderr("kvcascade store", logging.INFO)
     words = {name: value for name, value in given.items() if value is not None}
     end = serve(parts_of(paths, words, os.environ), may_wait=wait)
     return ExitCode.CANNOT_OPEN if end is StoreEnd.FAILED else ExitCode.OK

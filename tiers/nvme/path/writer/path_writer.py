@@ -152,7 +152,7 @@ class PathWriter:
                 self._resets.proceed(namespace)
             if namespace.grants or namespace.batch:
                 self._serve(namespace)
-            if namespace.table.has_panicked:
+            if namespace.table.is_unusable:
                 raise CorruptionError(
                     f"the index of {namespace.home.folders[0]} takes no more changes; the next "
                     "writer opens it again, and names the remedy if it is damaged"
