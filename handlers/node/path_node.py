@@ -161,8 +161,10 @@ class PathNode:
         self._epoch_seen = hello.epoch
         """Epoch of the namespace, as the writer said it last, to this node or an earlier one."""
         self._should_retire_it = False
-        """True if the writer has another version: it is asked once to close, if it is older."""
+        """True if the last writer had another version: on the next link it is asked to close."""
         self._has_asked_to_retire = False
+        """True on a link on which the writer was asked to close: an older one does, a newer one
+        refuses. Another engine of the older version may lead after it; that one is asked, too."""
 
     def start(self) -> None:
         """Begin to join."""
@@ -195,10 +197,9 @@ class PathNode:
         self._is_linked, self._is_leader = True, is_leader
         self._heard_s = self._clock()
         self._attempts.next_s = math.inf
-        if self._should_retire_it:
-            self._should_retire_it = False
+        self._has_asked_to_retire, self._should_retire_it = self._should_retire_it, False
+        if self._has_asked_to_retire:
             self._means.send(Retire(PROTOCOL))
-            self._hang_up("the writer of the path has another version; it was asked to close")
             return
         self._means.send(msgspec.structs.replace(self._hello, epoch=self._epoch_seen))
 
@@ -246,7 +247,10 @@ class PathNode:
         was_served = self._welcome is not None
         self._end_link()
         if not was_served:
-            self._retry_later("the writer of the path closes the connection; its log says why")
+            text = "the writer of the path closes the connection; its log says why"
+            if self._has_asked_to_retire:
+                text = "writers of the path have another version, and are asked to close"
+            self._retry_later(text)
             return
         now_s = self._clock()
         self._attempts = JoinAttempts(now_s, now_s)  # `tick` joins when no write is running
@@ -315,7 +319,6 @@ class PathNode:
             self._hang_up(str(error))
             return
         self._welcome, self._epoch_seen = welcome, welcome.epoch
-        self._has_asked_to_retire = False
         self._attempts = JoinAttempts(self._clock())
         self.state = self._served_state
         self._resets.send_waiting()
@@ -340,8 +343,7 @@ class PathNode:
             self._turn_off(refused.text, is_misconfigured=is_misconfigured)
             return
         self._hang_up(refused.text)
-        if is_other_version:
-            self._should_retire_it = self._has_asked_to_retire = True
+        self._should_retire_it = is_other_version
 
     def _epoch(self, message: Epoch) -> None:
         self._epoch_seen = message.epoch

@@ -92,12 +92,28 @@ def test_a_writer_that_cannot_serve_now_is_asked_again(rig: NodesRig, why: Refus
     assert node.node.state is NodeState.FOLLOWING
 
 
-def test_a_writer_of_another_version_is_asked_to_retire_once(rig: NodesRig) -> None:
-    rig.twin.refusal = Refused(RefusedWhy.PROTOCOL, "run one version")
+def test_a_writer_of_a_newer_version_is_asked_to_retire_once(rig: NodesRig) -> None:
+    rig.twin.refusal = rig.twin.refusal_to_retire = Refused(RefusedWhy.PROTOCOL, "run one version")
     node = rig.add()
     for _ in range(4):
         node.tick(2.0)
     assert rig.twin.retirements == 1 and node.node.state is NodeState.OFF
+
+
+def test_every_writer_of_an_older_version_is_asked_to_retire(rig: NodesRig) -> None:
+    """Each of the older engines may lead once the one before it has closed."""
+    rig.twin.refusal = Refused(RefusedWhy.PROTOCOL, "run one version")
+    node = rig.add()
+    for asked in (1, 2, 3):
+        for _ in range(2):
+            node.tick(2.0)
+        assert rig.twin.retirements == asked and node.node.state is NodeState.JOINING
+        rig.writer = rig.kill_writer().successor()
+        rig.pump()
+    rig.twin.refusal = None
+    for _ in range(2):
+        node.tick(2.0)
+    assert node.node.state is NodeState.FOLLOWING
 
 
 def test_a_namespace_that_fails_to_open_is_logged_once_and_stops_no_start(rig: NodesRig) -> None:

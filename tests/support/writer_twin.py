@@ -82,6 +82,8 @@ class WriterTwin:
         """Messages are kept and not handled, like those of a stopped process."""
         self.refusal: Refused | None = None
         """The answer to every `Hello`."""
+        self.refusal_to_retire: Refused | None = None
+        """The answer to every `Retire`, of a newer version."""
         self.why: Why | None = None
         """No grant gets a slot, for this reason."""
         self.evicted = self.read_bytes = self.retirements = 0
@@ -202,6 +204,8 @@ class WriterTwin:
                 self._reset(client, message)
             case Retire():
                 self.retirements += 1
+                if self.refusal_to_retire is not None:
+                    self._say(client, self.refusal_to_retire)
             case ListKeys():
                 after = sorted(key for key in self.held if key > message.after)
                 self._say(client, KeysListed(message.after, after[: message.limit]))
