@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -43,6 +44,7 @@ def run_child(
         signal.signal(number, signal.SIG_IGN)
     die_with(parent_pid)
     give_way()
+    allow_open_files()
     log_to_stderr(name)
     try:
         serve(socket.socket(fileno=socket_fd), arena_fd)
@@ -84,6 +86,13 @@ def give_way() -> None:
     """Lower the scheduling class, so that threads woken by the disk preempt no other process."""
     with suppress(OSError):  # a sandbox may forbid it
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def allow_open_files() -> None:
+    """Raise the limit of open files as far as this process may: a node opens every segment."""
+    with suppress(OSError, ValueError):
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def prefault(memory: memoryview) -> None:
