@@ -109,6 +109,23 @@ def test_a_path_shrinks_to_a_size_beside_an_engine() -> None:
     assert node.held(list(range(64))) == []
 
 
+def test_a_path_shrinks_while_an_engine_writes_to_an_empty_segment() -> None:
+    rig = PathRig(8)
+    node = RigNode(rig)
+    for start in range(0, 40, 8):
+        node.store(list(range(start, start + 8)))
+        rig.step(seconds=1.0)
+    node.ask([100])
+    rig.step(3)
+    tool = Tool(rig)
+    goal = tool.ask("stat")["bytes"] - 100_000
+    assert tool.ask("shrink", steps=20, bytes=goal)["bytes"] <= goal
+    (granted,) = node.grants()
+    node.commit([100], slots_in(granted), granted.epoch)
+    rig.step()
+    assert node.held([*range(40), 100]) == [*range(24, 40), 100]
+
+
 def test_a_wrong_question_says_what_to_do() -> None:
     tool = Tool(PathRig())
     assert "use one of" in tool.ask("what")["error"]

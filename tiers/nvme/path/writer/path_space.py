@@ -239,7 +239,8 @@ class PathSpace:
         left = (len(space.segments) - 1) * self.files.file_bytes(namespace.home.name)
         if not is_forced and left < namespace.min_share_bytes:
             return None
-        numbers = [n for n in space.segments if n % self.capacity.paths in paths]
+        free = space.segments - space.written
+        numbers = [n for n in free if n % self.capacity.paths in paths]
         if not numbers:
             return None
         ages = namespace.recency.segment_ages_s(space.slots_per_segment)

@@ -46,6 +46,11 @@ class SlotSpace:
         """Number of slots that nodes may write to now."""
         return len(self._grants)
 
+    @property
+    def written(self) -> set[int]:
+        """Numbers of the segments that nodes may write to now."""
+        return {slot // self.slots_per_segment for slot in self._grants}
+
     def free(self, paths: Iterable[int]) -> int:
         """Return the number of free slots in these paths."""
         return sum(len(self._pools[path]) for path in paths)
@@ -58,7 +63,7 @@ class SlotSpace:
 
     def set_aside(self, number: int) -> bool:
         """Let no more slots of a segment be granted. Return False if a node may write to it."""
-        if any(slot // self.slots_per_segment == number for slot in self._grants):
+        if number in self.written:
             return False
         self.segments.discard(number)
         self._pools[number % self.paths].carve(*self.bounds(number))
