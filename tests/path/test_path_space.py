@@ -250,6 +250,20 @@ def test_the_budget_counts_writes_later_than_the_noted_use() -> None:
     assert budget_left(rig) == 20
 
 
+def test_a_budget_removes_no_namespace_whose_index_cannot_be_opened() -> None:
+    rig = PathRig(120, write_budget_bytes=1 << 40)
+    old = RigNode(rig, "old")
+    fill(old, range(0, 240))
+    rig.close()
+    for disk in rig.disks.values():
+        disk.identity = b"damaged"
+    rig.start()
+    fill(RigNode(rig, "new"), range(1000, 1720))
+    rig.step(10, seconds=1.0)
+    assert segments(rig)["new"] > 80
+    assert rig.fs.exists(ROOT / old.welcome.folder)  # type: ignore[union-attr]
+
+
 def budget_left(rig: PathRig) -> int:
     """Number of blocks that the budget of the day has left."""
     left = rig.writer.path.budget.left_bytes(rig.writer.namespaces.values())

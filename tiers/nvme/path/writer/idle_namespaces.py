@@ -15,7 +15,7 @@ from .....logs import get_logger
 from ....endurance import DAY_S, day_totals
 from ...disk.filesystem import FileLock
 from ...namespace import LOCK
-from .namespace_home import NOTE_USE_EVERY_S, homes_under, open_home
+from .namespace_home import NOTE_USE_EVERY_S, NamespaceHome, homes_under, open_home
 from .namespace_start import StartMeans
 
 RECENT_S = DAY_S + 2 * NOTE_USE_EVERY_S
@@ -69,7 +69,7 @@ class IdleNamespaces:
             try:
                 found = self._look(name, capacity_bytes, with_days=True)
             except KVCascadeError as error:
-                _log.warning("the budget misses what was written to %s in a day: %s", name, error)
+                _log.warning("the budget lacks what was written to %s in a day: %s", name, error)
                 continue
             self.take(name)
             self._found[name] = found
@@ -123,11 +123,8 @@ class IdleNamespaces:
         try:
             with os_errors(f"looking at {name}"):
                 last_used_s = fs.modified_at(home.folders[0] / LOCK)
-            day = b""
-            if with_days and self._means.wall_clock() - last_used_s < RECENT_S:
-                table = self._means.table_of(home, is_durable=False)
-                day = table.day_record()
-                table.close()
+            is_recent = self._means.wall_clock() - last_used_s < RECENT_S
+            day = self._day_of(home) if with_days and is_recent else b""
             with os_errors(f"looking at {name}"):  # afterwards, since the table may have grown
                 sizes = [fs.used_bytes(folder) for folder in home.folders]
             locks = list(home.locks)
@@ -135,3 +132,14 @@ class IdleNamespaces:
         finally:
             home.close()
         return IdleNamespace(name, sizes, last_used_s, day, locks=locks)
+
+    def _day_of(self, home: NamespaceHome) -> bytes:
+        """Return the record of the last day; empty if the block table cannot be opened."""
+        try:
+            table = self._means.table_of(home, is_durable=False)
+            day = table.day_record()
+            table.close()
+        except KVCascadeError as error:
+            _log.warning("the budget lacks what was written to %s in a day: %s", home.name, error)
+            return b""
+        return day
