@@ -96,6 +96,20 @@ def test_a_min_share_is_never_taken() -> None:
     assert rig.fs.used_bytes(ROOT / old.welcome.folder / "segments") >= size  # type: ignore
 
 
+def test_a_path_that_shrinks_takes_a_min_share_last() -> None:
+    rig = shared()
+    fill(RigNode(rig, "old", min_share_bytes=2 * 8 * BLOCK_BYTES), range(0, 16))
+    fill(RigNode(rig, "warm"), range(1000, 1016))
+    rig.step(10)
+    space = rig.writer.path.space
+    order: list[str] = []
+    while space.take_coldest(None, {0}):
+        assert space.taking is not None
+        order.append(space.taking.name.split("-")[0])
+        rig.step(4)
+    assert order == ["old", "warm", "warm", "warm", "old", "old"], "one of old is beyond its share"
+
+
 def test_a_namespace_that_nobody_has_open_gives_its_segments_and_is_removed() -> None:
     rig = shared()
     old = RigNode(rig, "old")

@@ -154,20 +154,19 @@ class PathSpace:
     ) -> bool:
         """Begin to take the coldest segment in some paths that is older than `least_age_s`.
 
-        `spared` is a namespace that loses none. Return False if there is no such segment, or while
-        a namespace is being opened for its room.
+        `spared` is a namespace that loses none. Without it, a segment of a `min_share` is taken if
+        there is no other. Return False if there is no such segment, or while a namespace is being
+        opened for its room.
         """
         if self._openings.is_room_coming:
             return False
-        best: tuple[float, str, int] | None = None
-        for name, namespace in self.namespaces.items():
-            found = None if name == spared else self._coldest_of(namespace, paths, spared is None)
-            if found is not None and (best is None or found[0] > best[0]):
-                best = found[0], name, found[1]
+        best = self._coldest(spared, paths, is_forced=False)
         oldest = self.idle.oldest(spared)
         if oldest is not None and oldest[1] > max(least_age_s, best[0] if best else -np.inf):
             self._open_idle(oldest[0])
             return True
+        if best is None and spared is None:
+            best = self._coldest(None, paths, is_forced=True)
         if best is None or best[0] <= least_age_s:
             return False
         return self.take(best[1], best[2])
@@ -230,6 +229,17 @@ class PathSpace:
         return taken, removed or []
 
     # -- inside --------------------------------------------------------------------------------
+
+    def _coldest(
+        self, spared: str | None, paths: set[int], *, is_forced: bool
+    ) -> tuple[float, str, int] | None:
+        """Return age, namespace and number of the coldest segment that may be taken."""
+        best: tuple[float, str, int] | None = None
+        for name, namespace in self.namespaces.items():
+            found = None if name == spared else self._coldest_of(namespace, paths, is_forced)
+            if found is not None and (best is None or found[0] > best[0]):
+                best = found[0], name, found[1]
+        return best
 
     def _coldest_of(
         self, namespace: NamespaceWriter, paths: set[int], is_forced: bool
