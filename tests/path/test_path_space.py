@@ -20,6 +20,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Why,
 )
 from kvcascade.tiers.nvme.path.writer.namespace_openings import BeingOpenedError
+from kvcascade.tiers.nvme.path.writer.path_capacity import RETRY_AFTER_S
 
 
 def shared(**options: object) -> PathRig:
@@ -152,6 +153,52 @@ def test_the_reserve_of_the_disk_is_kept() -> None:
         rig.step(seconds=1.0)
     assert rig.fs.free_bytes(ROOT) >= 1 << 20
     assert segments(rig)["m"] == 1
+
+
+def at_the_reserve(less_bytes: int) -> tuple[PathRig, RigNode]:
+    """A path with a cold namespace, whose disk other files filled up to the reserve or beyond; and
+    a node of an empty namespace."""
+    rig = PathRig(300, min_free_bytes=1 << 20)
+    old, new = RigNode(rig, "old"), RigNode(rig, "new")
+    fill(old, range(0, 80))
+    rig.fs.size_bytes = rig.fs.used_bytes(Path("/")) + (1 << 20) - less_bytes
+    rig.step(5, seconds=60.0)
+    return rig, new
+
+
+def test_a_full_disk_costs_a_cold_namespace_what_another_one_needs() -> None:
+    rig, new = at_the_reserve(0)
+    before = segments(rig)["old"]
+    fill(new, range(1000, 1016))
+    assert new.held(range(1000, 1016)) == list(range(1000, 1016))
+    assert sum(segments(rig).values()) == before
+
+
+def test_a_disk_that_lacks_more_than_a_segment_costs_no_whole_namespace() -> None:
+    rig, new = at_the_reserve(1 << 20)
+    before = segments(rig)["old"]
+    for second in range(25):
+        new.store([second], steps=20)
+        rig.step(seconds=0.8)
+    assert segments(rig) == {"old": before - 1, "new": 0}
+    rig.step(2, seconds=RETRY_AFTER_S)
+    new.store([99], steps=20)
+    assert segments(rig) == {"old": before - 2, "new": 0}
+
+
+def test_the_room_of_an_older_version_that_ended_is_used() -> None:
+    rig = PathRig(20)
+    old = ROOT / "old-0123456789ab"
+    rig.fs.make_dir(old)
+    rig.fs.open(old / "000000.safetensors", create=True).preallocate(14 * 9 * BLOCK_BYTES)
+    lock = rig.fs.lock(old / "lock", shared=True)
+    node = RigNode(rig)
+    fill(node, range(0, 96))
+    assert [*segments(rig).values()] < [10]
+    lock.release()
+    rig.step(seconds=RETRY_AFTER_S)
+    fill(node, range(1000, 1240))
+    assert [*segments(rig).values()] == [20] and not rig.fs.exists(old)
 
 
 def test_the_capacity_holds_for_all_together() -> None:

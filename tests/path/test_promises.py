@@ -14,6 +14,7 @@ from support.executors import SteppingExecutor
 from support.path_rig import BLOCK_BYTES, PathRig, RigNode
 
 from kvcascade.errors import CorruptionError, TierIOError
+from kvcascade.tiers.endurance import BUCKET_S, DAY_S
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.block_table import BlockTable
 from kvcascade.tiers.nvme.path.lmdb_block_table import open_block_table
@@ -22,7 +23,6 @@ from kvcascade.tiers.nvme.path.writer.path_namespaces import PathNamespaces
 from kvcascade.tiers.nvme.path.writer.path_options import save_record
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 
-DAY_S = 86400.0
 OK = Committed.OK
 
 
@@ -93,7 +93,7 @@ def test_what_was_written_to_a_removed_namespace_counts_for_a_day() -> None:
     rig.writer.path.remove(namespace)
     left = partial(rig.writer.path.budget.left_bytes, ())
     assert left() == 32 * BLOCK_BYTES
-    rig.step(seconds=DAY_S)
+    rig.step(seconds=DAY_S + BUCKET_S)
     assert left() == 40 * BLOCK_BYTES
 
 

@@ -51,6 +51,8 @@ class PathCapacity:
         self._fs = fs
         self._roots = tuple(roots)
         self._clock = clock
+        self.was_made = False
+        """True once a segment was made; whoever waits for that sets it to False."""
         self._foreign = [0] * len(roots)
         """Bytes in each path of older versions that are in use, when they were measured last."""
         self._retry_at_s = [0.0] * len(roots)
@@ -81,13 +83,21 @@ class PathCapacity:
         """Make no segment in a path for a while."""
         self._retry_at_s[path] = self._clock() + RETRY_AFTER_S
 
-    def note_foreign(self, path: int, foreign: int) -> None:
-        """Take in the bytes of older versions in a path that are in use."""
+    def end_pause(self, path: int) -> None:
+        """Let a segment be made again in a path: one was deleted there."""
+        self._retry_at_s[path] = 0.0
+
+    def note_made(self, path: int, foreign: int) -> None:
+        """Note that a segment was made, and the bytes of older versions in a path in use."""
+        self.was_made = True
         self._foreign[path] = foreign
 
-    def may_try(self, path: int) -> bool:
-        """Return True if no attempt in this path failed a short time ago."""
-        return self._clock() >= self._retry_at_s[path]
+    def may_try(self, path: int, own_bytes: int) -> bool:
+        """Return True if our files may have `own_bytes` in a path, and no attempt failed lately.
+
+        The attempt measures older versions again: they may have taken less in the meantime.
+        """
+        return own_bytes <= self.share_bytes and self._clock() >= self._retry_at_s[path]
 
     def left_bytes(self, path: int, own_bytes: int) -> int:
         """Return what is left of the capacity of a path; negative if too much is taken."""

@@ -25,7 +25,7 @@ from .....logs import get_logger
 from .idle_namespaces import IdleNamespaces
 from .namespace_openings import NamespaceOpenings
 from .namespace_writer import MAX_EVICTIONS_PER_STEP, NamespaceWriter
-from .path_capacity import PathCapacity
+from .path_capacity import RETRY_AFTER_S, PathCapacity
 from .segment_jobs import SegmentJobs
 
 PATIENCE_S = 5.0
@@ -89,6 +89,8 @@ class PathSpace:
         self._ranked_at_s: dict[str, float] = {}
         self._taken_for: tuple[str, float] = ("", 0.0)
         """Namespace for which a segment is taken, and the time of the beginning."""
+        self._freed: tuple[float, float] = (-np.inf, np.inf)
+        """Time since which segments are taken although none can be made, and their bytes."""
 
     def add(self, namespace: NamespaceWriter) -> None:
         """Count a namespace that was opened."""
@@ -266,12 +268,26 @@ class PathSpace:
             return
         missing = self.files.missing
         paths = {path for path in self.capacity.awake if missing(name, path) is not None}
-        if not paths:
+        ready = {path for path in paths if self.capacity.may_try(path, 0)}
+        if not paths or not (ready or self._may_free(self.files.file_bytes(name), now_s)):
             return
+        paths = ready or paths
         self._ranked_at_s[name] = now_s
         age_s = namespace.recency.coldest_age_s()
         if self.take_coldest(name, paths, -np.inf if age_s is None else age_s):
             self._taken_for = name, now_s
+
+    def _may_free(self, size: int, now_s: float) -> bool:
+        """Return True if a segment may be taken though no segment of `size` can be made for now.
+
+        The disk may lack more than that. So the room for one segment is freed, and no more until
+        one was made, or `RETRY_AFTER_S` has passed.
+        """
+        since_s, freed = self._freed
+        was_enough = self.capacity.was_made
+        if freed >= size and (was_enough or now_s >= since_s + RETRY_AFTER_S):
+            self._freed, self.capacity.was_made = (now_s, 0.0), False
+        return self._freed[1] < size
 
     def _grow(self, namespace: NamespaceWriter, lacking: int) -> bool:
         """Make segments for `lacking` slots, one at least, as far as the capacity of the paths
@@ -285,8 +301,9 @@ class PathSpace:
         for _ in range(min(wanted, SEGMENTS_AT_A_TIME)):
             choices: list[tuple[int, int]] = []
             for path, own_bytes in taken.items():
-                number = files.missing(name, path) if capacity.may_try(path) else None
-                if number is not None and capacity.left_bytes(path, own_bytes) >= size:
+                may_try = capacity.may_try(path, own_bytes + size)
+                number = files.missing(name, path) if may_try else None
+                if number is not None:
                     choices.append((number // capacity.paths, number))
             if not choices:
                 break
@@ -304,8 +321,14 @@ class PathSpace:
             self.deleted.append(TakenSegment(name, number))
         needs = self.namespaces.get(self._taken_for[0])
         self._taken_for = "", 0.0
-        if needs is not None and is_gone:
+        if not is_gone:
+            return
+        since_s, freed = self._freed
+        self._freed = since_s, freed + self.files.file_bytes(name)
+        if needs is not None:
             self._ranked_at_s.pop(needs.home.name, None)
+            if self._freed[1] >= self.files.file_bytes(needs.home.name):
+                self.capacity.end_pause(number % self.capacity.paths)
             self._grow(needs, 0)
 
     def _own_folders(self) -> frozenset[Path]:

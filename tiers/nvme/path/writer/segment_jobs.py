@@ -167,7 +167,7 @@ class SegmentJobs:
     def _made(self, files: _Files, numbers: list[int], foreign: int) -> None:
         path = numbers[0] % self._capacity.paths
         self._failing.discard(path)
-        self._capacity.note_foreign(path, foreign)
+        self._capacity.note_made(path, foreign)
         if self._is_open(files):
             files.making.difference_update(numbers)
             for number in numbers:
