@@ -201,6 +201,28 @@ def test_the_room_of_an_older_version_that_ended_is_used() -> None:
     assert [*segments(rig).values()] == [20] and not rig.fs.exists(old)
 
 
+def test_a_disk_that_lacks_more_than_all_segments_costs_nothing_when_a_model_comes() -> None:
+    rig = PathRig(40, min_free_bytes=8 << 20)
+    fill(RigNode(rig, "old"), range(0, 40))
+    before = segments(rig)
+    rig.fs.size_bytes = rig.fs.used_bytes(Path("/"))
+    new = RigNode(rig, "new")
+    rig.step(20, seconds=0.1)
+    assert new.has_answer() and "less than the reserve" in new.refused[0].text
+    assert segments(rig) == before
+
+
+def test_the_first_namespace_has_room_on_a_disk_that_an_older_version_filled() -> None:
+    rig = PathRig(40, min_free_bytes=1 << 20)
+    old = ROOT / "old-0123456789ab"
+    rig.fs.make_dir(old)
+    rig.fs.open(old / "000000.safetensors", create=True).preallocate(8 << 20)
+    rig.fs.lock(old / "lock", shared=True).release()
+    rig.fs.size_bytes = rig.fs.used_bytes(Path("/")) + (1 << 20)
+    assert RigNode(rig).store([1]) == [Committed.OK]
+    assert not rig.fs.exists(old) and rig.fs.free_bytes(ROOT) >= 1 << 20
+
+
 def test_the_capacity_holds_for_all_together() -> None:
     """Engines of two models store at random, and come and go. What a new model needs for its
     tables is taken from the other one."""

@@ -12,7 +12,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .....errors import ClosedError, KVCascadeError, NoSpaceError
+from .....errors import ClosedError, KVCascadeError
 from .namespace_home import NamespaceHome
 from .namespace_start import StartMeans, open_namespace_writer
 from .namespace_writer import NamespaceWriter
@@ -56,15 +56,16 @@ class NamespaceOpenings:
         means: StartMeans,
         roots: Sequence[Path],
         executor: Executor,
-        lack_of: Callable[[NamespaceToOpen], str],
+        lacking: Callable[[NamespaceToOpen], int | None],
         clock: Callable[[], float],
     ) -> None:
-        """`lack_of` says why there is no room for a new namespace; empty if there is."""
+        """`lacking` returns the number of a path in which a new namespace lacks room that segments
+        have; None if there is no such path."""
         self._means = means
-        self._lack_of = lack_of
+        self._lacking = lacking
         self._clock = clock
-        self.lacks_room = False
-        """True while a new namespace waits for room."""
+        self.lacking: int | None = None
+        """Number of the path in which a new namespace waits for room; None if none does."""
         self._runs = ""
         """Name of the namespace that is being opened now."""
         self._roots = tuple(roots)
@@ -122,16 +123,13 @@ class NamespaceOpenings:
     def _go_on(self) -> None:
         if self._running is not None:
             return
-        self.lacks_room = False
+        self.lacking = None
         for opening in self._waiting.values():
-            lack = self._lack_of(opening)
-            if lack and self._clock() - opening.begun_s < ROOM_LIMIT_S:
-                self.lacks_room = True
+            path = self._lacking(opening)
+            if path is not None and self._clock() - opening.begun_s < ROOM_LIMIT_S:
+                self.lacking = path
                 continue
             self._runs, self._running = opening.name, Future()
-            if lack:
-                self._running.set_result(NoSpaceError(lack))
-                return
             try:
                 self._running = self._executor.submit(self._open, opening)
             except RuntimeError:  # the executor is shutting down

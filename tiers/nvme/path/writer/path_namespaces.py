@@ -70,7 +70,7 @@ class PathNamespaces:
         capacity = PathCapacity(means.fs, roots, in_force, clock)
         self._looked_at: set[str] = set()
         """Namespaces that are open for a tool only; they stay, even without segments."""
-        self.openings = NamespaceOpenings(means, roots, executor, self._lack_of, clock)
+        self.openings = NamespaceOpenings(means, roots, executor, self._lacking, clock)
         self.space = PathSpace(capacity, idle, self.openings, self._open_idle, executor, clock)
         self.budget = WriteBudget(in_force.write_budget_bytes, self._written_elsewhere)
 
@@ -278,19 +278,35 @@ class PathNamespaces:
         if all(one.name != name for one in self.space.idle.all):
             plan = plan_of(spec, options.capacity_bytes, options.segment_bytes, paths)
             sizes = [fixed_bytes(plan.slots, path) for path in range(paths)]
-        make = partial(
-            make_home, self.fs, self.roots, spec, options.capacity_bytes, options.segment_bytes
-        )
-        self._begin_opening(name, make, sizes)
+        own = self.space.own_folders.union(root / name for root in self.roots)
+        self._begin_opening(name, partial(self._make_home, spec, options, sizes, own), sizes)
 
-    def _lack_of(self, opening: NamespaceToOpen) -> str:
-        """Return why the tables of a new namespace have no room; empty if they have."""
+    def _make_home(
+        self,
+        spec: NamespaceSpec,
+        options: PathOptions,
+        sizes: Sequence[int],
+        own: frozenset[Path],
+    ) -> NamespaceHome:
+        """Make the directories of a namespace for tables of `sizes`. Runs on an I/O thread.
+
+        If they have no room, namespaces of older versions leave. Raises a `KVCascadeError`.
+        """
+        for path, size in enumerate(sizes):
+            if self.fs.exists(self.roots[path]):
+                with self.space.capacity.claim(path, size, 0, own):
+                    pass
+        return make_home(self.fs, self.roots, spec, options.capacity_bytes, options.segment_bytes)
+
+    def _lacking(self, opening: NamespaceToOpen) -> int | None:
+        """Return a path in which the tables of a namespace lack room that segments have."""
         reserve = self.options.min_free_bytes
-        for root, size in zip(self.roots, opening.bytes_by_path, strict=False):
+        for path, size in enumerate(opening.bytes_by_path if reserve else ()):
             with suppress(OSError):  # the opening itself says what is wrong
-                if reserve and self.fs.free_bytes(root) < size + reserve:
-                    return f"less than the reserve would be left on the disk of {root}"
-        return ""
+                missing = size + reserve - self.fs.free_bytes(self.roots[path])
+                if 0 < missing <= self.space.freeable_bytes(path):
+                    return path
+        return None
 
     def _open_idle(self, name: str) -> None:
         """Begin to open a namespace without a node, because its room is needed."""

@@ -117,6 +117,17 @@ class PathSpace:
         total = self.idle.bytes_in(path) + self._openings.bytes_in(path)
         return total + sum(self.files.bytes_in(name, path) for name in self.namespaces)
 
+    @property
+    def own_folders(self) -> frozenset[Path]:
+        """Directories of our namespaces, open or not."""
+        homes = [namespace.home for namespace in self.namespaces.values()]
+        return self.idle.folders.union(self._openings.folders, *(home.folders for home in homes))
+
+    def freeable_bytes(self, path: int) -> int:
+        """Return the bytes in a path that would be free without any segment."""
+        total = self.idle.bytes_in(path)
+        return total + sum(self.files.segment_bytes(name, path) for name in self.namespaces)
+
     def bytes_of(self, name: str) -> int:
         """Return the bytes of an open namespace, all that it may take without asking."""
         return sum(self.files.bytes_in(name, path) for path in range(self.capacity.paths))
@@ -147,7 +158,7 @@ class PathSpace:
             return
         for path in range(self.capacity.paths):
             is_over = self.capacity.left_bytes(path, self.own_bytes(path)) < 0
-            if is_over or self._openings.lacks_room:
+            if is_over or self._openings.lacking == path:
                 self.take_coldest(None, {path})
                 return
 
@@ -312,7 +323,7 @@ class PathSpace:
             taken[number % capacity.paths] += size
             planned.setdefault(number % capacity.paths, []).append(number)
         for path, numbers in planned.items():
-            files.make(namespace, numbers, taken[path], self._own_folders())
+            files.make(namespace, numbers, taken[path], self.own_folders)
         return bool(planned)
 
     def _after_deletion(self, name: str, number: int, is_gone: bool) -> None:
@@ -330,7 +341,3 @@ class PathSpace:
             if self._freed[1] >= self.files.file_bytes(needs.home.name):
                 self.capacity.end_pause(number % self.capacity.paths)
             self._grow(needs, 0)
-
-    def _own_folders(self) -> frozenset[Path]:
-        homes = [namespace.home for namespace in self.namespaces.values()]
-        return self.idle.folders.union(self._openings.folders, *(home.folders for home in homes))

@@ -93,9 +93,14 @@ class SegmentJobs:
 
     def bytes_in(self, name: str, path: int) -> int:
         """Return the bytes of a namespace in a path, all that it may take without asking."""
+        slots = self._files[name].namespace.home.slots
+        return self.segment_bytes(name, path) + fixed_bytes(slots, path)
+
+    def segment_bytes(self, name: str, path: int) -> int:
+        """Return the bytes of the segments of a namespace in a path."""
         files = self._files[name]
         here = sum(number % self._capacity.paths == path for number in files.numbers)
-        return here * files.file_bytes + fixed_bytes(files.namespace.home.slots, path)
+        return here * files.file_bytes
 
     def missing(self, name: str, path: int) -> int | None:
         """Return the lowest number in a path of which the namespace has no segment."""
