@@ -212,6 +212,28 @@ def test_a_disk_that_lacks_more_than_all_segments_costs_nothing_when_a_model_com
     assert segments(rig) == before
 
 
+def test_room_for_a_new_namespace_is_made_on_the_disk_that_lacks_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    roots = (Path("/one"), Path("/two"))
+    rig = PathRig(600, roots=roots, min_free_bytes=1 << 20)
+    old = RigNode(rig, "old")
+    fill(old, range(0, 64))
+    folders = [root / old.welcome.folder for root in roots]  # type: ignore[union-attr]
+    before = [bytes_of(rig, folder) for folder in folders]
+
+    def free_bytes(path: Path) -> int:
+        lack = (1 << 20) - 1000 + before[1] - bytes_of(rig, folders[1])
+        return lack if roots[1] in (path, *path.parents) else 1 << 40
+
+    monkeypatch.setattr(rig.fs, "free_bytes", free_bytes)
+    new = RigNode(rig, "new")
+    rig.step(20, seconds=0.1)
+    assert new.has_answer() and new.welcome is not None
+    assert bytes_of(rig, folders[0]) == before[0]
+    assert 0 < bytes_of(rig, folders[1]) < before[1]
+
+
 def test_the_first_namespace_has_room_on_a_disk_that_an_older_version_filled() -> None:
     rig = PathRig(40, min_free_bytes=1 << 20)
     old = ROOT / "old-0123456789ab"
