@@ -406,6 +406,26 @@ def test_a_failed_path_rests_and_the_other_one_takes_the_writes() -> None:
             node.commit(range(start, start + len(granted)), granted, each.epoch)
 
 
+def test_nothing_is_evicted_while_all_paths_rest() -> None:
+    rig = PathRig()
+    node = RigNode(rig)
+    stored = [key for start in range(0, 64, 4) for key in range(start, start + 4)]
+    for start in range(0, 64, 4):
+        node.store(list(range(start, start + 4)))
+    held = node.held(stored)
+    node.ask([100])
+    rig.step(4, seconds=0.01)
+    (answer,) = node.grants()
+    held = node.held(held)
+    rig.send(node.client, Release(answer.slots, has_failed=True))
+    for start in range(200, 400, 4):  # other engines, and calls that are tried again
+        node.ask(list(range(start, start + 4)))
+        rig.step(2, seconds=0.01)
+    answers = node.grants()
+    assert len(answers) == 50 and {each.why for each in answers} == {Why.RESTING}
+    assert node.held(held) == held
+
+
 def test_a_grant_waits_for_a_segment_that_is_being_made() -> None:
     executor = SteppingExecutor()
     rig = PathRig(executor=executor)

@@ -136,8 +136,11 @@ class PathSpace:
 
     def room_for(self, namespace: NamespaceWriter, need: int) -> Room:
         """Find room for `need` slots, and start what takes time."""
+        awake = self.capacity.awake
+        if not awake:  # freed slots would not be granted, and each new attempt would evict more
+            return Room()
         space, name = namespace.space, namespace.home.name
-        free = space.free(self.capacity.awake)
+        free = space.free(awake)
         if free - need < space.slots_per_segment // 2 or not space.segments:
             if not self._grow(namespace, need - free):
                 self._take_colder(namespace)
