@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import shutil
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.memory_block_table import MemoryBlockDisk, MemoryBlockTable
 
-from kvcascade.errors import CorruptionError, FormatError, KVCascadeError, NoSpaceError
+from kvcascade.errors import CorruptionError, FormatError, KVCascadeError, NoSpaceError, TierIOError
 from kvcascade.tiers.nvme.path.block_table import (
     ApplyOutcome,
     BlockTable,
@@ -288,6 +289,19 @@ def test_a_disk_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         patched.setattr(os, "posix_fallocate", full)
         with pytest.raises(NoSpaceError):
             lmdb_at(tmp_path / "blocks")
+    filled(tmp_path / "blocks")
+
+
+def test_a_file_that_could_not_be_made_is_made_later(tmp_path: Path) -> None:
+    _, hard = before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for written in (0, 4096):  # of the two pages with which LMDB begins
+        resource.setrlimit(resource.RLIMIT_FSIZE, (written, hard))
+        try:
+            with pytest.raises((TierIOError, NoSpaceError)):
+                lmdb_at(tmp_path / "blocks")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    (tmp_path / "blocks" / "data.mdb.new").write_bytes(b"of a process that was killed")
     filled(tmp_path / "blocks")
 
 

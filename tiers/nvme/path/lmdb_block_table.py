@@ -63,6 +63,7 @@ _ENTRY_ROW = np.dtype([("slot", "<u4"), ("check", "<u4"), ("checksum", "<u8")])
 _REMOVED_ROW = np.dtype([("hash", "<u8"), ("slot", "<u4")])
 _STORED_ROW = np.dtype([("hash", "<u8"), ("checksum", "<u8"), ("slot", "<u4")])
 _log = get_logger(__name__)
+_NEW_NAME = f"{DATA_NAME}.new"
 _NO_ENTRY = b"\xff" * ENTRY_BYTES
 _U64_MASK = (1 << 64) - 1
 _SLOT_FACTOR = 0x9E3779B97F4A7C15
@@ -376,22 +377,11 @@ def open_block_table(
     disk has no room for the whole file, and `TierIOError` for the device.
     """
     with os_errors(f"opening the block table in {folder}"):
+        if not os.path.lexists(folder / DATA_NAME):
+            _create(folder, map_bytes)
         check_file(folder)
         check_pages(folder, is_trusted=is_same_boot)
-        try:
-            env = lmdb.open(
-                os.fspath(folder),
-                map_size=map_bytes,
-                mode=0o600,
-                max_dbs=3,
-                sync=is_durable,
-                metasync=is_durable,
-                readahead=False,
-                lock=False,
-                writemap=True,
-            )
-        except lmdb.Error as error:
-            raise from_lmdb(error, folder) from error
+        env = _open_env(folder / DATA_NAME, map_bytes, is_durable=is_durable)
         try:
             _reserve(folder / DATA_NAME, map_bytes)
         except BaseException:
@@ -409,11 +399,50 @@ def open_block_table(
     return table
 
 
-def _reserve(file: Path, size: int) -> None:
+def _create(folder: Path, map_bytes: int) -> None:
+    """Make an empty LMDB file. It gets its name once it is whole on the disk.
+
+    Raises a `KVCascadeError` or `OSError`.
+    """
+    new = folder / _NEW_NAME
+    with suppress(FileNotFoundError):
+        os.unlink(new)
+    try:
+        _open_env(new, map_bytes, is_durable=True).close()
+        _reserve(new, map_bytes, is_synced=True)
+        os.rename(new, folder / DATA_NAME)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(new)
+        raise
+
+
+def _open_env(file: Path, map_bytes: int, *, is_durable: bool) -> lmdb.Environment:
+    """Open or create an LMDB file. Raises a `KVCascadeError`."""
+    try:
+        return lmdb.open(
+            os.fspath(file),
+            subdir=False,
+            map_size=map_bytes,
+            mode=0o600,
+            max_dbs=3,
+            sync=is_durable,
+            metasync=is_durable,
+            readahead=False,
+            lock=False,
+            writemap=True,
+        )
+    except lmdb.Error as error:
+        raise from_lmdb(error, file.parent) from error
+
+
+def _reserve(file: Path, size: int, *, is_synced: bool = False) -> None:
     """Allocate disk space for all of the file. Raises `OSError`."""
     descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         os.posix_fallocate(descriptor, 0, size)
+        if is_synced:
+            os.fdatasync(descriptor)
     finally:
         os.close(descriptor)
 

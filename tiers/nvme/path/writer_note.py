@@ -14,7 +14,6 @@ from pathlib import Path
 
 import msgspec
 
-from ....errors import NoSpaceError, os_errors
 from ..disk.filesystem import FileSystem
 from .frames import DECODE_ERRORS
 from .path_messages import PROTOCOL
@@ -66,29 +65,23 @@ def note_of_this_process(name: str) -> WriterNote:
 
 
 def save_note(fs: FileSystem, root: Path, note: WriterNote) -> None:
-    """Record the writer; the caller holds the lock of the path. Raises a `KVCascadeError`.
+    """Record the writer; the caller holds the lock of the path.
 
-    A full disk gets no note: nothing depends on it.
+    If the disk does not take the note, as when it is full, no process is named.
     """
     folder = root / PATH_FOLDER
-    try:
-        with os_errors(f"writing {folder / WRITER_FILE}"):
-            _replace(fs, folder, msgspec.json.encode(note))
-    except NoSpaceError:
-        with suppress(OSError):  # it names another process
-            fs.unlink(folder / WRITER_FILE)
-
-
-def _replace(fs: FileSystem, folder: Path, data: bytes) -> None:
-    """Write the file, which need not be durable. Raises `OSError`."""
-    if fs.exists(folder / _TEMPORARY_NAME):
-        fs.unlink(folder / _TEMPORARY_NAME)
-    file = fs.open(folder / _TEMPORARY_NAME, create=True)
-    try:
-        file.pwritev([memoryview(data)], 0)
-    finally:
-        file.close()
-    fs.rename(folder / _TEMPORARY_NAME, folder / WRITER_FILE)
+    with suppress(OSError):
+        if fs.exists(folder / _TEMPORARY_NAME):
+            fs.unlink(folder / _TEMPORARY_NAME)
+        file = fs.open(folder / _TEMPORARY_NAME, create=True)
+        try:
+            file.pwritev([memoryview(msgspec.json.encode(note))], 0)
+        finally:
+            file.close()
+        fs.rename(folder / _TEMPORARY_NAME, folder / WRITER_FILE)
+        return
+    with suppress(OSError):
+        fs.unlink(folder / WRITER_FILE)
 
 
 def load_note(fs: FileSystem, root: Path) -> WriterNote | None:
