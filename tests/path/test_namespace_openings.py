@@ -258,8 +258,10 @@ def test_an_engine_reports_the_metrics_and_no_reader() -> None:
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EMFILE])
 def test_an_error_of_the_device_is_no_final_refusal(code: int) -> None:
     rig = PathRig()
-    rig.fs.fail("preallocate", code)  # of the presence table
-    node = RigNode(rig)
-    assert [refused.why for refused in node.refused] == [RefusedWhy.FAILED]
+    calls = [("preallocate", 0), *(("list_dir", skip) for skip in range(4))]
+    for operation, skip in calls:  # of the presence table, and of the segments
+        rig.fs.fail(operation, code, skip=skip)
+        node = RigNode(rig)
+        assert [refused.why for refused in node.refused] == [RefusedWhy.FAILED]
     again = RigNode(rig)
     assert again.welcome is not None and again.store([1]) == [Committed.OK]

@@ -38,8 +38,9 @@ class SegmentFiles:
         return self._folders[number % len(self._folders)] / segment_name(number)
 
     def found(self) -> list[int]:
-        """Return the numbers of the existing segment files, ascending. Raises `OSError`."""
-        return sorted(chain.from_iterable(map(self._found_in, range(len(self._folders)))))
+        """Return the numbers of the existing segment files, ascending. Raises `TierIOError`."""
+        with os_errors(f"listing {self._folders[0]}"):
+            return sorted(chain.from_iterable(map(self._found_in, range(len(self._folders)))))
 
     def create(self, numbers: Sequence[int]) -> None:
         """Create segments of one folder with all their disk blocks, or none of them.

@@ -239,8 +239,7 @@ def _home(
     fingerprint = NamespaceKey("", document["fields"]).fingerprint
     layout = SegmentLayout(document["block_bytes"], document["slots_per_segment"], fingerprint)
     segments = SegmentFiles(fs, [folder / SEGMENTS for folder in folders], layout)
-    with os_errors(f"listing {folders[0]}"):
-        highest = max(segments.found(), default=-1)
+    highest = max(segments.found(), default=-1)
     slots = max(plan.segments, highest + 1) * plan.slots_per_segment
     return NamespaceHome(name, folders, document, slots, segments, locks)
 

@@ -115,9 +115,7 @@ def open_namespace_writer(
 def _usable_segments(home: NamespaceHome) -> list[int]:
     """Return the numbers of the segments whose files can be opened; damaged ones are repaired."""
     usable: list[int] = []
-    with os_errors(f"listing {home.folders[0]}"):
-        numbers = home.segments.found()
-    for number in numbers:
+    for number in home.segments.found():
         try:
             home.segments.mend(number)
             usable.append(number)

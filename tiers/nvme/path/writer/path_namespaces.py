@@ -339,11 +339,11 @@ class PathNamespaces:
                 namespace.make_durable(partial(self._means.table_of, is_durable=True))
             if self.options.policy != opening.policy:
                 self._reorder(namespace)
+            self.space.add(namespace)
         except KVCascadeError as error:
             namespace.abandon()
             return error
         namespace.min_share_bytes = self.record.min_shares.get(opening.name, 0)
-        self.space.add(namespace)
         return None
 
     def _reorder(self, namespace: NamespaceWriter) -> None:

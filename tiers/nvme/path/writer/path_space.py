@@ -93,12 +93,12 @@ class PathSpace:
         """Time since which segments are taken although none can be made, and their bytes."""
 
     def add(self, namespace: NamespaceWriter) -> None:
-        """Count a namespace that was opened."""
+        """Count a namespace that was opened. Raises `TierIOError`; it is not counted then."""
         home = namespace.home
+        self.files.add(namespace)
         self.namespaces[home.name] = namespace
         self.idle.take(home.name)
         self._ranked_at_s.clear()  # its segments are compared from now on
-        self.files.add(namespace)
 
     def forget(self, name: str) -> None:
         """Stop counting a namespace that was closed or removed."""

@@ -58,7 +58,7 @@ class SegmentJobs:
         """Paths in which the last attempt to make a segment failed; each is logged once."""
 
     def add(self, namespace: NamespaceWriter) -> None:
-        """Count the files of a namespace that was opened."""
+        """Count the files of a namespace that was opened. Raises `TierIOError`."""
         home = namespace.home
         numbers = set(home.segments.found())
         self._files[home.name] = _Files(namespace, numbers, home.layout.file_bytes, set())
