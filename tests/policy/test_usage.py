@@ -9,7 +9,14 @@ import pytest
 
 from kvcascade.tiers.policies import ORDERS
 from kvcascade.tiers.policies.order import EvictionOrder
-from kvcascade.tiers.policies.usage import LAST_USE, MAX_TIMES, TIMES_USED, WRITTEN_AT, UsageOrder
+from kvcascade.tiers.policies.usage import (
+    LAST_USE,
+    MAX_TIME_S,
+    MAX_TIMES,
+    TIMES_USED,
+    WRITTEN_AT,
+    UsageOrder,
+)
 
 CAPACITY = 64
 
@@ -79,3 +86,6 @@ def test_notes(count: int) -> None:
     order.remove(slots)
     order.insert(slots, [])
     assert not made[TIMES_USED].any(), "a new block begins anew"
+    now[0] = 1e10  # a clock that is wrong by centuries
+    order.touch(slots)
+    assert made[LAST_USE][:count].tolist() == [MAX_TIME_S] * count

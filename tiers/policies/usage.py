@@ -21,6 +21,8 @@ from .order import ArraySource, EvictionOrder, heap_arrays, scalars
 WRITTEN_AT, LAST_USE, TIMES_USED = "use_written", "use_last", "use_times"
 """Names of the arrays: two wall-clock times in seconds (uint32), and a count (uint16)."""
 MAX_TIMES = 65535
+MAX_TIME_S = (1 << 32) - 1
+"""Latest time that is recorded, in the year 2106; a clock may be wrong by more."""
 
 
 class UsageOrder(EvictionOrder):
@@ -55,7 +57,7 @@ class UsageOrder(EvictionOrder):
 
     def insert(self, slots: Sequence[int], tags: Sequence[int]) -> None:
         self._order.insert(slots, tags)
-        now = int(self._now())
+        now = min(MAX_TIME_S, int(self._now()))
         if len(slots) <= FEW:
             for slot in slots:
                 self._written_of[slot] = self._last_of[slot] = now
@@ -67,7 +69,7 @@ class UsageOrder(EvictionOrder):
 
     def touch(self, slots: Sequence[int]) -> None:
         self._order.touch(slots)
-        now = int(self._now())
+        now = min(MAX_TIME_S, int(self._now()))
         if len(slots) <= FEW:
             for slot in slots:
                 self._last_of[slot] = now
