@@ -169,6 +169,7 @@ class BlockCache:
             is_direct=options.is_direct,
             is_arena_huge=has_huge_pages(),
             is_reader=options.is_read_only,
+            patience_s=options.timeout_s / 2,
         )
         self._client: NodeKeeper = node_thread(setup, self._moves.memory, fs, self._note)
         try:

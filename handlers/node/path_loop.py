@@ -76,7 +76,7 @@ class NodeLoop:
             setup.epoch,
             setup.is_reader,
         )
-        self._node = PathNode(hello, self, time.monotonic)
+        self._node = PathNode(hello, self, time.monotonic, setup.patience_s)
 
     def run(self, *, waits_for_io: bool = False) -> None:
         """Serve until the scheduler closes its socket; then close a writer of this process.

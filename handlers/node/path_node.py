@@ -67,7 +67,7 @@ JOIN_PAUSE_S = 0.05
 """Pause after the first failed attempt to join; it doubles up to `MAX_JOIN_PAUSE_S`."""
 MAX_JOIN_PAUSE_S = 1.0
 NOBODY_LIMIT_S = 20.0
-"""Time without a writer after which the log says so, once. The node goes on trying."""
+"""Longest time without a writer until the log says so, once. The node goes on trying."""
 FINAL_REFUSALS = frozenset({RefusedWhy.PATHS, RefusedWhy.NAMESPACE})
 """Refusals after which another attempt is useless."""
 
@@ -118,12 +118,17 @@ class NodeMeans(Protocol):
 class JoinAttempts:
     """Times at which a node tries to join, since it searches for a writer or was served last."""
 
-    def __init__(self, now_s: float, next_s: float = math.inf) -> None:
+    def __init__(self, now_s: float, patience_s: float, next_s: float = math.inf) -> None:
         self.next_s = next_s
         """Time of the next attempt; infinite while none is planned."""
+        self._patience_s = patience_s
         self._began_s = now_s
         self._pause_s = JOIN_PAUSE_S
         self._was_noted = False
+
+    def anew(self, now_s: float, next_s: float = math.inf) -> JoinAttempts:
+        """Return those that begin now."""
+        return JoinAttempts(now_s, self._patience_s, next_s)
 
     def failed(self, now_s: float) -> None:
         """Plan the next attempt."""
@@ -131,8 +136,8 @@ class JoinAttempts:
         self._pause_s = min(MAX_JOIN_PAUSE_S, 2 * self._pause_s)
 
     def last_long(self, now_s: float) -> bool:
-        """Return True once, when they go on for longer than `NOBODY_LIMIT_S`."""
-        if self._was_noted or now_s - self._began_s <= NOBODY_LIMIT_S:
+        """Return True once, when they go on for too long."""
+        if self._was_noted or now_s - self._began_s <= min(NOBODY_LIMIT_S, self._patience_s):
             return False
         self._was_noted = True
         return True
@@ -141,7 +146,14 @@ class JoinAttempts:
 class PathNode:
     """State machine of one node."""
 
-    def __init__(self, hello: Hello, means: NodeMeans, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        hello: Hello,
+        means: NodeMeans,
+        clock: Callable[[], float],
+        patience_s: float = math.inf,
+    ) -> None:
+        """`clock` returns monotonic seconds; `patience_s` is that of `NodeSetup`."""
         self.state = NodeState.JOINING
         self._hello = hello
         self._means = means
@@ -151,7 +163,7 @@ class PathNode:
         self._gets = GetJobs(jobs, block_bytes)
         self._puts = PutJobs(jobs, block_bytes)
         self._resets = ResetJobs(jobs)
-        self._attempts = JoinAttempts(clock())
+        self._attempts = JoinAttempts(clock(), patience_s)
         self._heard_s = 0.0
         """Time of the last message of the writer, or of the begin of the connection."""
         self._is_linked = False
@@ -253,7 +265,7 @@ class PathNode:
             self._retry_later(text)
             return
         now_s = self._clock()
-        self._attempts = JoinAttempts(now_s, now_s)  # `tick` joins when no write is running
+        self._attempts = self._attempts.anew(now_s, now_s)  # `tick` joins when no write is running
         self._enter(
             NodeState.ORPHANED,
             "the writer of the path is gone; reads go on, and writes rest until an engine takes "
@@ -319,7 +331,7 @@ class PathNode:
             self._hang_up(str(error))
             return
         self._welcome, self._epoch_seen = welcome, welcome.epoch
-        self._attempts = JoinAttempts(self._clock())
+        self._attempts = self._attempts.anew(self._clock())
         self.state = self._served_state
         self._resets.send_waiting()
         self._means.tell(

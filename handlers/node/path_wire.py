@@ -8,6 +8,7 @@ came (`Removed`, `Stored`, `KeysListed`, `Epoch`, `TierFigures`), and so are `Li
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 
 import msgspec
@@ -77,6 +78,8 @@ class NodeSetup(msgspec.Struct, frozen=True, array_like=True, tag=64):
     """True if nothing will be stored; see `Hello`."""
     epoch: int | None = None
     """Epoch of the engine's blocks, if an earlier node of the engine has said it."""
+    patience_s: float = math.inf
+    """Time without a writer after which the scheduler's process wants to know the reason."""
 
 
 class PutJob(msgspec.Struct, frozen=True, array_like=True, tag=65):

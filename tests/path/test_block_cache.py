@@ -24,14 +24,14 @@ import kvcascade
 from kvcascade.block_buffers import checked_keys
 from kvcascade.block_moves import BlockMoves, GetMove, PutMove
 from kvcascade.config.machine import Disk, ThisMachine
-from kvcascade.errors import ClosedError, ConfigError, FormatError
+from kvcascade.errors import ClosedError, ConfigError, FormatError, InUseError
 from kvcascade.handlers.node.node_keeper import SILENCE_LIMIT_S, KeeperOptions
 from kvcascade.handlers.node.path_client import node_thread
 from kvcascade.handlers.node.path_io import IOThreads
 from kvcascade.handlers.node.path_wire import JobDone, PutJob, pack_outcomes
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import RealFile, RealFileSystem
-from kvcascade.tiers.nvme.path.path_lock import PathDoor
+from kvcascade.tiers.nvme.path.path_lock import PathDoor, try_lead
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tiers.nvme.path.writer.path_options import load_record
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
@@ -185,6 +185,17 @@ def test_a_wrong_opening_is_one_sentence_and_leaves_nothing(
         open_cache(**{**SMALL, **options})
     assert named in str(caught.value)
     assert not (tmp_path / "kv").exists()
+
+
+def test_a_path_that_cannot_be_joined_is_refused_with_the_reason(
+    open_cache: Open, tmp_path: Path
+) -> None:
+    new(open_cache).close()
+    lock = try_lead(RealFileSystem(), tmp_path / "kv")
+    assert lock is not None
+    with pytest.raises(InUseError, match="its lock is held; stop the process that holds it"):
+        open_cache(timeout_s=1.0)
+    lock.release()
 
 
 def test_another_block_size_is_refused(open_cache: Open) -> None:
