@@ -139,6 +139,8 @@ def test_sweep(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--kv-bytes-per-token", "2", "--tier", "cpu=lots"], "'lots'"),
         (["--kv-bytes-per-token", "2", "--tier", "cpu=1MiB,latency=x"], "give seconds"),
         (["--kv-bytes-per-token", "2", "--tier", "cpu=1000"], "hold no block"),
+        ([*CALL, "--tier", "nvme=2MiB"], "two of cpu, nvme, nvme have one name"),
+        ([*CALL, "--tier", "nvme=2MiB", "--sweep", "nvme=1MiB,2MiB"], "have one name"),
         ([*CALL, "--sweep", "dram=1MiB"], "there is no tier 'dram'"),
         ([*CALL, "--sweep", "cpu"], "is not a list"),
         ([*CALL, "--csv", "sweep.csv"], "add --sweep or --policies"),
@@ -238,3 +240,15 @@ def test_the_write_mode_is_that_of_an_engine(
     tiers = ["--tier", "cpu=60KiB", "--tier", f"nvme={size}", "--kv-bytes-per-token", "2"]
     assert main(["replay", trace, *tiers, *given, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["write_mode"] == mode
+
+
+def test_each_run_of_a_sweep_has_the_mode_and_the_budget_of_its_size(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiers = ["--tier", "cpu=60KiB", "--tier", "nvme=1MiB,lru,write_budget=2 DWPD"]
+    call = [*tiers, "--kv-bytes-per-token", "2", "--sweep", "nvme=64KiB,512KiB", "--json"]
+    assert main(["replay", trace, *call]) == 0
+    small, large = json.loads(capsys.readouterr().out)["points"]
+    assert (small["write_mode"], large["write_mode"]) == ("demote", "back")
+    budgets = [point["tiers"][1]["write_budget_bytes"] for point in (small, large)]
+    assert budgets == [128 << 10, 1 << 20]

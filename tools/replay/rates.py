@@ -55,6 +55,7 @@ def _with_rates(tier: GivenTier, rates: DiskRates) -> TierOptions:
             return Rate(other.bytes_per_s, tier.latency_s, other.source)
         return other
 
+    budget = tier.write_budget
     return TierOptions(
         tier.name,
         tier.capacity_bytes,
@@ -62,7 +63,7 @@ def _with_rates(tier: GivenTier, rates: DiskRates) -> TierOptions:
         of(tier.read_bytes_per_s, rates.read),
         of(tier.write_bytes_per_s, rates.write),
         tier.admission,
-        tier.write_budget_bytes,
+        None if budget is None else budget.of(tier.capacity_bytes),
     )
 
 

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
     from .rates import DiskRates
     from .rendering import SweepPoint
-    from .tier_options import GivenTier, ReplayOptions, TierOptions
+    from .tier_options import GivenTier, ReplayOptions
     from .traces import Trace
+
+    OptionsOf = Callable[[Sequence[GivenTier]], ReplayOptions]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class ReplayCall:
 
 def run(call: ReplayCall) -> None:
     """Run the command. Raises a `KVCascadeError`, or `CommandError`."""
+    from .tier_options import parse_tier
     from .traces import read_trace
 
     is_sweep = bool(call.sweep or call.policies)
@@ -62,14 +65,15 @@ def run(call: ReplayCall) -> None:
         said = "matplotlib is not installed; use pip install 'kvcascade[plot]'"
         raise CommandError(said, ExitCode.MISSING)
     trace = read_trace(call.trace, call.limit, call.block_tokens)
-    options = _options(call, trace)
+    given = [parse_tier(text) for text in call.tiers]
+    options_of = _options(call, trace)
     if is_sweep:
-        _sweep(call, trace, options)
+        _sweep(call, trace, given, options_of)
         return
     from .simulation import replay
 
     with progress_bar(len(trace.requests)) as advance:
-        report = replay(trace, options, advance)
+        report = replay(trace, options_of(given), advance)
     if call.as_json:
         emit("replay", report.document())
         return
@@ -79,15 +83,15 @@ def run(call: ReplayCall) -> None:
     print_report(report, show.console())
 
 
-def _options(call: ReplayCall, trace: Trace) -> ReplayOptions:
+def _options(call: ReplayCall, trace: Trace) -> OptionsOf:
+    """Return the function from given tiers to the options of a run. A disk is measured once."""
     from .rates import with_rates
-    from .tier_options import ReplayOptions, parse_tier
+    from .tier_options import ReplayOptions
 
-    given = [parse_tier(text) for text in call.tiers]
     per_token = _bytes_per_token(call)
-    block_bytes = max(1, round(per_token * trace.block_tokens))
-    return ReplayOptions(
-        with_rates(given, _disk_rates(call, block_bytes)),
+    disk = _disk_rates(call, max(1, round(per_token * trace.block_tokens)))
+    return lambda given: ReplayOptions(
+        with_rates(given, disk),
         per_token,
         prefill_tokens_per_s=call.prefill_tokens_per_s,
         load_or_recompute=call.load_or_recompute,
@@ -133,8 +137,10 @@ def _disk_rates(call: ReplayCall, block_bytes: int) -> DiskRates:
         raise CommandError(str(error), ExitCode.PROBLEMS) from None
 
 
-def _sweep(call: ReplayCall, trace: Trace, options: ReplayOptions) -> None:
-    points = list(_points(call, trace, options))
+def _sweep(
+    call: ReplayCall, trace: Trace, given: Sequence[GivenTier], options_of: OptionsOf
+) -> None:
+    points = list(_points(call, trace, given, options_of))
     _save(points, call.csv, call.plot)
     if call.as_json:
         emit("replay-sweep", {"points": [point.document() for point in points]})
@@ -155,14 +161,15 @@ def _save(points: Sequence[SweepPoint], csv: Path | None, png: Path | None) -> N
         write_png(points, png)
 
 
-def _points(call: ReplayCall, trace: Trace, options: ReplayOptions) -> Iterator[SweepPoint]:
+def _points(
+    call: ReplayCall, trace: Trace, given: Sequence[GivenTier], options_of: OptionsOf
+) -> Iterator[SweepPoint]:
     from .rendering import SweepPoint
     from .simulation import replay
     from .tier_options import check_policies, parse_sizes
 
-    first = options.tiers[0]
-    name, sizes = parse_sizes(call.sweep) if call.sweep else (first.name, [])
-    tiers = {tier.name: tier for tier in options.tiers}
+    name, sizes = parse_sizes(call.sweep) if call.sweep else (given[0].name, [])
+    tiers = {tier.name: tier for tier in given}
     if name not in tiers:
         raise ConfigError(f"--sweep: there is no tier {name!r}; name one of {', '.join(tiers)}.")
     policies = call.policies.split(",") if call.policies else [tiers[name].policy]
@@ -173,12 +180,9 @@ def _points(call: ReplayCall, trace: Trace, options: ReplayOptions) -> Iterator[
     ]
     with progress_bar(len(runs) * len(trace.requests)) as advance:
         for tier in runs:
-            report = replay(trace, replace(options, tiers=_with(options.tiers, tier)), advance)
+            options = options_of([tier if one.name == name else one for one in given])
+            report = replay(trace, options, advance)
             yield SweepPoint(tier.name, tier.capacity_bytes, tier.policy, report)
-
-
-def _with(tiers: Sequence[TierOptions], tier: TierOptions) -> tuple[TierOptions, ...]:
-    return tuple(tier if one.name == tier.name else one for one in tiers)
 
 
 @contextmanager

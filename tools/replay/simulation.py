@@ -92,7 +92,14 @@ class Simulation:
     """One run over one trace."""
 
     def __init__(self, trace: Trace, options: ReplayOptions) -> None:
-        """Create manager and tiers. Raises `ConfigError` if a tier cannot hold a block."""
+        """Create manager and tiers.
+
+        Raises `ConfigError` if a tier cannot hold a block, or if two tiers have one name.
+        """
+        self._level_of = {tier.name: i for i, tier in enumerate(options.tiers)}
+        if len(self._level_of) < len(options.tiers):
+            names = ", ".join(tier.name for tier in options.tiers)
+            raise ConfigError(f"--tier: two of {names} have one name; give each its own.")
         self._trace = trace
         self._options = options
         self.block_bytes = max(1, round(options.kv_bytes_per_token * trace.block_tokens))
@@ -102,7 +109,6 @@ class Simulation:
         self._node_tiers: list[NodeTier] = []
         """The tiers below whose blocks a node moves."""
         self.manager = self._make_manager(options.tiers)
-        self._level_of = {tier.name: i for i, tier in enumerate(options.tiers)}
         self._asking: list[Active] = []
         self._storing: deque[Active] = deque()
         self._is_full = False
@@ -380,5 +386,5 @@ class Simulation:
 def replay(
     trace: Trace, options: ReplayOptions, progress: Progress = lambda requests: None
 ) -> ReplayReport:
-    """Run a trace through a cascade. Raises `ConfigError` if a tier cannot hold a block."""
+    """Run a trace through a cascade. Raises `ConfigError` as `Simulation` does."""
     return Simulation(trace, options).run(progress)

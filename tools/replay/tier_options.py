@@ -27,7 +27,7 @@ class GivenTier:
     write_bytes_per_s: float | None = None
     latency_s: float | None = None
     admission: str = AdmissionMode.ALL
-    write_budget_bytes: int | None = None
+    write_budget: sizes.WriteAmount | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def _with_value(tier: GivenTier, text: str, key: str, value: str) -> GivenTier:
         case "admission":
             return replace(tier, admission=value)
         case _:
-            return replace(tier, write_budget_bytes=_budget(text, value, tier.capacity_bytes))
+            return replace(tier, write_budget=_budget(text, value))
 
 
 def parse_sizes(text: str) -> tuple[str, list[int]]:
@@ -129,8 +129,8 @@ def _seconds(text: str, value: str) -> float:
     return seconds
 
 
-def _budget(text: str, value: str, capacity_bytes: int) -> int:
+def _budget(text: str, value: str) -> sizes.WriteAmount:
     try:
-        return sizes.parse_daily_writes(value).of(capacity_bytes)
+        return sizes.parse_daily_writes(value)
     except ValueError as error:
         raise ConfigError(f"{value!r} in {text!r} {error}.") from None
