@@ -14,9 +14,11 @@ bytes are never returned.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
+import threading
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, overload
+from weakref import WeakSet
 
 from .assembly.path_parts import (
     GivenPath,
@@ -38,7 +41,7 @@ from .block_moves import BlockMoves, GetMove, PutMove, RunningCalls
 from .config.options import At, deadline
 from .config.schema import DirectIO
 from .config.sizes import parse_bytes
-from .errors import ClosedError, ConfigError, InUseError, KVCascadeError
+from .errors import ClosedError, ConfigError, InUseError, KVCascadeError, os_errors
 from .handlers.node.node_keeper import NodeKeeper
 from .handlers.node.path_client import node_thread
 from .handlers.node.path_wire import CAN_READ, NodeJoined, NodeNote, NodeSetup, NodeState, UseNote
@@ -60,6 +63,7 @@ BUFFER_BYTES = 64 << 20
 MAX_NAMES_SHOWN = 8
 OWN_FIELD = "kvcascade.open"
 """Field of the namespaces that `open` makes. No engine's namespace has it."""
+ENDING = "Python is ending; use a cache only until the main thread ends"
 
 Buffer = TypeVar("Buffer")
 _log = get_logger(__name__)
@@ -145,7 +149,8 @@ class BlockCache:
         self._options = options
         self._fs = fs
         self._root = roots[0]
-        self._moves = BlockMoves(self.block_bytes, options.buffer_bytes)
+        with os_errors("allocating the memory through which blocks pass (buffer_size)"):
+            self._moves = BlockMoves(self.block_bytes, options.buffer_bytes)
         self._state = NodeState.JOINING
         self._said = ""
         """Last sentence of the node."""
@@ -172,6 +177,7 @@ class BlockCache:
             patience_s=options.timeout_s / 2,
         )
         self._client: NodeKeeper = node_thread(setup, self._moves.memory, fs, self._note)
+        _open_caches.add(self)
         try:
             self._join()
         except BaseException:
@@ -343,7 +349,8 @@ class BlockCache:
                 f"the cache of {self._root} was opened before a fork; open it again in this process"
             )
         if self._is_closed:
-            raise ClosedError("the cache is closed; open it again")
+            is_ending = _is_ending.is_set()
+            raise ClosedError(ENDING if is_ending else "the cache is closed; open it again")
 
     def _check_use(self) -> None:
         """Raise an error if a call that has begun cannot go on."""
@@ -366,6 +373,21 @@ class BlockCache:
             return None
         self._mapped = joined, table
         return table
+
+
+_open_caches: WeakSet[BlockCache] = WeakSet()
+_is_ending = threading.Event()
+
+
+def _close_all() -> None:
+    """Close the caches that are left when Python ends."""
+    _is_ending.set()
+    for cache in list(_open_caches):
+        cache.close()
+
+
+# Thread pools stop before ordinary exit handlers run.
+getattr(threading, "_register_atexit", atexit.register)(_close_all)
 
 
 def open(
@@ -405,6 +427,8 @@ def open(
     `FormatError` for a namespace of another version. If the path cannot be opened, it raises
     `InUseError`, `CorruptionError`, `NoSpaceError` or `TierIOError`.
     """
+    if _is_ending.is_set():
+        raise ClosedError(ENDING)
     of_path = {
         "capacity": capacity,
         "policy": policy,

@@ -155,9 +155,9 @@ def existing_names(fs: FileSystem, root: Path) -> list[str]:
 
 
 def _absolute(path: object) -> object:
-    """Return the folders as absolute paths; what is none stays as it is."""
+    """Return the folders as absolute paths; what is none stays as it is, also an empty text."""
     if isinstance(path, str | os.PathLike):
-        return os.path.abspath(os.path.expanduser(path))
+        return path and os.path.abspath(os.path.expanduser(path))
     return [_absolute(one) for one in path] if isinstance(path, list | tuple) else path
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,9 +24,10 @@ from support.waiting import wait_until
 
 import kvcascade
 from kvcascade.block_buffers import checked_keys
+from kvcascade.block_cache import ENDING as SAID_AT_THE_END
 from kvcascade.block_moves import BlockMoves, GetMove, PutMove
 from kvcascade.config.machine import Disk, ThisMachine
-from kvcascade.errors import ClosedError, ConfigError, FormatError, InUseError
+from kvcascade.errors import ClosedError, ConfigError, FormatError, InUseError, NoSpaceError
 from kvcascade.handlers.node.node_keeper import SILENCE_LIMIT_S, KeeperOptions
 from kvcascade.handlers.node.path_client import node_thread
 from kvcascade.handlers.node.path_io import IOThreads
@@ -176,6 +179,7 @@ def test_wrong_arguments_are_one_sentence(
         ({"block_bytes": BLOCK, "capacity": 1 << 60}, "open.capacity"),
         ({"block_bytes": BLOCK, "path": []}, "open.path"),
         ({"block_bytes": BLOCK, "path": 7}, "open.path"),
+        ({"block_bytes": BLOCK, "path": ""}, "open.path"),
     ],
 )
 def test_a_wrong_opening_is_one_sentence_and_leaves_nothing(
@@ -196,6 +200,11 @@ def test_a_path_that_cannot_be_joined_is_refused_with_the_reason(
     with pytest.raises(InUseError, match="its lock is held; stop the process that holds it"):
         open_cache(timeout_s=1.0)
     lock.release()
+
+
+def test_a_buffer_that_no_machine_has_is_no_space(open_cache: Open) -> None:
+    with pytest.raises(NoSpaceError, match="buffer_size"):
+        new(open_cache, buffer_size="4096TiB")
 
 
 def test_another_block_size_is_refused(open_cache: Open) -> None:
@@ -364,6 +373,38 @@ def test_a_fork_is_refused_and_the_cache_of_its_parent_goes_on(open_cache: Open)
         [True, True, False]
     )
     assert all(block is not None for block in cache.get([key(0), key(1)]))
+
+
+PROGRAM = """
+import sys, threading
+import kvcascade
+def opened():
+    return kvcascade.open(sys.argv[1], namespace="mine")
+cache = opened()
+def go_on():
+    threading.main_thread().join()
+    for call in (lambda: cache.put([b"late"], [bytes(4096)]), lambda: cache.get([b"a"]), opened):
+        try:
+            print(call())
+        except kvcascade.ClosedError as error:
+            print(error)
+threading.Thread(target=go_on).start()
+assert cache.put([b"in time"], [bytes(4096)])[0].is_there
+"""
+
+
+def test_a_program_that_ends_closes_its_caches_and_later_calls_are_refused(
+    open_cache: Open, tmp_path: Path
+) -> None:
+    """Threads for I/O end with the main thread: a call of another thread stored nothing."""
+    new(open_cache).close()
+    path = tmp_path / "kv"
+    command = [sys.executable, "-W", "error", "-c", PROGRAM, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.stdout.splitlines() == [SAID_AT_THE_END] * 3, done
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (path / namespace_in(path) / "blocks" / "clean").exists()
+    assert open_cache().exists([b"in time", b"late"]) == [True, False]
 
 
 def put_all(cache: kvcascade.BlockCache, numbers: range) -> None:
