@@ -17,7 +17,14 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError, FormatError, InUseError, TierIOError, os_errors
+from ...errors import (
+    ConfigError,
+    FormatError,
+    InUseError,
+    KVCascadeError,
+    TierIOError,
+    os_errors,
+)
 from ...tiers.nvme.disk.filesystem import FileLock, FileSystem
 from ...tiers.nvme.namespace import DESCRIPTION
 from ...tiers.nvme.path.frames import DECODE_ERRORS, FrameReader, frame
@@ -36,6 +43,10 @@ ANSWER_LIMIT_S = 10.0
 CONNECT_LIMIT_S = 1.0
 STOP_LIMIT_S = 60.0
 """Longest wait until a writer of this process has closed."""
+
+
+class AnswerError(KVCascadeError):
+    """The writer cannot do what it was asked; it cannot open a namespace, for instance."""
 
 
 class PathSession(AbstractContextManager["PathSession"]):
@@ -60,7 +71,7 @@ class PathSession(AbstractContextManager["PathSession"]):
     def ask(self, what: str, limit_s: float = ANSWER_LIMIT_S, **body: object) -> dict[str, Any]:
         """Ask the writer, and return its answer.
 
-        Raises `ConfigError` with the sentence of an answer that names an error, or `InUseError`
+        Raises `AnswerError` with the sentence of an answer that names an error, or `InUseError`
         with the name of a writer that does not answer.
         """
         self._request += 1
@@ -76,7 +87,7 @@ class PathSession(AbstractContextManager["PathSession"]):
             raise InUseError(f"the writer of {self.root} closed the connection; try again")
         answer: dict[str, Any] = json.loads(told.body)
         if "error" in answer:
-            raise ConfigError(str(answer["error"]))
+            raise AnswerError(str(answer["error"]))
         return answer
 
     def close(self) -> None:

@@ -130,6 +130,15 @@ def test_what_cannot_be_read_is_reported_and_the_rest_is_verified(tmp_path: Path
     assert call("export", tmp_path, tmp_path / "out.safetensors", "-n", "two").code == ExitCode.OK
 
 
+def test_a_damaged_index_is_no_wrong_call(tmp_path: Path) -> None:
+    folder = fill_path(tmp_path, 1)
+    (folder / "blocks" / "data.mdb").write_bytes(bytes(1 << 16))
+    for command in ("verify", "export"):
+        out = [tmp_path / "out.safetensors"] if command == "export" else []
+        answer = call(command, tmp_path, *out)
+        assert answer.code == ExitCode.CANNOT_OPEN and "index" in answer.err
+
+
 def test_several_folders(tmp_path: Path) -> None:
     roots = [tmp_path / "a", tmp_path / "b"]
     fill_path(roots, BLOCKS)

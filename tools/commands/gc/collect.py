@@ -20,6 +20,7 @@ from rich.text import Text
 
 from ....config.sizes import human
 from ....errors import ConfigError, InUseError, KVCascadeError
+from ....handlers.node.path_session import AnswerError
 from ....tiers.nvme.disk.filesystem import FileSystem
 from ....tiers.nvme.namespace import remove_namespace
 from ....tiers.nvme.path.block_scan import NamedBlock
@@ -242,11 +243,7 @@ class Collector:
     def _look_inside(self, plan: _Plan) -> list[_SegmentUse]:
         assert self._opened is not None, "only whole namespaces are removed without a writer"
         report, folder = plan.report, plan.folder
-        try:
-            report.blocks_before = self._opened.facts(folder.name)["blocks"]
-        except ConfigError as error:
-            report.skipped, report.is_incomplete = sentence(error), self._wish.is_by_block
-            return []
+        report.blocks_before = self._opened.facts(folder.name)["blocks"]
         plan.sizes = folder.segment_sizes(self._fs)
         plan.drops = list(self._leaving(plan)) if self._wish.is_by_block else []
         report.blocks_removed = len(plan.drops)
@@ -333,7 +330,7 @@ class Collector:
         if self._opened is not None and folder.name in self._opened.names:
             if not self._opened.session.is_writer and folder.is_readable:
                 # So that nobody waits for the writer while it deletes many files.
-                with suppress(ConfigError):  # one that cannot be opened is removed as it is
+                with suppress(AnswerError):  # one that cannot be opened is removed as it is
                     self._opened.take(folder.name, list(folder.segment_files()))
             if not self._opened.remove(folder.name):
                 raise InUseError("its files could not be deleted; see the log of the writer")

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ....errors import ConfigError, FormatError, KVCascadeError
-from ....handlers.node.path_session import PathSession, follow_session, open_session
+from ....errors import FormatError, KVCascadeError
+from ....handlers.node.path_session import AnswerError, PathSession, follow_session, open_session
 from ....tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ....tiers.nvme.path.presence_file import read_presence
 from ..command_line import sentence
@@ -81,7 +81,7 @@ class PathReadings:
                     continue  # nobody has it open: its files say how many blocks it has
                 try:
                     figures |= _figures_of(name, session.ask("namespace", name=name), left)
-                except ConfigError as error:
+                except AnswerError as error:
                     problems[name] = sentence(error)
             self._totals = {key: n for key, n in figures.items() if key[0] not in COUNTED}
             return figures
