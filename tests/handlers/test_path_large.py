@@ -21,7 +21,7 @@ from kvcascade.tiers.nvme.path.block_table import ApplyOutcome, Changes
 from kvcascade.tiers.nvme.path.lmdb_block_table import open_block_table
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tiers.nvme.path.presence_file import boot_id
-from kvcascade.tiers.nvme.path.writer.namespace_home import make_home
+from kvcascade.tiers.nvme.path.writer.namespace_home import key_of, make_home
 from kvcascade.tiers.nvme.path.writer.namespace_start import StartMeans
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 
@@ -44,9 +44,9 @@ def options_for(entries: int) -> PathOptions:
 def fill_index(root: Path, entries: int) -> None:
     """Make a closed path whose index names so many blocks, and segments without contents."""
     options, fs = options_for(entries), RealFileSystem()
-    home = make_home(
-        fs, [root], namespace_spec(BLOCK), options.capacity_bytes, options.segment_bytes
-    )
+    spec = namespace_spec(BLOCK)
+    name = key_of(spec).directory_name
+    home = make_home(fs, [root], name, spec, options.capacity_bytes, options.segment_bytes)
     for number in range(SEGMENTS):
         home.segments.create([number])
     table = StartMeans(fs, time.time, open_block_table, boot_id()).table_of(home, is_durable=False)

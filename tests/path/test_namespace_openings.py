@@ -77,6 +77,24 @@ def test_others_are_served_while_a_namespace_is_being_opened() -> None:
     assert rig.take(slow[0].client, StillOpening) == []
 
 
+def test_a_label_does_not_part_those_whose_fields_are_equal() -> None:
+    """Without a label of the user it is the model's path, which differs between containers."""
+    rig, executor = rig_with()
+    fields = {"weights": "files:1"}
+    one, two = (RigNode(rig, label, fields=fields, may_wait=True) for label in ("/a", "/b"))
+    finish(rig, executor)
+    for node in (one, two):
+        assert node.has_answer()
+    store(rig, executor, one, [1])
+    assert two.held([1]) == [1], "both came while it was being opened"
+    rig.close()
+    rig.start()
+    after = RigNode(rig, "/c", fields=fields)
+    assert after.held([1]) == [1], "it was found closed"
+    assert RigNode(rig, "/d", fields=fields).held([1]) == [1], "it was open"
+    assert RigNode(rig, "/a", fields={"weights": "files:2"}).held([1]) == []
+
+
 def test_openings_run_one_after_the_other() -> None:
     executor = SteppingExecutor()
     rig = PathRig(WIDE, executor=executor)

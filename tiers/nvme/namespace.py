@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,6 +63,16 @@ class NamespaceKey:
         """Name of the directory, safe as a file name whatever the label is."""
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", self.label)[:MAX_NAME_CHARS].strip(".-")
         return f"{name or 'blocks'}-{self.fingerprint[:SHORT_FINGERPRINT_DIGITS]}"
+
+    def name_among(self, existing: Collection[str]) -> str:
+        """Return the name of the directory to use: one of `existing` with this fingerprint, if any.
+
+        The label may be the path of the model, which differs between engines that share blocks.
+        """
+        name = self.directory_name
+        end = name[-SHORT_FINGERPRINT_DIGITS - 1 :]
+        same = [one for one in existing if one.endswith(end)]
+        return name if name in same else min(same, default=name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,16 +110,16 @@ def spec_of(key: NamespaceKey, block_bytes: int, min_share_bytes: int = 0) -> Na
 def make_home(
     fs: FileSystem,
     roots: Sequence[Path],
+    name: str,
     spec: NamespaceSpec,
     capacity_bytes: int,
     segment_bytes: int | None,
 ) -> NamespaceHome:
-    """Open the namespace of a node; create it if it does not exist.
+    """Open the namespace of a node in the directory `name`; create it if it does not exist.
 
     Raises `ConfigError`, `FormatError`, `CorruptionError`, `InUseError` or `TierIOError`.
     """
     key = key_of(spec)
-    name = key.directory_name
     home = open_home(fs, roots, name, capacity_bytes)
     if home is not None:
         try:

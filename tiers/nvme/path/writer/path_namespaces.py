@@ -96,7 +96,8 @@ class PathNamespaces:
         """
         spec = hello.namespace
         key = key_of(spec)
-        name = key.directory_name
+        folders = self.openings.folders | self.space.idle.folders
+        name = key.name_among({*self.open, *(folder.name for folder in folders)})
         namespace = self.open.get(name)
         if namespace is None:
             self._begin_new(spec, name)
@@ -279,10 +280,11 @@ class PathNamespaces:
             plan = plan_of(spec, options.capacity_bytes, options.segment_bytes, paths)
             sizes = [fixed_bytes(plan.slots, path) for path in range(paths)]
         own = self.space.own_folders.union(root / name for root in self.roots)
-        self._begin_opening(name, partial(self._make_home, spec, options, sizes, own), sizes)
+        self._begin_opening(name, partial(self._make_home, name, spec, options, sizes, own), sizes)
 
     def _make_home(
         self,
+        name: str,
         spec: NamespaceSpec,
         options: PathOptions,
         sizes: Sequence[int],
@@ -296,7 +298,8 @@ class PathNamespaces:
             if self.fs.exists(self.roots[path]):
                 with self.space.capacity.claim(path, size, 0, own):
                     pass
-        return make_home(self.fs, self.roots, spec, options.capacity_bytes, options.segment_bytes)
+        capacity_bytes, segment_bytes = options.capacity_bytes, options.segment_bytes
+        return make_home(self.fs, self.roots, name, spec, capacity_bytes, segment_bytes)
 
     def _lacking(self, opening: NamespaceToOpen) -> int | None:
         """Return a path in which the tables of a namespace lack room that segments have."""
