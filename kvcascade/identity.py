@@ -4,7 +4,7 @@ Block hashes identify tokens, not the model that computed the bytes. Two engines
 only if everything that shapes the bytes is equal, above all the weights.
 
 Weights are identified without reading all of them. A hub model is identified by its resolved
-revision. Local files are identified by a digest over configuration, code and, for every tensor, its
+commit. Local files are identified by a digest over configuration, code and, for every tensor, its
 name, type, shape and a few samples of its bytes. Training or merging changes nearly every number of
 a tensor, so samples reveal it; sizes and headers do not.
 """
@@ -31,7 +31,14 @@ MAX_HEADER_BYTES = 100 << 20
 
 _CONFIG_FILES = ("*.json", "*.py")
 """Patterns of configuration and of code that comes with some models; read in full."""
+_FOR_PROMPTS = frozenset(
+    "added_tokens.json chat_template.json generation_config.json special_tokens_map.json "
+    "tokenizer.json tokenizer_config.json vocab.json".split()
+)
+"""Files that shape prompts and sampling, but no block: its key covers its tokens."""
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+_HUB_CONFIGS = ("config.json", "params.json")
+"""Files of which every model on the hub has one; the second is Mistral's."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -45,16 +52,16 @@ def weights_identity(model: str, revision: str | None, is_real: bool) -> str:
     if not is_real:
         return private_identity()
     path = Path(model)
-    if path.is_dir():
-        commit = _snapshot_commit(path)
-        if commit:
-            return f"hub:{commit}"
-        files = _files_of(path)
-        return f"files:{_digest_files(files, path)}" if files else private_identity()
     if path.is_file():
         return f"files:{_digest_files([path], path.parent)}"
-    commit = _cached_commit(model, revision)
-    return f"hub:{model}@{commit}" if commit else private_identity()
+    folder = path if path.is_dir() else _cached_snapshot(model, revision)
+    if folder is None:
+        return private_identity()
+    commit = _snapshot_commit(folder)
+    if commit:
+        return f"hub:{commit}"
+    files = _files_of(folder)
+    return f"files:{_digest_files(files, folder)}" if files else private_identity()
 
 
 def private_identity() -> str:
@@ -68,34 +75,36 @@ def is_shareable(identity: str) -> bool:
 
 
 def _snapshot_commit(path: Path) -> str | None:
-    """Return the commit of a folder in a hub cache (`.../snapshots/<commit>`), else None."""
+    """Return model and commit of a folder in a hub cache, else None.
+
+    The folder is `.../models--<name>/snapshots/<commit>`. Offline, vLLM names it instead of the
+    model.
+    """
     resolved = Path(os.path.abspath(path))
-    if resolved.parent.name == "snapshots" and _COMMIT.fullmatch(resolved.name):
-        return f"{resolved.parent.parent.name}@{resolved.name}"
-    return None
+    model = resolved.parent.parent.name
+    is_cached = resolved.parent.name == "snapshots" and model.startswith("models--")
+    return f"{model}@{resolved.name}" if is_cached and _COMMIT.fullmatch(resolved.name) else None
 
 
-def _cached_commit(model: str, revision: str | None) -> str | None:
-    """Return the commit that the local hub cache holds for a model and revision."""
+def _cached_snapshot(model: str, revision: str | None) -> Path | None:
+    """Return the folder of a model and revision in the local hub cache."""
     try:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
         return None
     try:
-        found = try_to_load_from_cache(model, "config.json", revision=revision)
+        found = [try_to_load_from_cache(model, name, revision=revision) for name in _HUB_CONFIGS]
     except ValueError:  # not a valid repository name
         return None
-    if not isinstance(found, str):
-        return None
-    name = Path(found).parent.name
-    return name if _COMMIT.fullmatch(name) else None
+    return next((Path(each).parent for each in found if isinstance(each, str)), None)
 
 
 def _files_of(folder: Path) -> list[Path]:
     """Return configuration, code and weights; none if no known weight file is there."""
     weights = {path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)}
     configuration = {path for pattern in _CONFIG_FILES for path in folder.glob(pattern)}
-    return sorted(weights | configuration) if weights else []
+    read = {path for path in weights | configuration if path.name not in _FOR_PROMPTS}
+    return sorted(read) if weights else []
 
 
 def _digest_files(files: list[Path], folder: Path) -> str:

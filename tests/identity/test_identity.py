@@ -71,6 +71,16 @@ def test_a_changed_configuration_is_another_model(model: Path) -> None:
     assert identity(model) != before
 
 
+def test_other_prompts_are_the_same_model(model: Path) -> None:
+    """Keys of blocks cover their tokens, however these were made."""
+    before = identity(model)
+    for name in ("tokenizer_config.json", "tokenizer.json", "generation_config.json"):
+        (model / name).write_text('{"changed": 1}')
+    assert identity(model) == before
+    (model / "preprocessor_config.json").write_text("{}")
+    assert identity(model) != before, "a medium that is treated otherwise is another one"
+
+
 def test_changed_code_is_another_model(model: Path) -> None:
     """What a folder brings along may be what computes its blocks (`trust_remote_code`)."""
     (model / "modeling_own.py").write_text("SCALE = 1.0")
@@ -98,10 +108,24 @@ def test_other_weight_formats_are_sampled(model: Path) -> None:
     assert identity(model) != before
 
 
-def test_a_hub_snapshot_is_named_by_its_commit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["config.json", "params.json"])
+def test_a_hub_snapshot_is_named_by_its_commit(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by the name of its model: offline, vLLM replaces that by the folder."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     snapshot = tmp_path / "models--org--name" / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
     assert identity(snapshot) == f"hub:models--org--name@{COMMIT}"
+    (snapshot / name).write_text("{}")
+    assert weights_identity("org/name", COMMIT, is_real=True) == identity(snapshot)
+
+
+def test_a_folder_that_only_looks_like_a_snapshot_is_read(model: Path, tmp_path: Path) -> None:
+    """Of training, say, which writes new weights into it."""
+    snapshot = tmp_path / "run 7" / "snapshots" / COMMIT
+    shutil.copytree(model, snapshot)
+    assert identity(snapshot) == identity(model)
 
 
 def test_weights_in_memory_are_never_shared(model: Path) -> None:
