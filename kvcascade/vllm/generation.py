@@ -212,6 +212,11 @@ def platform_name() -> tuple[str, str]:
     return kind, str(getattr(platform, "device_name", kind))
 
 
+def fp8_type() -> str:
+    """Return how the platform writes numbers of 8 bits: some AMD GPUs halve their values."""
+    return str(import_module("vllm.platforms").current_platform.fp8_dtype())
+
+
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import Locality as Locality
     from vllm.v1.kv_offload.base import LookupResult as LookupResult

@@ -4,19 +4,20 @@ Attention packs keys and values for the machine that it runs on. A page that was
 has the same size and is noise. vLLM does not name the format, so everything that it depends on is
 compared:
 
-- the platform and, on a CPU, its instruction sets. The scheduler's process knows them, since its
-  workers run on the same host;
+- the platform; on a CPU its instruction sets, on a GPU the form of its 8-bit numbers. The
+  scheduler's process knows them, since its workers run on the same host;
 - the specifications of the KV groups;
 - in a worker, the attention backend of each layer and the memory layout of its cache.
 """
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .generation import offered, platform_name
+from .generation import fp8_type, offered, platform_name
 from .kv_layers import group_specs, specs_by_layer
 
 _INSTRUCTION_SETS = ("avx512_f", "avx512_bf16", "amx_tile", "avx10_2", "bf16")
@@ -25,6 +26,8 @@ _INSTRUCTION_SETS = ("avx512_f", "avx512_bf16", "amx_tile", "avx10_2", "bf16")
 vLLM chooses one of its compiled parts by the first two. Attention packs for tiles (AMX), for tiles
 of fp8 (which torch does not name and which came with AVX10.2), and on ARM for products of bfloat16.
 """
+_SHUFFLED = "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"
+"""Environment variable by which one backend puts the same numbers in another order."""
 _CONTENT = (
     "num_kv_heads",
     "head_size",
@@ -45,7 +48,10 @@ def machine_facts() -> dict[str, str]:
     """Return the facts about the machine that pages depend on; the GPU's model is none of them."""
     kind, name = platform_name()
     facts = {"platform": name}
-    return facts | {"cpu": _cpu()} if kind == "cpu" else facts
+    if kind == "cpu":
+        return facts | {"cpu": _cpu()}
+    is_shuffled = os.environ.get(_SHUFFLED, "").lower() in ("1", "true")
+    return facts | {"fp8": fp8_type(), "shuffled": str(is_shuffled)}
 
 
 def group_facts(kv_config: Any | None, group_ids: Iterable[int]) -> dict[str, str]:

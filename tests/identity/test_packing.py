@@ -21,10 +21,11 @@ class TestMachine:
         *sets: str,
         name: str = "cpu",
         kind: str = "cpu",
+        fp8: str = "float8_e4m3fn",
     ) -> str:
         """On this platform, on a CPU with these instruction sets."""
         common = pytest.importorskip("kvcascade.vllm.scheduler_side")
-        platform = Stub(device_name=name, device_type=kind)
+        platform = Stub(device_name=name, device_type=kind, fp8_dtype=lambda: fp8)
         monkeypatch.setattr("vllm.platforms.current_platform", platform)
         monkeypatch.setattr(
             "torch.cpu.get_capabilities", lambda: dict.fromkeys(sets, True), raising=False
@@ -38,6 +39,23 @@ class TestMachine:
         found = [self.fingerprint(monkeypatch, name=name, kind=kinds[name]) for name in kinds]
         assert len(set(found)) == len(kinds)
         assert self.fingerprint(monkeypatch) == found[0]
+
+    def test_another_form_of_8_bit_numbers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Those of MI300 are half of those of MI355, from equal bytes."""
+        found = {
+            self.fingerprint(monkeypatch, name="rocm", kind="cuda", fp8=fp8)
+            for fp8 in ("float8_e4m3fn", "float8_e4m3fnuz")
+        }
+        assert len(found) == 2
+
+    def test_an_order_that_only_the_environment_names(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found = [self.fingerprint(monkeypatch, name="rocm", kind="cuda")]
+        for value in ("0", "1", "True"):
+            monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", value)
+            found.append(self.fingerprint(monkeypatch, name="rocm", kind="cuda"))
+        assert found[0] == found[1] != found[2] == found[3]
 
     def test_other_instruction_sets(self, monkeypatch: pytest.MonkeyPatch) -> None:
         sets = ["avx512_f", "avx512_bf16", "amx_tile", "avx10_2"]  # the last is AMX for vLLM, too
