@@ -18,6 +18,7 @@ import re
 import struct
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from .errors import ConfigError
@@ -74,6 +75,34 @@ def is_shareable(identity: str) -> bool:
     return not identity.startswith("process:")
 
 
+_noted: dict[str, list[tuple[str, int, int]]] = {}
+"""Weight files of models as they were when the process began."""
+
+
+def note_files(model: str) -> None:
+    """Note the weight files of a local model before they are loaded; the first time counts."""
+    if os.path.exists(model):
+        _noted.setdefault(model, _state_of(Path(model)))
+
+
+def have_files_changed(model: str) -> bool:
+    """Return True if weight files were replaced since they were noted.
+
+    The weights that were loaded may then be older than the files, or a mixture.
+    """
+    return model in _noted and _noted[model] != _state_of(Path(model))
+
+
+def _state_of(path: Path) -> list[tuple[str, int, int]]:
+    """Return name, size and time of change of every weight file."""
+    found = []
+    for file in _weights_in(path) if path.is_dir() else [path]:
+        with suppress(OSError):  # `weights_identity` says what is wrong
+            about = file.stat()
+            found.append((file.name, about.st_size, about.st_mtime_ns))
+    return sorted(found)
+
+
 def _snapshot_commit(path: Path) -> str | None:
     """Return model and commit of a folder in a hub cache, else None.
 
@@ -101,10 +130,14 @@ def _cached_snapshot(model: str, revision: str | None) -> Path | None:
 
 def _files_of(folder: Path) -> list[Path]:
     """Return configuration, code and weights; none if no known weight file is there."""
-    weights = {path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)}
+    weights = _weights_in(folder)
     configuration = {path for pattern in _CONFIG_FILES for path in folder.glob(pattern)}
     read = {path for path in weights | configuration if path.name not in _FOR_PROMPTS}
     return sorted(read) if weights else []
+
+
+def _weights_in(folder: Path) -> set[Path]:
+    return {path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)}
 
 
 def _digest_files(files: list[Path], folder: Path) -> str:

@@ -15,6 +15,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from ..identity import have_files_changed
 from .generation import offered, seeds_hashes_with_a_constant
 
 MAX_FRAMES = 16
@@ -152,6 +153,11 @@ def reasons_not_to_share(config: Any) -> dict[str, str]:
         found["adapters"] = (
             "vLLM knows a LoRA adapter by its name and path, whatever is in its files; set "
             "weights_id to a word that you change with the weights and with the files of an adapter"
+        )
+    if have_files_changed(weights_facts(config)[0]):
+        found["files"] = (
+            "files of the model were replaced while the engine started, so its weights are not "
+            "known; start it again"
         )
     if getattr(cache, "calculate_kv_scales", False):
         found["scales"] = (

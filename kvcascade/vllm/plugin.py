@@ -1,7 +1,8 @@
 """The plugin that vLLM loads at the start of every process, before any model is loaded.
 
 It registers the spec, so that `"spec_name": "CascadeOffloadingSpec"` alone finds it. It also checks
-the configuration early: vLLM itself makes the spec only after the weights are loaded. vLLM hands
+the configuration early, and notes the files of the model: vLLM itself makes the spec only after the
+weights are loaded, and the files may have been replaced meanwhile. vLLM hands
 nothing to a plugin, so the configuration is looked for in the calling stack frames. If it is not
 there (the command line is not parsed yet), a later process of the same engine finds it.
 """
@@ -15,6 +16,7 @@ from typing import Any
 
 from ..assembly.named import SPEC_NAME, checked
 from ..config.machine import ThisMachine
+from ..identity import note_files
 from .generation import offered
 from .refusals import refuse_answers, refuse_platform
 
@@ -24,8 +26,9 @@ MAX_FRAMES = 12
 
 def register() -> None:
     """Entry point in `vllm.general_plugins`. Raises `ConfigError` if the configuration is wrong."""
-    extra_config = _find_extra_config(inspect.currentframe())
-    if extra_config is not None and extra_config.get("spec_name") == SPEC_NAME:
+    extra_config, model = _find_engine(inspect.currentframe())
+    note_files(model)
+    if extra_config.get("spec_name") == SPEC_NAME:
         refuse_platform()
         checked(extra_config, ThisMachine())
         refuse_answers(extra_config)
@@ -42,21 +45,26 @@ def _register_spec() -> None:
         return
 
 
-def _find_extra_config(frame: FrameType | None) -> Mapping[str, Any] | None:
-    """Return `kv_connector_extra_config` of the engine that a frame up the stack is making."""
+def _find_engine(frame: FrameType | None) -> tuple[Mapping[str, Any], str]:
+    """Return `kv_connector_extra_config` and model of the engine that a frame up the stack makes.
+
+    Both are empty if there is none.
+    """
     for _ in range(MAX_FRAMES):
         if frame is None:
-            return None
+            break
         for name in ("vllm_config", "self"):
-            transfer = _own(frame.f_locals.get(name), "kv_transfer_config")
+            engine = frame.f_locals.get(name)
+            transfer = _own(engine, "kv_transfer_config")
             if isinstance(transfer, Mapping):
                 extra = transfer.get("kv_connector_extra_config")
             else:
                 extra = _own(transfer, "kv_connector_extra_config")
             if isinstance(extra, Mapping):
-                return extra
+                model = _own(_own(engine, "model_config") or engine, "model")
+                return extra, str(model or "")
         frame = frame.f_back
-    return None
+    return {}, ""
 
 
 def _own(thing: object, name: str) -> Any:

@@ -10,6 +10,7 @@ import pytest
 from support.kv_bytes import Shape, offloading_config
 
 from kvcascade.config.schema import parse
+from kvcascade.identity import note_files
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.vllm import engine_facts
 
@@ -41,12 +42,19 @@ class HfConfig:
 
 def engine(hf: dict[str, Any] | None = None, **model: Any) -> Any:
     """What of an engine's configuration is looked at."""
-    fields = {"quantization": None, "dtype": "torch.float16", "hf_overrides": {}, **model}
+    fields = {
+        "quantization": None,
+        "dtype": "torch.float16",
+        "hf_overrides": {},
+        "model": "",
+        **model,
+    }
     cache = Stub(cache_dtype="auto", prefix_caching_hash_algo="sha256")
     return Stub(
         model_config=Stub(hf_config=HfConfig(**(hf or {})), **fields),
         cache_config=cache,
         attention_config=Stub(backend=None),
+        load_config=Stub(load_format="auto"),
     )
 
 
@@ -300,6 +308,13 @@ class TestNamespaceFacts:
         config.lora_config = Stub(max_loras=1)
         assert not self.is_shared(config)
         assert self.is_shared(config, weights_id="base and adapters of May"), "the user answers"
+
+    def test_files_that_were_replaced_since_the_start_vouch_for_nothing(self) -> None:
+        note_files(self.model)
+        assert self.is_shared(engine())
+        (Path(self.model) / "model.safetensors").write_bytes(b"x" * 999)
+        assert not self.is_shared(engine())
+        assert not self.is_shared(engine(), weights_id="mine"), "which ones were loaded is unknown"
 
     def test_without_the_engines_configuration_nothing_is_shared(self) -> None:
         assert not self.is_shared(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from vllm import platforms
 
 from kvcascade.errors import ConfigError
+from kvcascade.identity import have_files_changed
 from kvcascade.vllm import plugin
 from kvcascade.vllm.generation import adapter
 
@@ -56,6 +58,23 @@ def test_a_device_that_no_copier_reads_is_refused(
         load_with(vllm_config=holder(GOOD))
 
 
+@pytest.mark.parametrize("is_config", [False, True])
+def test_files_that_are_replaced_from_then_on_are_noticed(is_config: bool, tmp_path: Path) -> None:
+    """vLLM makes the spec after the weights are loaded: their files may be newer ones by then."""
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"old")
+    engine = holder(GOOD)
+    named = SimpleNamespace(model=str(tmp_path), model_weights="")
+    engine.__dict__.update({"model_config": named} if is_config else named.__dict__)
+    load_with(**{"vllm_config" if is_config else "self": engine})
+    os.utime(weights, ns=(1, weights.stat().st_mtime_ns))
+    assert not have_files_changed(str(tmp_path)), "it was only read"
+    weights.write_bytes(b"new")
+    os.utime(weights, ns=(1, 1))
+    load_with(self=engine)
+    assert have_files_changed(str(tmp_path))
+
+
 def test_configurations_of_other_specs_are_left_alone() -> None:
     load_with(vllm_config=holder({"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": 1}))
     load_with(vllm_config=SimpleNamespace(kv_transfer_config=None))
@@ -69,14 +88,14 @@ def test_an_object_that_asks_itself_for_ever_does_no_harm() -> None:
     load_with(self=Wrapper())
 
 
-def look_below(calls: int) -> Mapping[str, Any] | None:
+def look_below(calls: int) -> Mapping[str, Any]:
     """Look for a configuration that the frame above holds, from so many calls below it."""
     if calls > 1:
         return look_below(calls - 1)
-    return plugin._find_extra_config(inspect.currentframe())
+    return plugin._find_engine(inspect.currentframe())[0]
 
 
-def held_above(calls: int) -> Mapping[str, Any] | None:
+def held_above(calls: int) -> Mapping[str, Any]:
     """What is found of a configuration so many calls up."""
     vllm_config = holder(GOOD)
     assert vllm_config is not None
@@ -85,8 +104,8 @@ def held_above(calls: int) -> Mapping[str, Any] | None:
 
 def test_it_looks_no_further_than_its_limit() -> None:
     assert held_above(plugin.MAX_FRAMES - 1) == GOOD
-    assert held_above(plugin.MAX_FRAMES) is None
-    assert held_above(plugin.MAX_FRAMES + 1) is None
+    assert held_above(plugin.MAX_FRAMES) == {}
+    assert held_above(plugin.MAX_FRAMES + 1) == {}
 
 
 def test_vllm_finds_the_plugin_of_the_installed_package() -> None:
