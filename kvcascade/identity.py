@@ -6,7 +6,7 @@ only if everything that shapes the bytes is equal, above all the weights.
 Weights are identified without reading all of them. A hub model is identified by its resolved
 commit. Local files are identified by a digest over configuration, code and, for every tensor, its
 name, type, shape and a few samples of its bytes. Training or merging changes nearly every number of
-a tensor, so samples reveal it; sizes and headers do not.
+a tensor, and of an embedding whole rows. So samples reveal it; sizes and headers do not.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from pathlib import Path
 from .errors import ConfigError
 
 SAMPLES_PER_TENSOR = 3
+MAX_ROWS = 1 << 18
+"""Limit on the samples of an embedding, of which each row has one."""
 SAMPLE_BYTES = 256
 SAMPLES_PER_OPAQUE_FILE = 256
 """Samples of a file whose tensors are not known; they are spread evenly."""
@@ -32,15 +34,14 @@ MAX_HEADER_BYTES = 100 << 20
 
 _CONFIG_FILES = ("*.json", "*.py")
 """Patterns of configuration and of code that comes with some models; read in full."""
-_FOR_PROMPTS = frozenset(
-    "added_tokens.json chat_template.json generation_config.json special_tokens_map.json "
-    "tokenizer.json tokenizer_config.json vocab.json".split()
-)
-"""Files that shape prompts and sampling, but no block: its key covers its tokens."""
+_FOR_PROMPTS = frozenset({"chat_template.json", "generation_config.json", "tokenizer_config.json"})
+"""Files that people edit, and that shape prompts and sampling, but no block: its key covers its
+tokens."""
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _HUB_CONFIGS = ("config.json", "params.json")
 """Files of which every model on the hub has one; the second is Mistral's."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_EMBEDDING = re.compile(r"emb|wte")
 
 
 def weights_identity(model: str, revision: str | None, is_real: bool) -> str:
@@ -170,8 +171,7 @@ def _pieces(path: Path, size: int) -> Iterator[bytes]:
             yield raw
             offsets = _tensor_offsets(raw, 8 + header, size)
         for offset in offsets:
-            file.seek(offset)
-            yield file.read(SAMPLE_BYTES)
+            yield os.pread(file.fileno(), SAMPLE_BYTES, offset)
 
 
 def _tensor_header(prefix: bytes, size: int) -> int | None:
@@ -183,16 +183,23 @@ def _tensor_header(prefix: bytes, size: int) -> int | None:
 
 
 def _tensor_offsets(raw_header: bytes, data_start: int, size: int) -> list[int]:
-    """Return the offsets of samples: the start, the middle and the end of every tensor."""
+    """Return the offsets of samples: the start, the middle and the end of every tensor.
+
+    Embeddings have one in each row: a training may change those of a few words alone.
+    """
     try:
         header = json.loads(raw_header)
-        spans = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
-        starts_and_ends = [(data_start + int(a), data_start + int(b)) for a, b in spans]
-    except (ValueError, TypeError, KeyError, AttributeError):
+        header.pop("__metadata__", None)
+        tensors = []
+        for name, entry in header.items():
+            start, end = map(int, entry["data_offsets"])
+            rows = min(int(entry["shape"][0]), MAX_ROWS) if _EMBEDDING.search(name) else 0
+            tensors.append((data_start + start, data_start + end, max(rows, SAMPLES_PER_TENSOR)))
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError):
         return _spread(0, size, SAMPLES_PER_OPAQUE_FILE)
     offsets: list[int] = []
-    for start, end in sorted(starts_and_ends):
-        offsets += _spread(start, min(end, size), SAMPLES_PER_TENSOR)
+    for start, end, n in sorted(tensors):
+        offsets += _spread(start, min(end, size), n)
     return offsets
 
 

@@ -15,6 +15,7 @@ from kvcascade.errors import ConfigError
 from kvcascade.identity import is_shareable, weights_identity
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+NO_SHAPE = b'{"embed": {"data_offsets": [0, 9], "shape": []}}'
 
 
 @pytest.fixture
@@ -65,6 +66,19 @@ def test_one_changed_tensor_is_noticed(model: Path, layer: int) -> None:
     assert identity(model) != before
 
 
+@pytest.mark.parametrize("width", [16, 64, 500])
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "transformer.wte.weight"])
+def test_a_few_words_that_were_trained_are_noticed(name: str, width: int, model: Path) -> None:
+    table = np.random.default_rng(0).standard_normal((1000, width), dtype=np.float32)
+    save_file({name: table}, model / "model.safetensors")
+    before = identity(model)
+    for row in (0, 1, 500, 998, 999):
+        changed = table.copy()
+        changed[row] += 1
+        save_file({name: changed}, model / "model.safetensors")
+        assert identity(model) != before, row
+
+
 def test_a_changed_configuration_is_another_model(model: Path) -> None:
     before = identity(model)
     (model / "config.json").write_text(json.dumps({"hidden_size": 64, "rope_theta": 1e6}))
@@ -74,7 +88,7 @@ def test_a_changed_configuration_is_another_model(model: Path) -> None:
 def test_other_prompts_are_the_same_model(model: Path) -> None:
     """Keys of blocks cover their tokens, however these were made."""
     before = identity(model)
-    for name in ("tokenizer_config.json", "tokenizer.json", "generation_config.json"):
+    for name in ("tokenizer_config.json", "chat_template.json", "generation_config.json"):
         (model / name).write_text('{"changed": 1}')
     assert identity(model) == before
     (model / "preprocessor_config.json").write_text("{}")
@@ -91,7 +105,8 @@ def test_changed_code_is_another_model(model: Path) -> None:
 
 @pytest.mark.parametrize(
     "header",
-    [b"", b"\xff" * 8, struct.pack("<Q", 1 << 62), struct.pack("<Q", 4) + b"[1]]", b"short"],
+    [b"", b"\xff" * 8, struct.pack("<Q", 1 << 62), struct.pack("<Q", 4) + b"[1]]", b"short"]
+    + [struct.pack("<Q", len(NO_SHAPE)) + NO_SHAPE],
 )
 def test_a_hostile_header_is_sampled_like_any_file(model: Path, header: bytes) -> None:
     (model / "model.safetensors").write_bytes(header + b"x" * 1000)
