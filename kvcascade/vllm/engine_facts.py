@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..identity import have_files_changed
@@ -29,6 +29,11 @@ _READ_THE_MODEL = frozenset(
 
 Other formats take weights from a file of their own (tensorizer), from a process that loaded them
 earlier (ipc_cache, modelexpress), from nowhere (dummy), or from a place that a plugin chooses."""
+_LOADER_SPEED = frozenset(
+    "concurrency distributed enable_multithread_load enable_weights_track memory_limit "
+    "num_threads".split()
+)
+"""Arguments of loaders that change how fast the same weights are read."""
 _VOLATILE_HF_KEYS = frozenset({"_name_or_path", "transformers_version", "name_or_path"})
 _STATE_OPTIONS = (
     "mamba_cache_dtype",
@@ -93,6 +98,8 @@ def model_facts(config: Any) -> dict[str, str]:
     model, cache = config.model_config, config.cache_config
     hf_config = getattr(model, "hf_config", None)
     loader = getattr(getattr(config, "load_config", None), "model_loader_extra_config", None)
+    if isinstance(loader, Mapping):
+        loader = {name: loader[name] for name in loader if name not in _LOADER_SPEED}
     parallel = getattr(config, "parallel_config", None)
     media = getattr(model, "multimodal_config", None)
     return {

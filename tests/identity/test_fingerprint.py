@@ -235,6 +235,9 @@ def test_what_the_loader_is_told_is_part_of_it() -> None:
     config = engine()
     config.load_config = Stub(model_loader_extra_config={"tensorizer_uri": "s3://bucket/llama"})
     assert fingerprint(config) != fingerprint(BASE)
+    for speed in ({"enable_multithread_load": True, "num_threads": 8}, {"concurrency": 16}):
+        config.load_config = Stub(model_loader_extra_config=speed)
+        assert fingerprint(config) == fingerprint(BASE), "the same weights, read faster"
 
 
 def test_a_model_that_drafts_has_an_identity_of_its_own() -> None:
