@@ -17,7 +17,7 @@ import os
 import re
 import struct
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,6 +27,8 @@ SAMPLES_PER_TENSOR = 3
 MAX_ROWS = 1 << 18
 """Limit on the samples of an embedding, of which each row has one."""
 SAMPLE_BYTES = 256
+CLOSE_BYTES, READ_BYTES = 32 << 10, 4 << 20
+"""Samples at most so far apart are read together, up to so many bytes at a time."""
 SAMPLES_PER_OPAQUE_FILE = 256
 """Samples of a file whose tensors are not known; they are spread evenly."""
 MAX_HEADER_BYTES = 100 << 20
@@ -170,8 +172,27 @@ def _pieces(path: Path, size: int) -> Iterator[bytes]:
             raw = file.read(header)
             yield raw
             offsets = _tensor_offsets(raw, 8 + header, size)
-        for offset in offsets:
-            yield os.pread(file.fileno(), SAMPLE_BYTES, offset)
+        yield from _samples(file.fileno(), offsets)
+
+
+def _samples(file: int, offsets: Sequence[int]) -> Iterator[bytes]:
+    """Yield the samples at ascending offsets.
+
+    Close ones are read together: a disk that has nothing of the file in memory would take minutes
+    for the rows of an embedding.
+    """
+    at = 0
+    while at < len(offsets):
+        first = offsets[at]
+        end = at + 1
+        while end < len(offsets) and offsets[end] - offsets[end - 1] <= CLOSE_BYTES:
+            if offsets[end] - first > READ_BYTES:
+                break
+            end += 1
+        data = os.pread(file, offsets[end - 1] + SAMPLE_BYTES - first, first)
+        for offset in offsets[at:end]:
+            yield data[offset - first : offset - first + SAMPLE_BYTES]
+        at = end
 
 
 def _tensor_header(prefix: bytes, size: int) -> int | None:

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from kvcascade.errors import ConfigError
-from kvcascade.identity import is_shareable, weights_identity
+from kvcascade.identity import SAMPLE_BYTES, _samples, is_shareable, weights_identity
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NO_SHAPE = b'{"embed": {"data_offsets": [0, 9], "shape": []}}'
@@ -165,3 +165,15 @@ def test_weights_in_files_that_are_not_known_are_never_shared(tmp_path: Path) ->
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.tensors").write_bytes(bytes(1000))
     assert not is_shareable(identity(tmp_path))
+
+
+@pytest.mark.parametrize("stride", [0, 100, 20_000, 32 << 10, 40 << 10, 5 << 20])
+def test_samples_that_are_read_together_are_those_of_their_places(
+    tmp_path: Path, stride: int
+) -> None:
+    whole = np.arange(3 << 20, dtype=np.uint32).tobytes()
+    (tmp_path / "file").write_bytes(whole)
+    places = [7 + stride * number for number in range(700)]
+    with (tmp_path / "file").open("rb") as file:
+        found = [*_samples(file.fileno(), places)]
+    assert found == [whole[at : at + SAMPLE_BYTES] for at in places]
