@@ -7,6 +7,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from support.arrays import KeptArrays
 
@@ -15,6 +16,7 @@ from kvcascade.tiers.policies import ENTRY_POINTS, ORDERS, known_names, order_cl
 from kvcascade.tiers.policies.ghosts import SLACK, GhostLists
 from kvcascade.tiers.policies.links import NONE, LinkedLists
 from kvcascade.tiers.policies.log import RecencyLog, Search
+from kvcascade.tiers.policies.s3fifo import S3FifoOrder
 
 COLLIDING = 1 << 40
 """Tags that are multiples of this fall into the same bucket."""
@@ -140,3 +142,56 @@ def test_other_packages_add_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert order_class("lru") is ORDERS["lru"]
     with pytest.raises(ConfigError, match="'others-broken' is no EvictionOrder"):
         order_class("others-broken")
+
+
+class _EntriesRead:
+    """Number of log entries that searches read in chunks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entries = 0
+        between = RecencyLog.between
+
+        def counting(log: RecencyLog, start: int, stop: int) -> npt.NDArray[np.int32]:
+            self.entries += stop - start
+            return between(log, start, stop)
+
+        monkeypatch.setattr(RecencyLog, "between", counting)
+
+
+def _s3fifo_with_main(slots: int, rng: random.Random) -> S3FifoOrder:
+    """An order whose main queue holds most slots, with all numbers of uses."""
+    order = S3FifoOrder(slots)
+    order.insert(range(slots), range(1, slots + 1))
+    for _ in range(2):
+        order.touch(range(slots))
+    order.evicted([slots - 1], [slots])  # promotes all slots before it
+    order.touch([slot for slot in range(slots - 1) if rng.random() < 0.5])
+    return order
+
+
+def test_one_eviction_of_many_passes_the_queue_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3-FIFO passed the queue from its head for each of the victims."""
+    rng, slots = random.Random(5), 20_000
+    order = _s3fifo_with_main(slots, rng)
+    mask = np.array([rng.random() < 0.02 for _ in range(slots)])
+    victims = order.victims(300, lambda slot: True, mask)
+    assert len(victims) == 300
+    read = _EntriesRead(monkeypatch)
+    order.evicted(victims, victims)
+    assert read.entries < 20 * slots
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_eviction_of_many_equals_single_ones(seed: int) -> None:
+    rng, slots = random.Random(seed), 300
+    together = _s3fifo_with_main(slots, random.Random(seed))
+    one_by_one = _s3fifo_with_main(slots, random.Random(seed))
+    for _ in range(6):
+        mask = np.array([rng.random() < 0.3 for _ in range(slots)])
+        victims = together.victims(20, lambda slot: True, mask)
+        assert victims == one_by_one.victims(20, lambda slot: True, mask)
+        together.evicted(victims, victims)
+        for slot in victims:
+            one_by_one.evicted([slot], [slot])
+        left = together.victims(slots, lambda slot: True)
+        assert left == one_by_one.victims(slots, lambda slot: True)

@@ -72,6 +72,13 @@ class Search:
             return False
         return self.wanted is None or self.wanted(slot)
 
+    def masked(self, slots: list[int]) -> list[int]:
+        """Return those of the slots that are in the mask."""
+        if self.mask is None or not slots:
+            return slots
+        batch = np.asarray(slots)
+        return list(batch[self.mask[batch]].tolist())
+
     def pick(self, slots: Iterable[int], limit: int) -> list[int]:
         """Return up to `limit` accepted slots, for orders that go one by one."""
         looked_at = islice(slots, self.left)

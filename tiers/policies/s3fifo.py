@@ -18,7 +18,7 @@ Blocks of the main queue that get another round queue up behind them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import islice
 from typing import ClassVar
 
@@ -106,16 +106,13 @@ class S3FifoOrder(EvictionOrder):
     def evicted(self, slots: Sequence[int], tags: Sequence[int]) -> None:
         self._has_evicted[0] = 1
         self._searched = _NOT_SEARCHED
-        for slot, tag in zip(slots, tags, strict=True):
-            if slot in self._small:
-                self._move_up_before(self._small.position(slot))
-                self._small.discard((slot,))
-                self._ghosts.add(0, tag)
-                continue
-            if self._main_is_next_but_for_small():
-                self._move_up_before(self._small.tail)
-            self._give_rounds_before(slot)
-            self._main.discard((slot,))
+        for is_often in (False, True):  # the first step promotes most of the often used ones
+            self._evict_from_small(slots, tags, is_often=is_often)
+        if main := [slot for slot in slots if slot in self._main]:
+            # True if the small queue was searched before the last one, and had only promotions.
+            if len(self._small) and len(self._main) - len(main) < self._main_limit:
+                self._move_up_before(self._small.tail, ())
+            self._evict_from_main(main)
 
     def victims(
         self,
@@ -140,7 +137,7 @@ class S3FifoOrder(EvictionOrder):
             else:
                 slot, moving = next(small, (None, []))
                 is_small_over = slot is None
-                moved.extend(moving)
+                moved.extend(search.masked(moving))
                 small_size -= len(moving) + 1
                 main_size += len(moving)
             if slot is not None:
@@ -223,25 +220,52 @@ class S3FifoOrder(EvictionOrder):
                     break
         return self._searched
 
-    def _main_is_next_but_for_small(self) -> bool:
-        """Return True if the small queue was searched first and had only blocks to promote."""
-        return 0 < len(self._small) and len(self._main) <= self._main_limit
-
-    def _move_up_before(self, stop: int) -> None:
+    def _move_up_before(self, stop: int, leaving: Container[int]) -> None:
         """Promote the often used slots of the small queue before a position to the main queue."""
-        moving = list(self._small.scan(Search(), None, stop, self._often))
+        often = self._small.scan(Search(), None, stop, self._often)
+        moving = [slot for slot in often if slot not in leaving]
         if moving:
             self._small.discard(moving)
             self._set_uses(moving, 0)
             self._main.append(moving)
 
-    def _give_rounds_before(self, slot: int) -> None:
-        """Move the slots of the main queue before this one to its end, with one use less each."""
+    def _evict_from_small(
+        self, slots: Sequence[int], tags: Sequence[int], *, is_often: bool
+    ) -> None:
+        """Remove those slots that are in the small queue, and used often or not. Keep ghosts."""
+        small, uses = self._small, self._uses.of
+        leaving = {
+            slot: tag
+            for slot, tag in zip(slots, tags, strict=True)
+            if slot in small and (uses[slot] >= USES_TO_STAY) == is_often
+        }
+        if leaving:
+            self._move_up_before(max(map(small.position, leaving)), leaving)
+            small.discard(list(leaving))
+            for tag in leaving.values():
+                self._ghosts.add(0, tag)
+
+    def _evict_from_main(self, slots: Sequence[int]) -> None:
+        """Remove slots in this order. All slots that the queue passes get a round.
+
+        Slots without uses that follow each other in the queue cost one pass together.
+        """
+        main, uses, at = self._main, self._uses, 0
+        while at < len(slots):
+            if rounds := uses.of[slots[at]]:  # a whole round takes a use from each slot
+                everyone = main.to_array()
+                uses.array[everyone] -= np.minimum(uses.array[everyone], rounds)
+            begin, stop = at, main.position(slots[at])
+            at += 1
+            while at < len(slots) and not uses.of[slots[at]] and main.position(slots[at]) > stop:
+                stop = main.position(slots[at])
+                at += 1
+            self._give_round_before(stop)
+            main.discard(slots[begin:at])
+
+    def _give_round_before(self, stop: int) -> None:
+        """Move the used slots of the main queue before a position to its end, with a use less."""
         uses = self._uses
-        for _ in range(uses.of[slot]):  # a whole round takes a use from each slot
-            everyone = self._main.to_array()
-            uses.array[everyone] -= uses.array[everyone] > 0
-        stop = self._main.position(slot)
         passed = list(self._main.scan(Search(), None, stop, self._used))
         if len(passed) > FEW:
             uses.array[np.asarray(passed)] -= 1
