@@ -182,6 +182,7 @@ class Level:
         self.name = tier.name
         self.backend = tier.backend
         self.policy = tier.policy
+        self.policy.ref_counts = tier.backend.ref_counts
         self.is_last = is_last
         self.capacity = tier.backend.capacity
         self.block_size = tier.backend.block_size

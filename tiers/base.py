@@ -26,6 +26,9 @@ BlockHash = NewType("BlockHash", bytes)
 SlotArray = npt.NDArray[np.int32]
 """Slot numbers: int32 array of shape `(n,)`."""
 
+RefCounts = npt.NDArray[np.int32]
+"""Live view of the `ref_cnt` of every slot, shape `(capacity,)`; 0 for free slots."""
+
 NOT_READY = -1
 """Value of `BlockStatus.ref_cnt` for a block whose bytes have not arrived yet."""
 
@@ -92,6 +95,12 @@ class Backend(ABC):
         self.medium = medium
         self.capacity = capacity
 
+    @property
+    def ref_counts(self) -> RefCounts | None:
+        """Reference counts, which make searches among pinned blocks fast; None if there is no
+        view."""
+        return None
+
     @abstractmethod
     def get_num_free_blocks(self) -> int:
         """Number of slots that `allocate_blocks` could return now."""
@@ -141,6 +150,9 @@ class CachePolicy(ABC):
 
     wants_chains: bool = False
     """Whether the policy uses `note_chain`; it need not be called otherwise."""
+
+    ref_counts: RefCounts | None = None
+    """View of the backend's slots, if it has one; set by the owner of both."""
 
     @abstractmethod
     def get(self, block_hash: BlockHash) -> BlockStatus | None:

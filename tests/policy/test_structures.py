@@ -12,10 +12,15 @@ import pytest
 from support.arrays import KeptArrays
 
 from kvcascade.errors import ConfigError
-from kvcascade.tiers.policies import ENTRY_POINTS, ORDERS, known_names, order_class
+from kvcascade.tiers.base import BlockHash, BlockStatus
+from kvcascade.tiers.cpu.cpu_backend import CpuBackend
+from kvcascade.tiers.policies import ENTRY_POINTS, ORDERS, create, known_names, order_class
+from kvcascade.tiers.policies import log as log_module
+from kvcascade.tiers.policies.directory import DictDirectory
 from kvcascade.tiers.policies.ghosts import SLACK, GhostLists
 from kvcascade.tiers.policies.links import NONE, LinkedLists
-from kvcascade.tiers.policies.log import RecencyLog, Search
+from kvcascade.tiers.policies.log import NO_PLACE, WALK, WALK_FACTOR, RecencyLog, Search
+from kvcascade.tiers.policies.ordered import MANY_PINNED
 from kvcascade.tiers.policies.s3fifo import S3FifoOrder
 
 COLLIDING = 1 << 40
@@ -81,15 +86,56 @@ def test_a_search_finds_what_a_mask_leaves_in_order(share: float) -> None:
     assert list(log.scan(Search(mask=mask), start, stop)) == between
 
 
-def test_a_search_one_by_one_ends_with_the_mask() -> None:
-    slots = iter(range(1000))
-    mask = np.zeros(1000, np.bool_)
-    search = Search(lambda slot: slot != 3, mask)
-    assert search.pick(slots, 8) == [] and next(slots) == 0  # nothing was looked at
-    mask[[3, 5]] = True
-    assert search.pick(slots, 8) == [5] and next(slots) == 6
-    assert Search(None, None, window=3).pick(slots, 8) == [7, 8, 9]
-    assert Search(None, mask, window=3).pick(range(3, 9), 1) == [3]
+def test_a_search_one_by_one_walks_a_short_way_only() -> None:
+    """Then it sorts: with few candidates, it walked over all slots."""
+    rng, n = random.Random(3), 50 * WALK
+    ordered = rng.sample(range(n), n)
+    places = np.empty(n, np.int64)
+    places[ordered] = np.arange(n)
+    places[ordered[:2]] = NO_PLACE  # absent
+    mask = np.zeros(n, np.bool_)
+    late = ordered[-5 * WALK :: 7]
+    mask[late] = True
+    for limit in (1, 8, 3 * WALK):
+        slots = iter(ordered[2:])
+        found = Search(lambda slot: slot % 3 > 0, mask).pick(slots, limit, lambda: places)
+        assert found == [slot for slot in late if slot % 3 > 0][:limit]
+        assert next(slots) == ordered[2 + max(WALK, WALK_FACTOR * limit)]
+
+
+def test_a_search_one_by_one_ends_with_its_window() -> None:
+    places, mask = np.arange(4 * WALK), np.arange(4 * WALK) % 8 == 0
+    for window in (3, WALK, 2 * WALK + 1):
+        expected = list(range(0, window, 8))
+        for limit in (len(expected), 4 * WALK):
+            search = Search(lambda slot: True, mask, window)
+            assert search.pick(range(4 * WALK), limit, lambda: places) == expected
+
+
+@pytest.mark.parametrize("name", ["slru", "lirs"])
+def test_lists_have_one_order_whether_walked_or_sorted(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, capacity = random.Random(8), 400
+    order = ORDERS[name](capacity)
+    order.insert(range(capacity), range(1, capacity + 1))
+    for round_ in range(40):
+        order.touch(rng.sample(range(capacity), 60))
+        order.settle(rng.sample(range(capacity), 5))
+        gone = order.victims(20, lambda slot: slot % 3 > 0)
+        order.evicted(gone, gone)
+        order.insert(gone, rng.sample(range(1, 600), len(gone)))
+        if round_ % 10 == 9:
+            order.reconcile(np.arange(capacity))
+        walked = order.victims(capacity, lambda slot: True)
+        assert sorted(walked) == list(range(capacity))
+        mask = np.array([rng.random() < 0.3 for _ in range(capacity)])
+        with monkeypatch.context() as patch:
+            patch.setattr(log_module, "WALK", 1)
+            patch.setattr(log_module, "WALK_FACTOR", 0)
+            assert order.victims(capacity, lambda slot: True) == walked
+            expected = [slot for slot in walked[:300] if mask[slot]]
+            assert order.victims(capacity, lambda slot: True, mask, 300) == expected
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -195,3 +241,33 @@ def test_one_eviction_of_many_equals_single_ones(seed: int) -> None:
             one_by_one.evicted([slot], [slot])
         left = together.victims(slots, lambda slot: True)
         assert left == one_by_one.victims(slots, lambda slot: True)
+
+
+@pytest.mark.parametrize("name", sorted(ORDERS))
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_a_search_meets_few_of_many_pinned_blocks(
+    name: str, has_mask: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It called a function for each of them: 40 to 60 ms at 200,000 slots."""
+    capacity = 20 * MANY_PINNED
+    backend, policy = CpuBackend(4096, capacity), create(name, capacity)
+    policy.ref_counts = backend.ref_counts
+    hashes = [BlockHash(number.to_bytes(8, "little") * 2) for number in range(capacity)]
+    statuses = backend.allocate_blocks(hashes)
+    policy.insert_many(hashes, statuses)
+    idle = set(random.Random(2).sample(hashes, 50))
+    for block_hash, status in zip(hashes, statuses, strict=True):
+        status.ref_cnt = int(block_hash not in idle)
+    mask = np.ones(capacity, np.bool_) if has_mask else None
+    looked_at: list[int] = []
+    at_slot = DictDirectory.at_slot
+
+    def counting(directory: DictDirectory, slot: int) -> tuple[BlockHash, BlockStatus] | None:
+        looked_at.append(slot)
+        return at_slot(directory, slot)
+
+    monkeypatch.setattr(DictDirectory, "at_slot", counting)
+    assert policy.evict(51, (), mask) is None
+    assert len(looked_at) <= MANY_PINNED + 3 * len(idle)
+    evicted = policy.evict(50, (), mask)
+    assert evicted is not None and {block_hash for block_hash, _ in evicted} == idle

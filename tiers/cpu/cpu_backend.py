@@ -19,7 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import NoSpaceError
-from ..base import NOT_READY, Backend, BlockHash, BlockStatus, LoadStoreSpec, SlotSpec
+from ..base import (
+    NOT_READY,
+    Backend,
+    BlockHash,
+    BlockStatus,
+    LoadStoreSpec,
+    RefCounts,
+    SlotSpec,
+)
 from .arena import Arena
 
 SORT_FROM_BLOCKS = 4
@@ -56,8 +64,7 @@ class CpuBackend(Backend):
         table = (BlockStatus * capacity)()
         fields = np.frombuffer(memoryview(table), np.int32).reshape(capacity, 2)
         fields[:, 1] = np.arange(capacity, dtype=np.int32)
-        self.ref_counts: npt.NDArray[np.int32] = fields[:, 0]
-        """Live view of the `ref_cnt` of every slot, shape `(capacity,)`; 0 for free slots."""
+        self._ref_counts: RefCounts = fields[:, 0]
         with collector_paused():
             self._statuses = list(table)
         self._taken = bytearray(capacity)
@@ -69,6 +76,10 @@ class CpuBackend(Backend):
     def over(cls, arena: Arena) -> CpuBackend:
         """Return the backend of a mapped arena. Closing the backend closes the arena."""
         return cls(arena.geometry.slot_bytes, arena.geometry.slots, arena)
+
+    @property
+    def ref_counts(self) -> RefCounts:
+        return self._ref_counts
 
     def get_num_free_blocks(self) -> int:
         return len(self._free)
@@ -117,7 +128,7 @@ class CpuBackend(Backend):
         for slot in slots:
             assert taken[slot], f"slot {slot} was freed twice"
             taken[slot] = 0
-        self.ref_counts[slots] = 0
+        self._ref_counts[slots] = 0
         self._free += slots
         self._unsorted = True
 
@@ -132,7 +143,7 @@ class CpuBackend(Backend):
         return SlotSpec(np.fromiter(map(_block_id, statuses), np.int32, n))
 
     def reset(self) -> list[BlockStatus]:
-        is_busy = (self._taken_flags != 0) & (self.ref_counts != 0)
+        is_busy = (self._taken_flags != 0) & (self._ref_counts != 0)
         self._taken_flags[:] = is_busy
         self._free = np.flatnonzero(~is_busy)[::-1].tolist()
         self._unsorted = False

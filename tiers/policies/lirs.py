@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..base import SlotMask
-from .links import LinkedLists
-from .log import Search
+from .links import StampedLists
+from .log import NO_PLACE, Search
 from .order import ArraySource, EvictionOrder, heap_arrays, scalars
 from .tags import NONE, TagTable
 
@@ -33,10 +33,12 @@ STACK_LIMIT_PER_SLOT = 2
 
 _S = 0
 _Q, _GHOSTS, _HOT = 0, 1, 2
+_AFTER_Q = 1 << 60
+"""Added to the stamps of hot blocks, which follow all blocks of Q."""
 
 
 class LirsOrder(EvictionOrder):
-    """LIRS over slots: about 57 bytes a slot, ghosts included.
+    """LIRS over slots: about 92 bytes a slot, ghosts included.
 
     Entries below `capacity` are slots, the others are ghosts. Each entry is in one of three lists:
     Q, the ghosts in the order of their eviction, and the hot blocks in no particular order. All hot
@@ -49,8 +51,8 @@ class LirsOrder(EvictionOrder):
         super().__init__(capacity, arrays)
         self._tags = TagTable("lirs_ghost", capacity + capacity // 8 + 1, arrays)
         entries = capacity + self._tags.entries
-        self._stack = LinkedLists("lirs_stack", entries, 1, arrays)
-        self._kinds = LinkedLists("lirs_kinds", entries, 3, arrays)
+        self._stack = StampedLists("lirs_stack", entries, 1, arrays)
+        self._kinds = StampedLists("lirs_kinds", entries, 3, arrays)
         self._kind_array = arrays("lirs_kind", entries, np.uint8)
         self._kind_of = scalars(self._kind_array)
         self._hot_limit = capacity - max(1, int(capacity * HIR_SHARE))
@@ -123,7 +125,7 @@ class LirsOrder(EvictionOrder):
     ) -> list[int]:
         hot = (entry for entry in self._stack.iterate(_S) if self._kind_of[entry] == _HOT)
         coldest_first = chain(self._kinds.iterate(_Q), hot)
-        return Search(wanted, mask, window).pick(coldest_first, limit)
+        return Search(wanted, mask, window).pick(coldest_first, limit, self._places)
 
     def clear(self) -> None:
         self._stack.clear()
@@ -156,6 +158,15 @@ class LirsOrder(EvictionOrder):
         found = np.asarray(entries, np.int64)
         found = found[found < self.capacity]
         return found[expected[found]]
+
+    def _places(self) -> npt.NDArray[np.int64]:
+        """Return numbers of the slots that grow in the order of eviction."""
+        slots = slice(self.capacity)
+        queued = self._kinds.stamps[slots]
+        place = np.where(
+            self._kind_array[slots] == _Q, queued, self._stack.stamps[slots] + _AFTER_Q
+        )
+        return np.where(self._kinds.is_listed()[slots], place, NO_PLACE)
 
     def _append(self, kind: int, entry: int) -> None:
         self._kinds.append(kind, entry)

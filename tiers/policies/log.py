@@ -30,6 +30,13 @@ SCAN_CHUNK_MIN = 128
 SCAN_CHUNK_MAX = 1 << 16
 """Limits of the log entries that a search reads in one step; each step doubles them."""
 
+WALK = 1024
+WALK_FACTOR = 4
+"""Slots of a linked list that a search visits before it sorts slots by their place: so many, and so
+many for each slot that it is to find, if those are more."""
+NO_PLACE = 1 << 62
+"""Place of slots that are not present."""
+
 SORT_COST = 8
 """Assumed cost of sorting one slot by its position, in log entries read."""
 
@@ -79,22 +86,35 @@ class Search:
         batch = np.asarray(slots)
         return list(batch[self.mask[batch]].tolist())
 
-    def pick(self, slots: Iterable[int], limit: int) -> list[int]:
-        """Return up to `limit` accepted slots, for orders that go one by one."""
-        looked_at = islice(slots, self.left)
-        in_mask = looked_at if self.mask is None else self._in_mask(looked_at, self.mask)
-        accepted = in_mask if self.wanted is None else filter(self.wanted, in_mask)
-        return list(islice(accepted, max(limit, 0)))
+    def pick(
+        self, slots: Iterable[int], limit: int, places: Callable[[], npt.NDArray[np.int64]]
+    ) -> list[int]:
+        """Return up to `limit` accepted slots, for orders that go one by one.
 
-    def _in_mask(self, slots: Iterable[int], mask: SlotMask) -> Iterator[int]:
-        """Yield the slots that are in the mask, and end after the mask's last slot."""
-        left, may_leave = int(np.count_nonzero(mask)), scalars(mask)
-        for slot in slots if left else ():
-            if may_leave[slot]:
-                yield slot
-                left -= 1
-                if not left:
-                    return
+        `slots` yields all slots, coldest first. `places` returns a number for each slot that grows
+        in that order, or `NO_PLACE`. It is called if a short walk finds too few.
+        """
+        walk = max(WALK, WALK_FACTOR * limit)
+        walked = list(islice(slots, min(self.left, walk)))
+        accepted = filter(self.wanted, self.masked(walked))
+        found = list(islice(accepted, max(limit, 0)))
+        if len(found) >= limit or len(walked) < walk:
+            return found
+        return list(islice(filter(self.wanted, self._by_place(places())), limit))
+
+    def _by_place(self, place: npt.NDArray[np.int64]) -> Iterator[int]:
+        """Yield the slots of the mask and the window in the order of their places."""
+        is_open = place < NO_PLACE
+        if self.left < len(place):
+            is_open &= place < np.partition(place, self.left)[self.left]
+        if self.mask is not None:
+            is_open &= self.mask
+        slots, n = np.flatnonzero(is_open), WALK
+        while len(slots):
+            parted = slots if len(slots) <= n else slots[np.argpartition(place[slots], n)]
+            first, slots = parted[:n], parted[n:]
+            yield from first[np.argsort(place[first])].tolist()
+            n *= 8
 
 
 class Marks:

@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from itertools import takewhile
 
+import numpy as np
+
 from ..base import BlockHash, BlockStatus, CachePolicy, SlotMask
 from .directory import DictDirectory
 from .order import EvictionOrder
 
 Pairs = list[tuple[BlockHash, BlockStatus]]
+
+MANY_PINNED = 1024
+"""Number of pinned blocks that a search meets one by one. It then leaves out all that are pinned:
+one step over the reference counts costs less than the call for each of many blocks."""
+
+
+class _ManyPinned(Exception):
+    """End of a search that met many pinned blocks."""
 
 
 def tag_of(block_hash: BlockHash) -> int:
@@ -93,18 +103,32 @@ class OrderedPolicy(CachePolicy):
         mask: SlotMask | None = None,
         window: int | None = None,
     ) -> Pairs:
-        at_slot = self._directory.at_slot
+        at_slot, ref_counts = self._directory.at_slot, self.ref_counts
         found: dict[int, tuple[BlockHash, BlockStatus]] = {}
+        pinned = 0
 
         def may_leave(slot: int) -> bool:
+            nonlocal pinned
             pair = at_slot(slot)
-            if pair is None or pair[1].ref_cnt != 0 or pair[0] in protected:
+            if pair is None or pair[1].ref_cnt != 0:
+                pinned += 1
+                if pinned == MANY_PINNED and ref_counts is not None:
+                    raise _ManyPinned
+                return False
+            if pair[0] in protected:
                 return False
             found[slot] = pair
             return True
 
         # An order may ask about more slots than it returns (ARC looks ahead in both lists).
-        return [found[slot] for slot in self._order.victims(n, may_leave, mask, window)]
+        try:
+            slots = self._order.victims(n, may_leave, mask, window)
+        except _ManyPinned:
+            assert ref_counts is not None, "else no search ends so"
+            is_idle = np.asarray(ref_counts == 0)
+            mask = is_idle if mask is None else np.asarray(is_idle & mask)
+            slots = self._order.victims(n, may_leave, mask, window)
+        return [found[slot] for slot in slots]
 
     def clear(self) -> None:
         self._directory.clear()
