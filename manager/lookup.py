@@ -11,7 +11,7 @@ The scheduler's thread calls these methods. The manager's lock is held where sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -47,7 +47,17 @@ class Answers:
     hit, and `at` grows by one.
     """
 
-    __slots__ = ("_hits", "_mark", "_nowhere", "_start", "at", "misses", "ready_at")
+    __slots__ = (
+        "_hits",
+        "_mark",
+        "_nowhere",
+        "_protected",
+        "_protected_hits",
+        "_start",
+        "at",
+        "misses",
+        "ready_at",
+    )
 
     def __init__(self, ready_at: list[BlockHash] | None) -> None:
         """For `ready_at` see `CachePolicy`. If it is None, every hit is searched."""
@@ -62,6 +72,9 @@ class Answers:
         self._start = self._nowhere
         self._hits: list[BlockHash] = []
         self._mark = 0
+        self._protected: set[BlockHash] = set()
+        self._protected_hits = 0
+        """Number of hits that are in `_protected`."""
 
     def begin(self) -> None:
         """Start the lookups of another request."""
@@ -84,6 +97,14 @@ class Answers:
         """Return all hits of this step. These blocks must stay until the step ends."""
         return [*self._hits, *self.ready_at[self._start : self.at]]
 
+    def protected(self) -> Set[BlockHash]:
+        """Return `hits` as a set, and end the run. Each hit is added once, however many stores
+        ask."""
+        self._end_run()
+        self._protected.update(self._hits[self._protected_hits :])
+        self._protected_hits = len(self._hits)
+        return self._protected
+
     def of_request(self) -> list[BlockHash]:
         """Return the hits since `begin`, and end the run: the next block is searched."""
         self._end_run()
@@ -93,7 +114,8 @@ class Answers:
         """End the step: forget its hits."""
         self.at = self._start = self._nowhere
         self._hits.clear()
-        self._mark = 0
+        self._mark = self._protected_hits = 0
+        self._protected.clear()
 
 
 class Arrivals:

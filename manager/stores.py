@@ -5,7 +5,8 @@ Used under the manager's lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence, Set
+from dataclasses import dataclass
 
 from ..tiers.base import BlockHash
 from .base import PrepareStoreOutput
@@ -21,6 +22,17 @@ from .worth import Worth
 MAX_DEFERRALS = 32
 """Largest number of consecutive deferred stores of a request. It is several times the usual number.
 After that the first blocks are stored, as many as there is room for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Protected(Container[BlockHash]):
+    """Blocks that a store must not evict. A union would copy all hits of the step."""
+
+    offered: Set[BlockHash]
+    hits: Set[BlockHash]
+
+    def __contains__(self, block_hash: object) -> bool:
+        return block_hash in self.offered or block_hash in self.hits
 
 
 class Stores:
@@ -130,7 +142,7 @@ class Stores:
     ) -> int | None:
         """Make room. Return the number of slots for new blocks; None if a short wait gives more."""
         need, top = len(new), self._top
-        protected = {*offered, *self._answers.hits()}
+        protected = _Protected(set(offered), self._answers.protected())
         may_drop = self._below.is_blocked
         if need <= top.capacity and top.make_all_room(need, protected, may_drop):
             return need
@@ -142,7 +154,7 @@ class Stores:
         return self._room_under_pressure(need, protected, may_drop)
 
     def _room_under_pressure(
-        self, need: int, protected: set[BlockHash], may_drop: bool
+        self, need: int, protected: Container[BlockHash], may_drop: bool
     ) -> int | None:
         """Free slots by writing blocks down, or store only as many blocks as there is room for."""
         top, demoter = self._top, self._demoter

@@ -49,6 +49,28 @@ def test_what_is_asked_by_whom() -> None:
     assert follow(answers, A) == [False]
 
 
+def test_protected_hits_are_those_of_the_step() -> None:
+    answers = Answers([A, B, C, D, NONE])
+    assert answers.protected() == set()
+    answers.hit(A, 0)
+    follow(answers, B)
+    assert answers.protected() == {A, B}
+    answers.hit(C, 2)
+    assert answers.protected() == {A, B, C} == set(answers.hits())
+    answers.clear()
+    assert answers.protected() == set()
+    answers.hit(D)
+    assert answers.protected() == {D}
+
+
+def test_the_stores_of_a_step_share_one_set_of_its_hits() -> None:
+    """Each of them copied all hits: 64 stores beside 60,000 hits took 160 ms."""
+    answers = Answers(None)
+    for block in (A, B, C):
+        answers.hit(block)
+    assert answers.protected() is answers.protected()
+
+
 def test_without_slots_every_hit_is_looked_up() -> None:
     answers = Answers(None)
     answers.hit(A, 0)
