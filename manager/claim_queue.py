@@ -40,6 +40,9 @@ from .worth import Worth
 
 HOLD_DEADLINES = 2
 """Number of deadlines for which ready blocks stay pinned for a request that does not load them."""
+MAX_ADMITTED_PER_STEP = 4096
+"""Number of blocks after which a step admits no more, at 1 to 2 µs each. If many requests end at
+once, there is room for a whole tier of blocks."""
 LOOK_AGAIN_S = 0.02
 """Seconds between two checks of waiting claims, if none is new and the first does not fit. A claim
 may have become pointless meanwhile. Each check counts one waiting claim anew, at 0.2 µs a block."""
@@ -202,6 +205,7 @@ class ClaimQueue:
         self._has_new, self._look_again_s = False, now_s + LOOK_AGAIN_S
         ahead = [0, *(len(queue.queued) for queue in self._promoter.queues)]
         blocked: Claim | None = None
+        admitted = 0
         self._recounted = (self._recounted + 1) % len(self._queue)
         for number, claim in enumerate(list(self._queue)):
             is_exact = claim.new_slots is None or number == self._recounted
@@ -221,6 +225,10 @@ class ClaimQueue:
                 if blocked is not None:
                     blocked.overtaken_blocks += claim.new_slots or 0
                 self._admit(claim, room, now_s)
+                admitted += len(claim.wanted)
+                if admitted >= MAX_ADMITTED_PER_STEP:
+                    self._has_new = True  # the next step goes on
+                    return
             ahead = [a + b for a, b in zip(ahead, claim.blocks, strict=True)]
 
     def _is_time(self) -> bool:
