@@ -51,12 +51,20 @@ class _Asked:
     """Number of resets before the job was started."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _EndedRequest:
     """A request that ended, and that the tier was not told of."""
 
     keys: Sequence[BlockHash]
     counted: Container[BlockHash]
+    stored: int = 0
+    """Number of its first blocks whose stores have ended, as far as was checked."""
+
+    def waits_for(self, storing: Container[BlockHash]) -> bool:
+        """Return True if the store of a block is in flight. Each block is checked off once."""
+        while self.stored < len(self.keys) and self.keys[self.stored] not in storing:
+            self.stored += 1
+        return self.stored < len(self.keys)
 
 
 class TierJobs:
@@ -188,7 +196,7 @@ class TierJobs:
         unreported, self._unreported = self._unreported, []
         excess = len(unreported) - MAX_UNREPORTED
         for number, request in enumerate(unreported):
-            if number < excess or self._storing.isdisjoint(request.keys):
+            if number < excess or not request.waits_for(self._storing):
                 self._report(request)
             else:
                 self._unreported.append(request)
