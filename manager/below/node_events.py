@@ -5,6 +5,9 @@ tier held before are listed in batches, in the order of keys, one batch a step. 
 stored meanwhile is reported once. If its key comes after the last listed key, the list will have
 it; otherwise it is an event of its own. That is exact, because lists and changes arrive in one
 stream.
+
+What was not taken is kept by block. A block that was stored and removed meanwhile is not named. So
+an engine that takes no events keeps at most two entries for each block of the tier.
 """
 
 from __future__ import annotations
@@ -18,6 +21,9 @@ from ..base import BlockEvent
 
 LISTED_BLOCKS = 512
 """Most blocks of one batch. An engine publishes one batch a step."""
+TAKEN_BLOCKS = 4096
+"""Most blocks of the events that are taken at a time. An idle engine takes none for hours, while
+other engines change the tier."""
 
 
 class NodeEvents:
@@ -28,7 +34,8 @@ class NodeEvents:
         self._name = name
         self._medium = medium
         self._is_wanted = is_wanted
-        self._events: list[BlockEvent] = []
+        self._changed: dict[bytes, bool] = {}
+        """Blocks that were stored or removed, in order. True: the block was removed."""
         self.listed_to: bytes | None = b"" if is_wanted else None
         """Last key of the list that was named; None once all are."""
         self._is_asking = True
@@ -40,7 +47,7 @@ class NodeEvents:
 
     def question(self) -> ListKeys | None:
         """Return the question that is due once earlier events were taken; the caller sends it."""
-        if self._is_asking or self.listed_to is None or self._events:
+        if self._is_asking or self.listed_to is None or self._changed:
             return None
         self._is_asking = True
         return ListKeys(self.listed_to, LISTED_BLOCKS)
@@ -62,15 +69,28 @@ class NodeEvents:
 
     def emit(self, keys: Sequence[BlockHash], *, removed: bool) -> None:
         """Add an event for these blocks, if events are wanted."""
-        if self._is_wanted and keys:
-            self._events.append(BlockEvent(tuple(keys), self._medium, removed, self._name))
+        changed = self._changed
+        for key in keys if self._is_wanted else ():
+            if changed.get(key, removed) is removed:
+                changed[key] = removed
+            else:  # routers know the block as it is again
+                del changed[key]
 
     def take(self) -> list[BlockEvent]:
-        """Return the events since the last call."""
-        events = self._events
-        if events:
-            self._events = []
-        return events
+        """Return events of up to `TAKEN_BLOCKS` blocks; of more, the last ones come first."""
+        changed = self._changed
+        if not changed:
+            return []
+        if len(changed) <= TAKEN_BLOCKS:
+            taken = list(changed.items())
+            changed.clear()
+        else:
+            taken = [changed.popitem() for _ in range(TAKEN_BLOCKS)]
+        return [
+            BlockEvent(cast(tuple[BlockHash, ...], keys), self._medium, removed, self._name)
+            for removed in (True, False)
+            if (keys := tuple(key for key, was_removed in taken if was_removed is removed))
+        ]
 
     def end_list(self) -> None:
         """Note a reset: nothing is left that was stored before."""
@@ -79,4 +99,4 @@ class NodeEvents:
     def clear(self) -> None:
         """Forget what was not taken, because this engine reset the tier."""
         self.end_list()
-        self._events.clear()
+        self._changed.clear()

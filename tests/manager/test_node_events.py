@@ -10,6 +10,7 @@ from support.keys import key, keys
 from support.node_rig import BLOCK, SLOTS, NodesRig, NodeTwin
 
 from kvcascade.manager.below import node_events
+from kvcascade.manager.below.node_events import NodeEvents
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.endurance import DayTotals
 from kvcascade.tiers.nvme.path.path_messages import ListKeys
@@ -213,3 +214,42 @@ def test_the_capacity_of_a_tier_is_that_of_its_path() -> None:
     node.tier.maintain()
     (state,) = node.tier.state()
     assert state.capacity_blocks == SLOTS != 4
+
+
+def named(events: NodeEvents) -> list[tuple[bool, tuple[BlockHash, ...]]]:
+    return [(event.removed, event.block_hashes) for event in events.take()]
+
+
+def test_an_idle_engine_keeps_what_its_routers_do_not_know() -> None:
+    """Events of every store and eviction by other engines filled the memory of an idle one."""
+    events = NodeEvents("nvme", "NVME", is_wanted=True)
+    events.end_list()
+    events.changed(keys(8), removed=False)
+    assert named(events) == [(False, tuple(keys(8)))]
+    for number in range(8, 4000):  # eight blocks fit the tier
+        events.changed([key(number)], removed=False)
+        events.changed([key(number - 8)], removed=True)
+    assert len(events._changed) == 16
+    assert named(events) == [(True, tuple(keys(8))), (False, tuple(keys(4000)[-8:]))]
+
+
+def test_a_block_that_is_as_it_was_is_not_named() -> None:
+    events = NodeEvents("nvme", "NVME", is_wanted=True)
+    events.end_list()
+    events.changed(keys(3), removed=False)
+    events.take()
+    events.changed([key(1)], removed=True)
+    events.changed([key(1)], removed=False)
+    events.changed([key(5)], removed=False)
+    events.changed([key(5)], removed=True)
+    assert events.take() == []
+
+
+def test_a_step_publishes_a_part_of_many_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_events, "TAKEN_BLOCKS", 10)
+    events = NodeEvents("nvme", "NVME", is_wanted=True)
+    events.end_list()
+    events.changed(keys(25), removed=False)
+    parts = [named(events) for _ in range(4)]
+    assert [sum(len(blocks) for _, blocks in part) for part in parts] == [10, 10, 5, 0]
+    assert {block for part in parts for _, blocks in part for block in blocks} == set(keys(25))
