@@ -30,6 +30,8 @@ QUERIES = [
 ]
 RULES = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
 FIRST_ROW = ("Working?", "Worth it?", "Full?", "Wear?", "Hurting?")
+FIRST_ROW_TITLE_CHARACTERS = 26
+"""A longer title is cut in a window of 1,520 pixels."""
 QUIET = {f"{PREFIX}turn_wait_seconds_bucket"}
 """Metrics without a sample in a short run: no request had to wait for its turn."""
 OF_THE_VARIABLES, OWN_LABELS = '{job=~"$job",model_name=~"$model",engine=~"$engine"', r"(,[^}]+)?\}"
@@ -132,12 +134,12 @@ def test_figures_of_the_first_row_are_those_of_the_run(prometheus: Prometheus) -
 
     hits = value("Working? Hit ratio by tier")
     assert set(hits) == {"cpu", "nvme", "remote"} and all(0 < share < 1 for share in hits.values())
-    assert 0.1 < value("Worth it? Prompt tokens saved")[""] < 1
-    first_token = value("Worth it? Time to first token", 1)[""]
+    assert 0.1 < value("Worth it? Tokens saved")[""] < 1
+    first_token = value("Worth it? First token", 1)[""]
     assert 0.001 < first_token < 60
     assert all(0.9 <= share <= 1 for share in value("Full? Fill by tier").values())
-    assert value("Wear? Tier rewritten per day")["nvme"] > 1
-    assert value("Hurting? Errors and losses", 0) == {"": 0}, "zero is told, and not left out"
+    assert value("Wear? Rewrites per day")["nvme"] > 1
+    assert value("Hurting? Errors, losses", 0) == {"": 0}, "zero is told, and not left out"
 
 
 def test_a_healthy_engine_raises_no_alert_about_its_disk(prometheus: Prometheus) -> None:
@@ -173,6 +175,9 @@ def test_the_first_row_answers_the_first_questions() -> None:
     for panel in first:
         assert panel["title"].startswith(FIRST_ROW)
         assert panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
+        assert len(panel["title"]) <= FIRST_ROW_TITLE_CHARACTERS
+        if len(panel["targets"]) > 2:
+            assert panel["options"]["orientation"] == "horizontal", "a line for each name"
 
 
 def test_every_panel_is_described_and_follows_the_variables() -> None:
