@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ import yaml
 
 import kvcascade
 from kvcascade.config.schema import BELOW, VLLM_KEYS, CascadeConfig, CpuTierOptions
-from kvcascade.tools.commands.picture import LABEL_GAP, label_lines, new_figure
+from kvcascade.tools.commands.picture import LABEL_GAP, LINES, label_lines, new_figure
 from kvcascade.tools.dev.site import command_reference as commands
 from kvcascade.tools.dev.site.command_reference import all_commands, command_reference
 from kvcascade.tools.dev.site.config_reference import (
@@ -178,10 +179,22 @@ def test_charts_of_policies_are_drawn_from_the_tables_of_their_page(tmp_path: Pa
 def test_names_of_lines_do_not_overlap() -> None:
     axes = new_figure(5, 4).subplots()
     axes.set_ylim(0, 1)
-    label_lines(axes, [(str(i), 0.98 + i / 1000, "black") for i in range(5)])
-    heights = sorted(text.xy[1] for text in axes.texts)
+    label_lines(axes, [(str(i), 0.98 + i / 1000, LINES[i]) for i in range(5)])
+    heights = sorted(text.get_position()[1] for text in axes.texts)
     assert len(heights) == 5 and max(heights) <= 1
     assert all(b - a > 0.9 * LABEL_GAP for a, b in zip(heights, heights[1:], strict=False))
+
+
+def test_names_of_lines_have_a_sample_for_grey_paper() -> None:
+    """Where lines meet, only dash and marker say which one a name belongs to."""
+    axes = new_figure(5, 4).subplots()
+    label_lines(axes, [(str(i), 0.5, style) for i, style in enumerate(LINES)])
+    looks = {text.get_position()[1]: text.get_text() for text in axes.texts}
+    for line in axes.lines:
+        height = line.get_ydata()[0]
+        style = LINES[int(looks.pop(height))]
+        assert (line.get_linestyle(), line.get_marker()) == (style.dash, style.marker)
+    assert not looks and len({(style.dash, style.marker) for style in LINES}) == len(LINES)
 
 
 def leaves(part: Any) -> list[str]:
@@ -196,6 +209,24 @@ def test_every_page_is_in_the_navigation_once() -> None:
     listed = leaves(yaml.safe_load(CONFIG.read_text())["nav"])
     listed += [*decision_nav(), *benchmark_nav()]
     assert sorted(listed) == sorted([*pages(), *virtual_pages()])
+
+
+def titled(part: Any) -> Iterator[str]:
+    """Yield the pages that have a title in the navigation."""
+    if isinstance(part, dict):
+        for inner in part.values():
+            yield from [inner] if isinstance(inner, str) else titled(inner)
+    elif not isinstance(part, str):
+        for each in part:
+            yield from titled(each)
+
+
+def test_no_page_hides_behind_the_title_of_its_section() -> None:
+    """The feature `navigation.indexes` drops the title of a README from its section's list."""
+    config = yaml.safe_load(CONFIG.read_text())
+    assert "navigation.indexes" in config["theme"]["features"]
+    hidden = [page for page in titled(config["nav"]) if Path(page).stem in ("README", "index")]
+    assert not hidden
 
 
 def test_what_is_generated_is_more_than_a_heading() -> None:

@@ -22,6 +22,9 @@ DPI = 160
 TITLE_POINTS, TEXT_POINTS, SMALL_POINTS = 14, 9.5, 8.5
 LABEL_GAP = 0.055
 """Smallest distance of two labels of lines, as a share of the axis."""
+SAMPLE, NAME_LEFT = (1.014, 1.039, 1.064), 1.074
+"""Sample of a line, with its marker in the middle, and left end of its name, in widths of the
+axes."""
 MISSING = "matplotlib is not installed; pip install 'kvcascade[plot]'"
 
 
@@ -92,11 +95,14 @@ def tidy(axes: Any, title: str = "", pad: float = 9) -> None:
     axes.spines["bottom"].set_color(FAINT)
 
 
-def label_lines(axes: Any, lines: Sequence[tuple[str, float, str]]) -> None:
-    """Write the name of each line right of its last point: name, height, colour.
+def label_lines(axes: Any, lines: Sequence[tuple[str, float, LineStyle]]) -> None:
+    """Write a sample and the name of each line right of its last point: name, height, style.
 
-    Names that would overlap move apart. The limits of the axes must be set before.
+    Names that would overlap move apart; then the sample says which line one names, on grey paper
+    too. The limits of the axes must be set before.
     """
+    from matplotlib.lines import Line2D
+
     low, high = axes.get_ylim()
     gap = (high - low) * LABEL_GAP
     heights: list[float] = []
@@ -108,11 +114,14 @@ def label_lines(axes: Any, lines: Sequence[tuple[str, float, str]]) -> None:
         for place in range(len(heights) - 1, -1, -1):
             top = heights[place + 1] - gap if place + 1 < len(heights) else heights[-1] - above
             heights[place] = min(heights[place], top)
-    for (name, _, colour), height in zip(ordered, heights, strict=True):
-        axes.annotate(
-            name, (1, height), xycoords=("axes fraction", "data"), xytext=(6, 0),
-            textcoords="offset points", va="center", fontsize=TEXT_POINTS, color=colour,
-            annotation_clip=False, parse_math=False,
+    place_of = axes.get_yaxis_transform()
+    for (name, _, style), height in zip(ordered, heights, strict=True):
+        sample = Line2D(SAMPLE, [height] * len(SAMPLE), **style.options, markevery=[1])
+        sample.set(transform=place_of, clip_on=False)
+        axes.add_artist(sample)
+        axes.text(
+            NAME_LEFT, height, name, transform=place_of, va="center", fontsize=TEXT_POINTS,
+            color=style.colour, parse_math=False,
         )  # fmt: skip
 
 

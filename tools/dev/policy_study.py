@@ -25,7 +25,7 @@ from pathlib import Path
 
 from ...tiers.base import BlockHash, BlockStatus
 from ...tiers.policies import ORDERS, create
-from ..commands.picture import INK, LINES, head, label_lines, new_figure, save, tidy
+from ..commands.picture import INK, LINES, LineStyle, head, label_lines, new_figure, save, tidy
 from ..replay.traces import Trace, read_trace
 
 SHARES = (0.01, 0.05, 0.1, 0.3)
@@ -221,13 +221,13 @@ def plot(name: str, found: Sequence[PolicyCell], path: Path) -> None:
     """Draw the hit ratio over the size as PNG, one line per policy. Raises `CommandError` without
     matplotlib."""
     figure = new_figure(7.6, 4.4)
-    axes = figure.add_axes((0.075, 0.135, 0.755, 0.66))
-    ends: list[tuple[str, float, str]] = []
+    axes = figure.add_axes((0.075, 0.135, 0.745, 0.66))
+    ends: list[tuple[str, float, LineStyle]] = []
     for policy, style in zip(dict.fromkeys(c.policy for c in found), cycle(LINES), strict=False):
         way = "late" if policy == OPTIMUM else "early"
         points = [c for c in found if (c.policy, c.way) == (policy, way)]
         axes.plot([c.share for c in points], [c.hit_ratio for c in points], **style.options)
-        ends.append((policy, points[-1].hit_ratio, style.colour))
+        ends.append((policy, points[-1].hit_ratio, style))
     axes.set_xscale("log")
     axes.set_xticks(SHARES, [f"{share:.0%}" for share in SHARES])
     axes.minorticks_off()

@@ -16,7 +16,7 @@ from rich.table import Table
 from ...config import sizes
 from ...errors import os_errors
 from ..commands import show
-from ..commands.picture import INK, LINES, head, label_lines, new_figure, save, tidy
+from ..commands.picture import INK, LINES, LineStyle, head, label_lines, new_figure, save, tidy
 from .replay_report import Quantiles, ReplayedTier, ReplayReport
 from .virtual import Rate
 
@@ -162,15 +162,15 @@ def write_png(points: Sequence[SweepPoint], path: Path) -> None:
     Raises `CommandError` without matplotlib, and the mapped form of an `OSError`.
     """
     figure = new_figure(7.6, 4.4)
-    axes = figure.add_axes((0.075, 0.135, 0.79, 0.66))
+    axes = figure.add_axes((0.075, 0.135, 0.745, 0.66))
     policies = list(dict.fromkeys(point.policy for point in points))
     sizes_bytes = sorted({point.capacity_bytes for point in points})
-    ends: list[tuple[str, float, str]] = []
+    ends: list[tuple[str, float, LineStyle]] = []
     for policy, style in zip(policies, cycle(LINES), strict=False):
         ratios = {p.capacity_bytes: p.report.hit_ratio for p in points if p.policy == policy}
         at = sorted(ratios)
         axes.plot(at, [ratios[size] for size in at], **style.options)
-        ends.append((policy, ratios[at[-1]], style.colour))
+        ends.append((policy, ratios[at[-1]], style))
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes_bytes, [f"{size / (1 << 30):g} GiB" for size in sizes_bytes])
     axes.minorticks_off()

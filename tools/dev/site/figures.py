@@ -52,7 +52,7 @@ def policy_table(page: str, trace: str) -> PolicyTable:
 def draw_policies(table: PolicyTable, title: str, path: Path) -> None:
     """Draw the share of input tokens that each policy finds, over the size of the tier."""
     figure = new_figure(7.6, 4.2)
-    axes = figure.add_axes((0.075, 0.135, 0.755, 0.66))
+    axes = figure.add_axes((0.075, 0.135, 0.745, 0.66))
     places = range(len(table.sizes))
     names = [name for name in SHOWN if name in table.rows]
     for name, style in zip(names, LINES, strict=False):
@@ -66,7 +66,7 @@ def draw_policies(table: PolicyTable, title: str, path: Path) -> None:
     ends = zip(names, LINES, strict=False)
     label_lines(
         axes,
-        [(n.partition(",")[0], table.rows[n][-1], style.colour) for n, style in ends],
+        [(n.partition(",")[0], table.rows[n][-1], style) for n, style in ends],
     )
     head(figure, title, "input tokens that the tier had when their request came")
     save(figure, path)
