@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,18 @@ def test_help_of_every_command_has_examples(name: str) -> None:
     answer = call(*name.split(), "--help")
     assert answer.code == 0
     assert f"kvcascade {name} " in answer.out and "--json" in answer.out
+
+
+@pytest.mark.parametrize("name", ["", "shm", "remote", "store", *OURS, *OF_GROUPS])
+def test_help_fits_80_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No summary is cut, and each example is one line, which can be copied."""
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = call(*name.split(), "--help").out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not [line for line in lines[1:] if line.endswith("...")]
+    text = "\n".join(lines).partition("Examples:")[2]
+    examples = re.split(r"\n(?:Arguments|Options):", text)[0].split("\n")
+    assert all("kvcascade " in line for line in examples if line.strip())
 
 
 @pytest.mark.parametrize(

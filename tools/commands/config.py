@@ -52,9 +52,11 @@ def config(
 
         kvcascade config --path /mnt/nvme/kv
 
-        kvcascade config --path /mnt/a/kv --path /mnt/b/kv --cpu 64GiB --disk 2TiB --yaml
+        kvcascade config --path /mnt/a/kv --path /mnt/b/kv --disk 2TiB --yaml
 
-        kvcascade config --path /mnt/nvme/kv --set write_mode=through --json | kvcascade check -
+        kvcascade config --path /mnt/nvme/kv --set write_mode=through
+
+        kvcascade config --path /mnt/nvme/kv --json | kvcascade check -
     """
     with answering(as_json):
         if as_yaml and as_json:

@@ -157,7 +157,7 @@ def bench(
 def demo(
     out: OutOption = DEFAULT_OUT, keep: KeepOption = False, as_json: JsonOption = False
 ) -> None:
-    """Run the main use end to end, and print the sources of the prompt tokens.
+    """Run the main use end to end, and print the sources of tokens.
 
     Examples:
 

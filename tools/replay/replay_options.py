@@ -143,17 +143,18 @@ def replay(
     plot: SweepPlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Replay a request trace through the real manager: hits, wear, TTFT by size and policy.
+    """Replay a trace: hits, wear and TTFT by size and policy.
 
-    Rates of a tier come from --tier, else --bench, else a measurement on --path, else assumptions.
+    Requests run through the real manager. Rates of a tier come from --tier, else --bench, else a
+    measurement on --path, else assumptions.
 
     Examples:
 
-        kvcascade replay trace.jsonl --model llama-3.1-8b --tier cpu=64GiB --tier nvme=1TiB
+        kvcascade replay trace.jsonl --model llama-3.1-8b --tier cpu=64GiB
 
-        kvcascade replay /var/log/kv --model ./config.json --tier cpu=64GiB --tier nvme=1TiB,arc
+        kvcascade replay kv --model . --tier cpu=64GiB --tier nvme=1TiB,arc
 
-        kvcascade replay t.jsonl --model qwen3-32b --tier cpu=1GiB --sweep cpu=16GiB,64GiB
+        kvcascade replay t.npz --model . --tier cpu=1GiB --sweep cpu=8GiB,64GiB
     """
     with answering(as_json):
         from .replay_command import ReplayCall, run

@@ -15,7 +15,7 @@ DiskArgument = Annotated[
 
 
 def bench(path: DiskArgument, as_json: JsonOption = False) -> None:
-    """Measure the rates of the tiers on this machine's disk and memory, by block size.
+    """Measure the rates of the tiers on this machine, by block size.
 
     Takes about a minute, and uses about 1 GiB of the disk and of memory until it ends.
     `kvcascade replay --bench FILE` reads the JSON document.

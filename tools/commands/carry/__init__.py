@@ -98,7 +98,7 @@ def export(
 
         kvcascade export /mnt/nvme/kv -n llama all.safetensors --bwlimit 500MB
 
-        kvcascade export /mnt/nvme/kv -n llama system-prompt.safetensors --prefix 5f3c9a17
+        kvcascade export /mnt/nvme/kv prompt.safetensors --prefix 5f3c9a17
     """
     with answering(as_json):
         if out == STANDARD_OUTPUT:
@@ -120,10 +120,11 @@ def import_(
     make_room: MakeRoomOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Import the blocks of an export file into their namespace, live or closed.
+    """Import the blocks of an export file into their namespace.
 
-    The import is refused if any field of the fingerprint differs. Existing blocks stay unchanged,
-    and none is evicted unless --make-room is given. A running engine finds new blocks at once.
+    Works on a live cache and on a closed one: a running engine finds new blocks at once. The import
+    is refused if any field of the fingerprint differs. Existing blocks stay unchanged, and none is
+    evicted unless --make-room is given.
 
     Examples:
 

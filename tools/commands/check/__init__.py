@@ -65,7 +65,7 @@ def check(
     world_size: WorldOption = 1,
     as_json: JsonOption = False,
 ) -> None:
-    """Validate a configuration against this machine, and show how much each tier will hold.
+    """Validate a configuration, and show how much each tier will hold.
 
     Nothing is created. Some memory is allocated briefly, to estimate the duration of a start.
 
@@ -77,7 +77,7 @@ def check(
 
         jq .kv_transfer_config all.json | kvcascade check -
 
-        kvcascade check transfer.json --kv-bytes-per-token 131072 --block-size 32
+        kvcascade check kv.json --kv-bytes-per-token 131072 --block-size 32
     """
     with answering(as_json):
         if model is not None and kv_bytes_per_token is not None:

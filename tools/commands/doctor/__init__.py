@@ -28,7 +28,7 @@ ConfigArgument = Annotated[
 
 
 def doctor(config: ConfigArgument = None, as_json: JsonOption = False) -> None:
-    """Find problems of this machine and of a configuration, each with its remedy.
+    """Find problems of machine and configuration, each with its remedy.
 
     Without a file, the configuration is that of the environment variables, if there are any.
     Nothing is created; a few files without names are, briefly, where the tiers will lie.

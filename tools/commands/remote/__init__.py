@@ -11,7 +11,7 @@ from ..gc import DryOption, seconds_of
 from ..verify import LimitOption, size_of
 
 app = typer.Typer(
-    help="The objects of a remote tier: a bucket, a folder, or a Valkey or Redis server.",
+    help="The objects of a remote tier: bucket, folder, Valkey or Redis.",
     no_args_is_help=True,
 )
 
@@ -74,7 +74,7 @@ def list_(
 
         kvcascade remote ls s3://bucket/kv
 
-        kvcascade remote ls valkeys://cache:6379 --set password_file=/run/secrets/valkey
+        kvcascade remote ls valkeys://cache:6379 --set password_file=/run/kv
 
         kvcascade remote ls transfer.json --json
     """
@@ -101,16 +101,16 @@ def verify(
     bwlimit: LimitOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Read blocks, and check header, checksum and, with a secret key, authenticity.
+    """Read blocks, and check header, checksum and authenticity.
 
-    Without --remove it only reads. A block that is not authentic stays: engines with the key remove
-    it when they read it.
+    Authenticity is checked with the secret key. Without --remove it only reads. A block that is not
+    authentic stays: engines with the key remove it when they read it.
 
     Examples:
 
         kvcascade remote verify s3://bucket/kv --sample 1000
 
-        kvcascade remote verify s3://bucket/kv --set mac_key_file=/run/secrets/mac --remove
+        kvcascade remote verify transfer.json --remove
     """
     with answering(as_json):
         from .open_remote import opened
@@ -146,7 +146,7 @@ def gc(
 
     Examples:
 
-        kvcascade remote gc s3://bucket/kv --older-than 30d --max-size 10TiB --dry-run
+        kvcascade remote gc s3://bucket/kv --older-than 30d --dry-run
 
         kvcascade remote gc file:///mnt/share/kv --max-size 2TiB
     """

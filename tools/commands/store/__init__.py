@@ -59,11 +59,12 @@ def store(
     segment_size: SegmentOption = None,
     wait: WaitOption = False,
 ) -> None:
-    """Write a path for all engines, as a service, until SIGTERM or SIGINT.
+    """Write a path for all engines, as a service, until it is stopped.
 
-    Engines of the path find this writer, and elect none among themselves while it runs. It moves no
-    blocks. Options that are not given are read from the environment (KVCASCADE_NVME_CAPACITY and so
-    on), then from the record of the path; the rest has the defaults of the configuration.
+    SIGTERM and SIGINT stop it. Engines of the path find this writer, and elect none among
+    themselves while it runs. It moves no blocks. Options that are not given are read from the
+    environment (KVCASCADE_NVME_CAPACITY and so on), then from the record of the path; the rest has
+    the defaults of the configuration.
 
     Examples:
 

@@ -46,7 +46,7 @@ def top(
     once: OnceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Watch a running engine, or a path: hits, rates, queues, latencies, budget.
+    """Watch a running engine, or a path: hits, rates, queues, budget.
 
     With --once there is one picture, without rates; --json implies it.
 

@@ -45,7 +45,7 @@ def verify(
     bwlimit: LimitOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check every block against its checksum, and the index against the files.
+    """Check every block against its checksum, and check the index.
 
     Without --repair it only reads. It works while engines run; the writer of the path then repairs
     files itself. A lost index is an empty cache.
