@@ -120,6 +120,14 @@ def test_a_wrong_configuration_is_a_problem(tmp_path: Path) -> None:
     assert any(e["subject"] == "configuration" and e["level"] == "problem" for e in found)
 
 
+def test_a_misspelt_variable_is_named_if_there_is_no_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVCASCADE_PATHS", "/mnt/nvme/kv")
+    said = call("doctor").out
+    assert "KVCASCADE_PATHS is not known; if KVCASCADE_PATH is meant" in " ".join(said.split())
+
+
 def test_a_first_tier_of_an_unknown_type_is_a_problem(tmp_path: Path) -> None:
     path = tmp_path / "transfer.json"
     disk = {"type": "nvme", "path": str(tmp_path / "kv")}

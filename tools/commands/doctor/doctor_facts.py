@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ....assembly.named import checked
-from ....config.environment import OF_TIER, TOP
+from ....config.environment import OF_TIER, TOP, misspelt
 from ....config.machine import (
     KEPT_ARENAS,
     ThisMachine,
@@ -50,6 +50,7 @@ def look(config: Path | None) -> Facts:
     """Return the facts, those of a configuration if there is one. Raises `CommandError`."""
     machine, problems, doubts = ThisMachine(), list[str](), list[str]()
     given = _given(config)
+    doubts += misspelt(os.environ) if given is None else ()
     wanted = _Wanted() if given is None else _wanted(given, machine, problems, doubts)
     if wanted.remote is not None:
         ask_server(wanted.remote, problems, doubts)
