@@ -35,7 +35,6 @@ import kvcascade, kvcascade.config, kvcascade.tiers.base, kvcascade.tools.__main
 assert kvcascade.__file__.startswith(sys.argv[1]), kvcascade.__file__
 assert kvcascade.Backend is kvcascade.tiers.base.Backend
 assert resources.files("kvcascade").joinpath("py.typed").is_file()
-assert resources.files("kvcascade.tools").joinpath("requirements", "run.txt").is_file()
 for name in ("tiers", "manager", "handlers", "tools", "tests"):
     assert importlib.util.find_spec(name) is None, name
 assert importlib.util.find_spec("kvcascade.tools.dev") is None
@@ -164,8 +163,7 @@ def install(package: Path, target: Path, cwd: Path) -> str:
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     inside = {name for name in names if ".dist-info/" not in name}
-    data = {f"kvcascade/tools/requirements/{p.name}" for p in ROOT.glob("tools/requirements/*.txt")}
-    assert inside == {*product_files(), *data, "kvcascade/py.typed"}
+    assert inside == {*product_files(), "kvcascade/py.typed"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
@@ -173,6 +171,7 @@ def test_sdist_holds_the_tests_too(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"tests/conftest.py", "tests/test_tidy.py", "setup.cfg", "LICENSE"} <= names
+    assert {f"tools/requirements/{p.name}" for p in ROOT.glob("tools/requirements/*.txt")} <= names
     sources = {path.relative_to(ROOT).as_posix() for path in module_files().values()}
     assert len(sources) == len(python_files_outside_tests())
     assert sources <= names
