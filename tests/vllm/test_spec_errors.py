@@ -36,11 +36,11 @@ def shared() -> Iterator[Path]:
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """Every file of the namespaces of a path; `.kvcascade` has what the last writer noted."""
+    """Every file of the namespaces of a path; `.kvcascade*` has what the last writer noted."""
     return {
         str(file.relative_to(path)): file.read_bytes()
         for file in sorted(path.rglob("*"))
-        if file.is_file() and ".kvcascade" not in file.parts
+        if file.is_file() and not file.relative_to(path).parts[0].startswith(".kvcascade")
     }
 
 
