@@ -14,7 +14,6 @@ bytes are never returned.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import socket
@@ -42,7 +41,7 @@ from .config.options import At, deadline
 from .config.schema import DirectIO
 from .config.sizes import parse_bytes
 from .errors import ClosedError, ConfigError, InUseError, KVCascadeError, os_errors
-from .handlers.node.node_keeper import NodeKeeper
+from .handlers.node.node_keeper import NodeKeeper, at_exit
 from .handlers.node.path_client import node_thread
 from .handlers.node.path_wire import CAN_READ, NodeJoined, NodeNote, NodeSetup, NodeState, UseNote
 from .logs import get_logger
@@ -386,8 +385,7 @@ def _close_all() -> None:
         cache.close()
 
 
-# Thread pools stop before ordinary exit handlers run.
-getattr(threading, "_register_atexit", atexit.register)(_close_all)
+at_exit(_close_all)
 
 
 def open(

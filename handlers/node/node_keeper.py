@@ -12,6 +12,7 @@ executor, because a node dies with the thread that started it.
 
 from __future__ import annotations
 
+import atexit
 import math
 import select
 import socket
@@ -57,6 +58,15 @@ Order = Callable[[int], msgspec.Struct]
 """Builds the message of a job from its ticket."""
 
 _log = get_logger(__name__)
+
+
+def at_exit(call: Callable[[], None]) -> None:
+    """Call this when the process ends, while thread pools still work.
+
+    Thread pools stop before ordinary exit handlers run. A process that `multiprocessing` forked
+    runs none of the latter, but it runs this call, which its parent may have registered.
+    """
+    getattr(threading, "_register_atexit", atexit.register)(call)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 It registers the spec, so that `"spec_name": "CascadeOffloadingSpec"` alone finds it. It also checks
 the configuration early, and notes the files of the model: vLLM itself makes the spec only after the
-weights are loaded, and the files may have been replaced meanwhile. vLLM hands
-nothing to a plugin, so the configuration is looked for in the calling stack frames. If it is not
-there (the command line is not parsed yet), a later process of the same engine finds it.
+weights are loaded, and the files may have been replaced meanwhile. vLLM hands nothing to a plugin,
+so the configuration is looked for in the calling stack frames. If it is not there (the command line
+is not parsed yet), a later process of the same engine finds it.
 """
 
 from __future__ import annotations

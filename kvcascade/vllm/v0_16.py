@@ -17,10 +17,8 @@ their pages, while stores are in flight.
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -40,6 +38,7 @@ from ..assembly.named import configured
 from ..config.schema import CascadeConfig
 from ..errors import ConfigError
 from ..handlers.device.copier import GpuBlocks
+from ..handlers.node.node_keeper import at_exit
 from ..logs import get_logger
 from ..manager.anonymous import AnonymousManager
 from ..tiers.base import SlotSpec
@@ -312,13 +311,9 @@ def _check_what_is_missing(settings: CascadeConfig, given: Mapping[str, Any]) ->
 
 
 def _at_exit(close: Callable[[], None]) -> None:
-    """Call `close` when this process ends, while thread pools still work.
-
-    Thread pools stop before ordinary exit handlers run. A forked process runs none of the latter.
-    One that is forked later runs this call, and closes nothing: all belongs to its parent.
-    """
+    """Call `close` when this process ends, and not when one ends that is forked later: all belongs
+    to its parent."""
     pid = os.getpid()
-    at_exit = getattr(threading, "_register_atexit", atexit.register)
     at_exit(lambda: close() if os.getpid() == pid else None)
 
 

@@ -92,12 +92,18 @@ def test_reads_count_before_the_next_commit_writes_them_down() -> None:
     assert found["read_bytes"] == found["day"]["read_bytes"] == 3 * BLOCK_BYTES
 
 
-def test_a_path_shrinks_to_a_size_beside_an_engine() -> None:
-    rig = PathRig(8)
+def filled(rig: PathRig, blocks: int) -> RigNode:
+    """A node that stored so many blocks, eight in each second."""
     node = RigNode(rig)
-    for start in range(0, 64, 8):
+    for start in range(0, blocks, 8):
         node.store(list(range(start, start + 8)))
         rig.step(seconds=1.0)
+    return node
+
+
+def test_a_path_shrinks_to_a_size_beside_an_engine() -> None:
+    rig = PathRig(8)
+    node = filled(rig, 64)
     tool = Tool(rig)
     before = tool.ask("stat")["bytes"]
     goal = before - 100_000
@@ -111,10 +117,7 @@ def test_a_path_shrinks_to_a_size_beside_an_engine() -> None:
 
 def test_a_path_shrinks_while_an_engine_writes_to_an_empty_segment() -> None:
     rig = PathRig(8)
-    node = RigNode(rig)
-    for start in range(0, 40, 8):
-        node.store(list(range(start, start + 8)))
-        rig.step(seconds=1.0)
+    node = filled(rig, 40)
     node.ask([100])
     rig.step(3)
     tool = Tool(rig)
@@ -254,11 +257,7 @@ class TestTake:
 
     @pytest.fixture
     def node(self, rig: PathRig) -> RigNode:
-        node = RigNode(rig)
-        for start in range(0, 24, 8):
-            node.store(list(range(start, start + 8)))
-            rig.step(seconds=1.0)
-        return node
+        return filled(rig, 24)
 
     def take(self, rig: PathRig, node: RigNode, *numbers: int, steps: int = 40, **more: Any) -> Any:
         name = node.welcome.folder  # type: ignore[union-attr]
