@@ -116,9 +116,15 @@ def aligned(prompt: Sequence[int]) -> int:
 
 
 def settle(engine: Engine) -> None:
-    """Wait until every block is on NVMe."""
+    """Wait until every block is on NVMe. A block that a worker still writes is not dirty yet."""
     dirty = "vllm:kvcascade_tier_dirty_ratio[cpu]"
-    wait_until(lambda: engine.metrics()[dirty] == 0, SETTLE_ROUNDS_MAX, SETTLE_ROUND_S)
+    arriving = "vllm:kv_offload_cpu_cache_write_usage_perc"
+
+    def is_settled() -> bool:
+        found = engine.metrics()
+        return found[dirty] == found[arriving] == 0
+
+    wait_until(is_settled, SETTLE_ROUNDS_MAX, SETTLE_ROUND_S)
 
 
 @pytest.fixture(scope="module")
