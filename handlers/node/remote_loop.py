@@ -90,10 +90,13 @@ class RemoteLoop:
         arena: memoryview,
         parts: SlotParts,
         problem: Callable[[], str | None],
+        *,
+        was_reset: bool = False,
     ) -> None:
         """`arena` holds the slots, one block each. The scheduler decides what is written.
 
         `problem` asks the server, and returns a sentence about why it is of no use, or None.
+        `was_reset`: the engine was reset since its start.
         """
         options = replace(options, when=WriteWhen.THROUGH)
         self._selector = selectors.DefaultSelector()
@@ -105,7 +108,12 @@ class RemoteLoop:
         self._threads = ThreadPoolExecutor(options.threads + 1, "kvcascade-remote")
         self._complaints = Complaints(problem, self._threads)
         self._store = RemoteStore(
-            engine, objects, self._threads, options, on_ended=self._waker.wake
+            engine,
+            objects,
+            self._threads,
+            options,
+            on_ended=self._waker.wake,
+            was_reset=was_reset,
         )
         self._node = RemoteNode(self._store, arena, parts, self._tell, time.monotonic)
 

@@ -40,7 +40,10 @@ def serve(connection: socket.socket, arena_fd: int) -> None:
     arena = memory[setup.arena_offset :]
     parts = SlotParts(setup.slot_bytes, setup.payload_bytes, setup.copies)
     problem = partial(problem_of, engine, options)
-    RemoteLoop(connection, engine, objects, store_options(options), arena, parts, problem).run()
+    limits = store_options(options)
+    RemoteLoop(
+        connection, engine, objects, limits, arena, parts, problem, was_reset=setup.was_reset
+    ).run()
 
 
 if __name__ == "__main__":

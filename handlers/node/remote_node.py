@@ -14,18 +14,23 @@ from typing import Any
 
 import msgspec
 
-from ...logs import get_logger
 from ...tiers.base import BlockHash, BlockOutcome
 from ...tiers.remote.base import RemoteOutcome
 from ...tiers.remote.remote_store import EndedKind, RemoteEnded, RemoteState, RemoteStore
 from ...tiers.remote.uploads import Offer
 from .path_wire import JobDone, PutJob, pack_outcomes, unpack_slots
-from .remote_wire import AskJob, FetchJob, RemoteNote, RemoteResetJob, ResetDone, VerbTotals
+from .remote_wire import (
+    AskJob,
+    FetchJob,
+    RemoteNote,
+    RemoteResetJob,
+    ResetDone,
+    ResetNoted,
+    VerbTotals,
+)
 
 NOTE_INTERVAL_S = 1.0
 """Shortest time between two notes whose totals alone differ."""
-
-_log = get_logger(__name__)
 
 _OF_REMOTE = {
     RemoteOutcome.OK: BlockOutcome.OK,
@@ -104,8 +109,6 @@ class RemoteNode:
         self._calls: dict[int, _Call] = {}
         self._resets: list[int] = []
         """Tickets of resets of which the server was not told yet."""
-        self._is_new = True
-        """True until it is known whether there was a reset before the start."""
         self._noted = RemoteNote(None)
         self._noted_s = clock()
 
@@ -119,7 +122,8 @@ class RemoteNode:
             case PutJob():
                 self._put(message)
             case RemoteResetJob():
-                self._is_new = False
+                if message.is_new:
+                    self._tell(ResetNoted())
                 self._store.reset(message.mark, is_new=message.is_new, known=message.known)
                 self._resets.append(message.ticket)
 
@@ -127,8 +131,6 @@ class RemoteNode:
         """Answer what ended, and report changes. Call it after orders, ends, and now and then."""
         self._store.send()
         all_ended, state = self._store.poll(), self._store.state()
-        if self._is_new and state.own_mark is not None:
-            self._begin(state.own_mark)
         if self._resets and state.own_mark is not None:
             for ticket in self._resets:
                 self._tell(ResetDone(ticket, state.own_mark))
@@ -139,16 +141,6 @@ class RemoteNode:
             self._ended(ended)
 
     # -- inside --------------------------------------------------------------------------------
-
-    def _begin(self, mark: int) -> None:
-        """Note the mark of the last reset before the start; 0 if there was none."""
-        self._is_new = False
-        if mark:
-            _log.warning(
-                "kvcascade: an engine reset the remote tier, so blocks may be of weights that were "
-                "updated in place; update and reset this engine, too, before it serves, or give it "
-                "a label of its own"
-            )
 
     def _ask(self, order: AskJob) -> None:
         keys = sum(len(chain) for chain in order.chains)

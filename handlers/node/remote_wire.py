@@ -30,6 +30,8 @@ class RemoteSetup(msgspec.Struct, frozen=True, array_like=True, tag=96):
     arena_offset: int
     """Offset of slot 0 in the arena's file."""
     arena_slots: int
+    was_reset: bool = False
+    """True if the engine was reset since its start."""
 
 
 class AskJob(msgspec.Struct, frozen=True, array_like=True, tag=97):
@@ -69,6 +71,10 @@ class ResetDone(msgspec.Struct, frozen=True, array_like=True, tag=99):
     another host may have reset the namespace meanwhile."""
 
 
+class ResetNoted(msgspec.Struct, frozen=True, array_like=True, tag=102):
+    """The engine itself is reset: the setup of each later node has to say so."""
+
+
 class VerbTotals(msgspec.Struct, frozen=True, array_like=True):
     """Totals of one kind of request to the server since the node's start."""
 
@@ -102,7 +108,7 @@ class RemoteNote(msgspec.Struct, frozen=True, array_like=True, tag=98):
 
 
 RemoteOrder = AskJob | FetchJob | PutJob | RemoteResetJob
-FromRemoteNode = NodeReady | JobDone | ResetDone | RemoteNote
+FromRemoteNode = NodeReady | JobDone | ResetDone | ResetNoted | RemoteNote
 
 to_remote_node: msgspec.msgpack.Decoder[RemoteSetup | RemoteOrder] = msgspec.msgpack.Decoder(
     RemoteSetup | RemoteOrder

@@ -101,7 +101,11 @@ def _node(
     on_note: Callable[[Any], None],
 ) -> NodeKeeper:
     if memory.duplicate is None:
-        return remote_thread(lambda end: _loop(end, options, blocks, memory), on_note)
+
+        def loop_over(end: socket.socket, was_reset: bool) -> Loop:
+            return _loop(end, options, blocks, memory, was_reset=was_reset)
+
+        return remote_thread(loop_over, on_note)
     given = json.dumps(options.as_given()).encode()
     parts = blocks.parts
     setup = RemoteSetup(
@@ -118,10 +122,17 @@ def _node(
 
 
 def _loop(
-    end: socket.socket, options: RemoteTierOptions, blocks: RemoteBlocks, memory: SlotMemory
+    end: socket.socket,
+    options: RemoteTierOptions,
+    blocks: RemoteBlocks,
+    memory: SlotMemory,
+    *,
+    was_reset: bool,
 ) -> Loop:
     engine, seal = open_remote_engine(options, os.environ)
     objects = ObjectFormat(blocks.fingerprint, blocks.parts.payload_bytes, seal)
     problem = partial(problem_of, engine, options)
     limits, parts = store_options(options), blocks.parts
-    return RemoteLoop(end, engine, objects, limits, memory.view, parts, problem)
+    return RemoteLoop(
+        end, engine, objects, limits, memory.view, parts, problem, was_reset=was_reset
+    )

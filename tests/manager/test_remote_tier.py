@@ -17,7 +17,6 @@ from kvcascade.manager.below.port import Put
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.breaker import FAILURES_TO_OPEN, REST_S
 from kvcascade.tiers.remote.base import RemoteOutcome
-from kvcascade.tiers.remote.generation import GENERATION_FRESH_S
 
 OK, GONE, REFUSED = BlockOutcome.OK, BlockOutcome.GONE, BlockOutcome.REFUSED
 
@@ -274,22 +273,6 @@ class TestWrites:
 
 
 class TestNode:
-    def test_who_starts_after_a_reset_is_told_once(
-        self, rig: RemoteTierRig, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """Blocks of updated weights are found by an engine with the weights on disk."""
-        rig.pump()
-        rig.tier.reset()
-        rig.pump()
-        assert not caplog.records
-        other = RemoteTierRig(rig.twin, rig.clock)
-        other.pump()
-        rig.tier.reset()
-        rig.pump()
-        other.clock.advance(GENERATION_FRESH_S)
-        other.pump()
-        assert caplog.text.count("update and reset this engine, too") == 1
-
     def test_jobs_of_a_node_that_dies_have_failed(self, rig: RemoteTierRig) -> None:
         put(rig, 1, 2)
         rig.tier.get(2, 1, [key(5)], [9])

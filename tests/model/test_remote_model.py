@@ -1,7 +1,8 @@
 """A remote store under random use and random faults, against what may be true.
 
 Blocks may be absent, wrong bytes are never served, nothing is written to a destination whose read
-has ended, every call ends exactly once, and no block from before a reset comes back.
+has ended, every call ends exactly once, and no block from before a reset comes back. A reset loads
+other weights: its host and the others never exchange blocks.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.executors import SteppingExecutor
 from support.keys import keys
-from support.remote_rig import UNTOUCHED, RemoteRig, content
+from support.remote_rig import UNTOUCHED, RemoteRig, check, content
 from support.remote_twin import RemoteTwin
 
 from kvcascade.config.remote import WriteWhen
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.remote.base import FAILURES, RemoteOutcome
+from kvcascade.tiers.remote.objects import parts_of
 from kvcascade.tiers.remote.remote_store import EndedKind
 from kvcascade.tiers.remote.uploads import Offer
 
@@ -43,7 +45,8 @@ class Run:
         self.hosts = [first, second]
         self.open: dict[tuple[int, int, EndedKind], int] = {}
         """Host, ticket and kind of every call that has not ended, and its number of blocks."""
-        self.reads: dict[tuple[int, int], tuple[list[BlockHash], list[memoryview]]] = {}
+        self.reads: dict[tuple[int, int], tuple[list[BlockHash], list[memoryview], bytes]] = {}
+        """Blocks, destinations, and the weights of the host when the read began."""
         self.over: list[tuple[list[memoryview], list[bytes]]] = []
         """Destinations of reads that have ended, and what they held then."""
         self.served = 0
@@ -79,7 +82,7 @@ class Run:
         rig, wanted = self.hosts[host], self.some()
         ticket, slots = rig.ticket(), rig.slots(len(wanted))
         self.open[host, ticket, EndedKind.READ] = len(wanted)
-        self.reads[host, ticket] = (wanted, slots)
+        self.reads[host, ticket] = (wanted, slots, rig.weights)
         rig.store.get(ticket, wanted, slots)
 
     def offer(self, host: int) -> None:
@@ -93,8 +96,8 @@ class Run:
             blocks = self.open.pop((host, ended.ticket, ended.kind))  # once, and only ours
             assert len(ended.outcomes) == blocks
             if ended.kind is EndedKind.READ:
-                wanted, slots = self.reads.pop((host, ended.ticket))
-                self.hosts[host].check(wanted, slots, ended.outcomes)
+                wanted, slots, weights = self.reads.pop((host, ended.ticket))
+                check(wanted, slots, ended.outcomes, weights)
                 self.served += list(ended.outcomes).count(OK)
                 self.over.append((slots, [bytes(slot) for slot in slots]))
 
@@ -124,7 +127,7 @@ class Run:
         self.twin.write_late(b"\xbd" * 9999)
 
     def reset(self, host: int) -> None:
-        self.hosts[host].store.reset()
+        self.hosts[host].update()
 
     def finish(self) -> None:
         """Let everything end, and look at what is left."""
@@ -145,7 +148,7 @@ class Run:
         self.check_generations()
 
     def check_generations(self) -> None:
-        """Every host that asks learns the newest generation, and no object is of a later one.
+        """Every host that asks learns the newest counter, and no object is of a later one.
 
         A host whose last question failed knows none until it asks again.
         """
@@ -155,8 +158,11 @@ class Run:
             queue.run_all()
             self.poll(host)
         newest = self.twin.counters[self.hosts[0].objects.counter_name]
-        assert [rig.store.state().generation for rig in self.hosts] == [newest] * 2
-        assert max((int(name.split("/")[1], 16) for name in self.twin.held), default=0) <= newest
+        for rig in self.hosts:
+            known = rig.store.state().generation
+            assert known is not None and parts_of(known) == (newest, bool(rig.weights))
+        numbers = (int(name.split("/")[1], 16) for name in self.twin.held)
+        assert max((parts_of(number)[0] for number in numbers), default=0) <= newest
 
 
 @pytest.mark.parametrize("asks_in_one_trip", [True, False])

@@ -15,7 +15,7 @@ from support.clock import ManualClock
 from support.keys import key, keys
 from support.network import other_host
 from support.project import ROOT
-from support.remote_rig import PAYLOAD_BYTES, THROUGH, UNTOUCHED, RemoteRig, content
+from support.remote_rig import PAYLOAD_BYTES, THROUGH, UNTOUCHED, RemoteRig, check, content
 from support.remote_servers import HOST, S3Server, ServerProcess, redis_server
 from support.remote_twin import RemoteTwin
 from support.waiting import wait_until
@@ -212,7 +212,7 @@ def test_a_server_that_is_killed_again_and_again_serves_no_wrong_byte(
         server.start()
         for ticket, outcomes in host.all_ended(tickets).items():
             if ticket in reads:
-                host.check(*reads[ticket], outcomes)
+                check(*reads[ticket], outcomes)
                 read_blocks += outcomes.count(OK)
         host.clock.advance(31.0)  # beyond rests and what is remembered
         # A write that waited may have reached the new server.
@@ -236,7 +236,7 @@ def test_a_slow_link_ends_at_the_deadline() -> None:
             host.store.get(ticket, keys(64), slots)
             outcomes = host.ended(ticket, EndedKind.READ)
             assert monotonic() - begun_s < 0.5 + SLACK_S
-            host.check(keys(64), slots, outcomes)
+            check(keys(64), slots, outcomes)
             assert TIMED_OUT in outcomes
             before = [bytes(slot) for slot in slots]
             host.close()

@@ -37,7 +37,8 @@ OK = RemoteOutcome.OK
 SECRET = "hunter2-in-test"
 SIZE = PAYLOAD_BYTES + 192
 TWIN_URL = "s3://bucket/twin"
-OLD, NOW = 1000, 2000
+COUNTER = 2000
+OLD, NOW = 2 * 1000, 2 * COUNTER
 """Generations."""
 
 
@@ -57,7 +58,7 @@ class Place:
         names = [made.name(key(i), generation) for i in range(n)]
         objects = [made.make(key(i), generation, memoryview(content(key(i)))) for i in range(n)]
         assert self.engine.put(names, objects, LIMIT_S) == [OK] * n
-        assert self.engine.counter(made.counter_name, NOW, LIMIT_S).value == NOW
+        assert self.engine.counter(made.counter_name, COUNTER, LIMIT_S).value == COUNTER
         return names
 
     def replace(self, name: str, change: Callable[[bytearray], object]) -> None:
@@ -133,6 +134,7 @@ def of_twin(twin: RemoteTwin, monkeypatch: pytest.MonkeyPatch, seal: Seal | None
 
 def test_ls_counts_namespaces_and_generations(place: Place) -> None:
     old, new, other = place.fill(3, OLD), place.fill(5), place.fill(2, fingerprint="model-2")
+    place.fill(1, NOW + 1, fingerprint="model-2")
     place.engine.put(["of/somebody/else"], [an_object(1, 100)], LIMIT_S)
     found = place.call("ls", "--json").document
     assert found["schema"] == "kvcascade.remote-ls" and found["url"] == place.words[0]
@@ -143,17 +145,18 @@ def test_ls_counts_namespaces_and_generations(place: Place) -> None:
         (ours, OLD): ("old", 3),
         (ours, NOW): ("current", 5),
         (theirs, NOW): ("current", 2),
+        (theirs, NOW + 1): ("current", 1),
     }
+    assert [place for place, row in rows.items() if row["was_reset"]] == [(theirs, NOW + 1)]
     row = rows[ours, NOW]
     assert len(new) * SIZE <= row["size_bytes"] < len(new) * SIZE * 1.5, "memory, on a server"
     assert 0.0 <= row["newest_age_s"] <= row["oldest_age_s"] < 60.0
     assert found["other_objects"] >= 1
     shown = place.call("ls").out
-    assert ours[:12] in shown and "10 blocks" in shown and "1970-01-01" in shown
-    (row,) = place.call("ls", "-n", theirs, "--json").document["generations"]
-    assert row["blocks"] == 2
-    (row,) = place.call("ls", "-n", theirs[:9], "--json").document["generations"]
-    assert row["blocks"] == 2
+    assert ours[:12] in shown and "11 blocks" in shown and "1970-01-01" in shown
+    for digits in (theirs, theirs[:9]):
+        found = place.call("ls", "-n", digits, "--json").document
+        assert [row["blocks"] for row in found["generations"]] == [2, 1]
 
 
 def test_a_place_without_blocks(place: Place) -> None:
@@ -290,7 +293,7 @@ def test_blocks_of_old_generations_leave(place: Place) -> None:
     }
     assert ours["bytes_before"] >= 5 * SIZE
     made = ObjectFormat("model-1", PAYLOAD_BYTES)
-    assert place.engine.counter(made.counter_name, None, LIMIT_S).value == NOW, "counters stay"
+    assert place.engine.counter(made.counter_name, None, LIMIT_S).value == COUNTER, "counters stay"
     assert place.call("gc", "--json").document["failed"] == 0
 
 
@@ -382,7 +385,7 @@ def test_what_leaves_is_old_and_no_more_than_needed(
     twin, made = RemoteTwin(), ObjectFormat("model-1", PAYLOAD_BYTES)
     now_s = time.time() // AGE_STEP_S * AGE_STEP_S  # a block of age n is n and a half steps old
     clock = ManualClock(now_s)
-    twin.counters[made.counter_name] = NOW
+    twin.counters[made.counter_name] = COUNTER
     ages: dict[str, Drawn] = {}
     for number, (generation, age) in enumerate(blocks):
         name = made.name(key(number), generation)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from support.executors import SteppingExecutor
 from support.keys import key, keys
-from support.remote_rig import PAYLOAD_BYTES, THROUGH, WALL_S, RemoteRig, content
+from support.remote_rig import PAYLOAD_BYTES, THROUGH, WALL_S, RemoteRig, check, content
 from support.remote_twin import RemoteTwin
 
 from kvcascade.config.remote import WriteWhen
@@ -101,7 +101,7 @@ class TestLookups:
         outcomes = other.ended(1, READ)
         assert outcomes == [TIMED_OUT] * 2
         stepping.run_all()
-        other.check(keys(2), slots, outcomes)
+        check(keys(2), slots, outcomes)
 
     @pytest.mark.parametrize("fault", [IO_ERROR, RemoteOutcome.DENIED, RemoteOutcome.BUSY])
     def test_a_failure_is_an_outcome_and_is_not_remembered_as_absence(
@@ -118,7 +118,9 @@ class TestLookups:
     def test_an_answer_that_was_a_lie_costs_a_miss(self) -> None:
         rig = RemoteRig()
         rig.look(keys(1))
-        name = rig.objects.name(key(7), next(iter(rig.twin.counters.values())))
+        generation = rig.store.state().generation
+        assert generation is not None
+        name = rig.objects.name(key(7), generation)
         rig.twin.lies = {name: OK}
         assert rig.look([key(7)]) == [OK]
         assert rig.read([key(7)]) == [ABSENT]
@@ -234,8 +236,8 @@ class TestReads:
         rig.store.get(2, keys(4), again)
         rig.ended(2, READ)
         assert rig.twin.write_late(b"\xbd" * 10_000) == 4
-        rig.check(keys(4), slots, outcomes)
-        rig.check(keys(4), again, [OK] * 4)
+        check(keys(4), slots, outcomes)
+        check(keys(4), again, [OK] * 4)
         assert rig.read(keys(4)) == [OK] * 4, "no buffer of a later read was written to"
 
     def test_a_read_that_ends_late_writes_nothing(self) -> None:
@@ -256,7 +258,7 @@ class TestReads:
         other.store.get(1, keys(2), slots)
         stepping.run_all()
         assert before == [[TIMED_OUT] * 2]
-        other.check(keys(2), slots, before[0])
+        check(keys(2), slots, before[0])
         assert other.store.poll() == []
 
 
@@ -403,7 +405,7 @@ class TestBreakers:
         rig.read(keys(1))
         state = rig.store.state()
         assert state.resting == {Verb.READ} and state.openings[Verb.READ] == 1
-        assert state.generation == next(iter(rig.twin.counters.values()))
+        assert state.generation == 2 * next(iter(rig.twin.counters.values()))
 
     def test_a_rejected_login_opens_at_once(self) -> None:
         rig = RemoteRig()
@@ -450,8 +452,35 @@ class TestResets:
         rig.clock.advance(5.1)
         assert rig.read(keys(4)) == [ABSENT] * 4, "the first host sees it within seconds"
         assert rig.host().look(keys(4)) == [ABSENT] * 4, "a new host too"
-        assert other.write(keys(4)) == [OK] * 4
-        assert rig.host().read(keys(4)) == [OK] * 4
+
+    def test_who_has_the_weights_of_the_disk_finds_no_block_of_updated_ones(self) -> None:
+        """The rig compares all bytes that are read."""
+        rig = RemoteRig()
+        other, third = rig.host(), rig.host()
+        for host in (other, third):
+            host.look(keys(1))  # it knows of earlier resets
+            host.update()
+        rig.clock.advance(6.0)
+        assert third.write(keys(4)) == [OK] * 4
+        assert other.read(keys(4)) == [OK] * 4, "it was updated, too"
+        restarted = rig.host()
+        for host in (rig, restarted):
+            assert host.look(keys(4)) == host.read(keys(4)) == [ABSENT] * 4
+        assert restarted.write(keys(4)) == [OK] * 4
+        assert rig.read(keys(4)) == third.read(keys(4)) == [OK] * 4
+
+    def test_a_reset_that_is_passed_on_is_not_this_hosts_own(self) -> None:
+        """An engine of the same NVMe path was updated; this one still has the weights it loaded."""
+        rig = RemoteRig()
+        other = rig.host()
+        other.store.reset(WALL_MARK, is_new=False)
+        assert other.write(keys(4)) == [OK] * 4 and rig.host().read(keys(4)) == [OK] * 4
+
+    def test_the_next_store_of_an_owner_knows_of_its_reset(self) -> None:
+        rig = RemoteRig()
+        rig.update()
+        rig.write(keys(4))
+        assert rig.host(was_reset=True).look(keys(4)) == [OK] * 4
 
     def test_until_the_server_is_told_nothing_is_read_or_written(self) -> None:
         rig = RemoteRig()
@@ -484,7 +513,7 @@ class TestResets:
         assert ended == {1: {ABSENT}, 2: {ABSENT}, ticket: {DROPPED}}
         stepping.run_all()
         assert other.store.poll() == []
-        other.check(keys(3), slots, [ABSENT] * 3)
+        check(keys(3), slots, [ABSENT] * 3)
         assert len(rig.twin.held) == 3
 
     def test_a_counter_that_was_lost_does_not_bring_old_blocks_back(self) -> None:

@@ -23,9 +23,12 @@ THROUGH = StoreOptions(when=WriteWhen.THROUGH)
 WALL_S = 1_700_000_000.0
 
 
-def content(block_hash: BlockHash, payload_bytes: int = PAYLOAD_BYTES) -> bytes:
-    """The one right content of a block."""
-    return (block_hash * (payload_bytes // len(block_hash) + 1))[:payload_bytes]
+def content(
+    block_hash: BlockHash, payload_bytes: int = PAYLOAD_BYTES, weights: bytes = b""
+) -> bytes:
+    """The one right content of a block for hosts with these weights."""
+    pattern = block_hash + weights
+    return (pattern * (payload_bytes // len(pattern) + 1))[:payload_bytes]
 
 
 class RemoteRig:
@@ -40,6 +43,8 @@ class RemoteRig:
         seal: Seal | None = None,
         payload_bytes: int = PAYLOAD_BYTES,
         clock: ManualClock | None = None,
+        *,
+        was_reset: bool = False,
         **changes: object,
     ) -> None:
         self.clock = ManualClock() if clock is None else clock
@@ -54,8 +59,15 @@ class RemoteRig:
             replace(options, **changes),  # type: ignore[arg-type]
             self.clock,
             lambda: WALL_S + self.clock.now_s,
+            was_reset=was_reset,
         )
         self._ticket = 0
+        self.weights = b""
+
+    def update(self) -> None:
+        """Load other weights in place, and reset; all hosts that do this have the same ones."""
+        self.weights = b"updated"
+        self.store.reset()
 
     def ticket(self) -> int:
         """The next one."""
@@ -84,26 +96,13 @@ class RemoteRig:
         ticket, slots = self.ticket(), self.slots(len(hashes))
         self.store.get(ticket, hashes, slots)
         outcomes = self.ended(ticket, EndedKind.READ)
-        self.check(hashes, slots, outcomes)
+        check(hashes, slots, outcomes, self.weights)
         return outcomes
-
-    def check(
-        self,
-        hashes: Sequence[BlockHash],
-        slots: Sequence[memoryview],
-        outcomes: Sequence[RemoteOutcome],
-    ) -> None:
-        """Compare what was read: the right bytes for `OK`, otherwise nothing was written."""
-        for block_hash, slot, outcome in zip(hashes, slots, outcomes, strict=True):
-            if outcome is RemoteOutcome.OK:
-                assert slot == content(block_hash, self.payload_bytes), "wrong bytes"
-            else:
-                assert set(slot) == {UNTOUCHED}, "a byte was written without being verified"
 
     def begin_write(self, hashes: Sequence[BlockHash]) -> tuple[int, list[Offer]]:
         """Offer blocks; returns the ticket and the answers."""
         ticket = self.ticket()
-        payloads = [memoryview(content(h, self.payload_bytes)) for h in hashes]
+        payloads = [memoryview(content(h, self.payload_bytes, self.weights)) for h in hashes]
         return ticket, self.store.offer(ticket, hashes, payloads)
 
     def write(self, hashes: Sequence[BlockHash]) -> list[RemoteOutcome]:
@@ -115,3 +114,17 @@ class RemoteRig:
     def host(self, **changes: object) -> RemoteRig:
         """Another host at the same server, with the same clock."""
         return RemoteRig(self.twin, clock=self.clock, **changes)  # type: ignore[arg-type]
+
+
+def check(
+    hashes: Sequence[BlockHash],
+    slots: Sequence[memoryview],
+    outcomes: Sequence[RemoteOutcome],
+    weights: bytes = b"",
+) -> None:
+    """Compare what was read: the right bytes for `OK`, otherwise nothing was written."""
+    for block_hash, slot, outcome in zip(hashes, slots, outcomes, strict=True):
+        if outcome is RemoteOutcome.OK:
+            assert slot == content(block_hash, slot.nbytes, weights), "wrong bytes"
+        else:
+            assert set(slot) == {UNTOUCHED}, "a byte was written without being verified"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -98,6 +100,20 @@ def is_ready(driver: Driver) -> bool:
     return driver.cascade.remote.port.feed.mark is not None
 
 
+def has_node(driver: Driver, is_there: bool) -> bool:
+    """Whether there is a node that has asked the server for the last reset; or else none."""
+    driver.step()
+    assert driver.cascade.remote is not None
+    return (driver.cascade.remote.port.feed.totals().mark is not None) == is_there
+
+
+def reset(driver: Driver) -> None:
+    """Reset an engine, and wait until the server was told."""
+    wait_until(partial(is_ready, driver), ROUNDS, PAUSE_S)
+    driver.reset()
+    wait_until(partial(is_ready, driver), ROUNDS, PAUSE_S)
+
+
 def test_hosts_find_each_others_blocks_until_one_is_reset(server: dict[str, Any]) -> None:
     with host("both", **server) as first, host("both", **server) as second:
         for driver in (first, second):
@@ -105,11 +121,30 @@ def test_hosts_find_each_others_blocks_until_one_is_reset(server: dict[str, Any]
         assert serve(first, "text") == 0
         assert serve(second, "text") == CHUNKS
         assert second.counters.links[0].promoted_blocks == CHUNKS * len(SHAPE.groups)
-        second.reset()
+        reset(second)
         assert serve(second, "text") == 0, "its own blocks and those of others are gone"
     with host("both", **server) as third, host("another", **server) as other:
-        assert serve(third, "text") == CHUNKS, "stored after the reset"
+        assert serve(third, "text") == 0, "it has the weights of the disk"
         assert serve(other, "text") == 0
+
+
+def test_engines_that_were_reset_share_what_no_other_engine_finds(redis: ServerProcess) -> None:
+    def engine() -> Driver:
+        return host("reset", url=f"redis://{HOST}:{redis.port}")
+
+    with engine() as second:
+        reset(second)
+        with engine() as first:
+            reset(first)
+            assert serve(first, "text") == 0
+        remote = second.cascade.remote
+        assert remote is not None and remote.node.pid is not None
+        os.kill(remote.node.pid, signal.SIGKILL)
+        for is_there in (False, True):
+            wait_until(partial(has_node, second, is_there), ROUNDS, PAUSE_S)
+        assert serve(second, "text") == CHUNKS, "its next node knows of the reset"
+        with engine() as third:
+            assert serve(third, "text") == 0, "it has the weights of the disk"
 
 
 @pytest.mark.parametrize("share_tp", [True, False])

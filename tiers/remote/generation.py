@@ -1,7 +1,9 @@
 """The generation of a namespace: a number in the name of every object, which a reset raises.
 
 All hosts agree on it through a counter of the engine. While it is unknown, nothing is read or
-written. A new counter begins at the wall-clock time. So if the server loses the counter, the new
+written. Each value of the counter has two generations: one for hosts that were reset themselves
+since their start, and one for all others. Only the former may have weights that were updated in
+place. A new counter begins at the wall-clock time. So if the server loses the counter, the new
 value is never one that had blocks.
 
 A second counter holds the mark of the last reset: about the time at which it began. A reset raises
@@ -13,9 +15,9 @@ Two hosts may reset at the same time. Blocks that one of them stored after its o
 older than the reset of the other. If a host finds a mark that it did not know when its reset began,
 it keeps a smaller mark as its own. Its blocks then count as older than the last reset.
 
-A generation below the mark, or below an earlier generation, has blocks from before the last reset.
+A counter below the mark, or below an earlier value, stands for blocks from before the last reset.
 Either that reset is half done, or the server went back to an older state. A host that sees such a
-generation raises it.
+counter raises it.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from dataclasses import dataclass
 
 from ..base import RESET_TICKS_PER_S
 from .base import CounterAnswer, RemoteEngine, RemoteOutcome
+from .objects import generation_of
 
 GENERATION_FRESH_S = 5.0
 """Age after which the generation is read again. Another host's reset is seen no later."""
@@ -57,11 +60,14 @@ class SharedGeneration:
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
         on_moved: Callable[[], None] = lambda: None,
+        *,
+        was_reset: bool = False,
     ) -> None:
-        """`name`, `marks_name`: those of the counters of the generation and of the last mark.
+        """`name`, `marks_name`: those of the counters of generations and of the last mark.
 
         `clock` is monotonic, `wall_clock` Unix time, in seconds. `on_moved` is called, on any
-        thread, when the generation is another one without a reset of this host.
+        thread, when the counter is another one without a reset of this host. `was_reset`: this
+        host was reset before, by another object of this class.
         """
         self._on_moved = on_moved
         self._engine = engine
@@ -79,7 +85,8 @@ class SharedGeneration:
         """The last reset, until all hosts are told."""
         self._mark = 0
         self._newest = 0
-        """Greatest generation that was read."""
+        """Greatest value of the counter that was read."""
+        self._was_reset = was_reset
         self._own_mark: int | None = None
         self._last: CounterAnswer | None = None
         """Answer of the last attempt to ask the server."""
@@ -118,11 +125,12 @@ class SharedGeneration:
         with self._changing:
             if self._reset is not None:
                 mark, is_new = max(mark, self._reset.mark), is_new or self._reset.is_new
+            self._was_reset = self._was_reset or is_new
             self._reset = _Reset(mark, is_new, self._mark if known is None else known)
             self._value = self._own_mark = None
 
     def current(self, limit_s: float) -> CounterAnswer:
-        """Return the generation; reads or raises it first if that is due."""
+        """Return the generation; reads or raises the counter first if that is due."""
         seen = self._last
         with self._lock:
             last = self._last
@@ -149,7 +157,7 @@ class SharedGeneration:
     def _take_in(
         self, answer: CounterAnswer, mark: int, reset: _Reset | None, now_s: float
     ) -> CounterAnswer:
-        """Note the generation and the last mark, as they are after this reset, if there was one."""
+        """Note the counter and the last mark, as they are after this reset, if there was one."""
         with self._changing:
             if self._reset is not reset:  # another reset came meanwhile
                 return CounterAnswer(RemoteOutcome.BUSY)
@@ -160,15 +168,16 @@ class SharedGeneration:
             if self._own_mark is None:
                 self._own_mark = mark if reset is None else reset.own_mark
             self._newest = max(self._newest, answer.value)
-            self._value, self._read_s = answer.value, now_s
-            return answer
+            value = generation_of(answer.value, was_reset=self._was_reset)
+            self._value, self._read_s = value, now_s
+            return CounterAnswer(RemoteOutcome.OK, value)
 
     def _made_good(
         self, answer: CounterAnswer, now: int, limit_s: float
     ) -> tuple[CounterAnswer, int]:
-        """Return the generation, raised if it must be, and the mark of the last reset.
+        """Return the counter, raised if it must be, and the mark of the last reset.
 
-        The mark is read after the generation, so that it is no older.
+        The mark is read after the counter, so that it is no older.
         """
         marked = self._last_mark(limit_s)
         if marked.outcome is RemoteOutcome.OK and marked.value < self._mark:
@@ -181,7 +190,7 @@ class SharedGeneration:
         return answer, marked.value
 
     def _raise(self, reset: _Reset, now: int, limit_s: float) -> CounterAnswer:
-        """Carry out a reset: raise the mark, and then the generation, which is returned."""
+        """Carry out a reset: raise the mark, and then the counter, which is returned."""
         if reset.own_mark is None:
             marked = self._tell(reset, now, limit_s)
             if marked.outcome is not RemoteOutcome.OK:

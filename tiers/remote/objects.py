@@ -173,7 +173,7 @@ class ObjectFormat:
 
     @property
     def counter_name(self) -> str:
-        """Name of the counter that holds the generation."""
+        """Name of the counter of generations."""
         return counter_name(self.namespace)
 
     @property
@@ -243,8 +243,22 @@ def parse_name(name: str) -> ObjectName | None:
 
 
 def counter_name(namespace: str) -> str:
-    """Return the name of the counter that holds the generation of a namespace."""
+    """Return the name of the counter of a namespace's generations."""
     return f"{namespace}/generation"
+
+
+def generation_of(counter: int, *, was_reset: bool) -> int:
+    """Return the generation of an engine's blocks: twice the counter, and one more after a reset.
+
+    `was_reset`: the engine itself was reset since its start. Its weights may have been updated in
+    place, so engines with the weights of the disk must not find its blocks.
+    """
+    return 2 * counter + was_reset
+
+
+def parts_of(generation: int) -> tuple[int, bool]:
+    """Return the arguments of `generation_of`."""
+    return generation >> 1, bool(generation & 1)
 
 
 def examine(name: ObjectName, buffer: PrivateBuffer, seal: Seal | None) -> Verdict:

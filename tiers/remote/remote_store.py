@@ -115,18 +115,23 @@ class RemoteStore:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         on_ended: Callable[[], None] = lambda: None,
+        *,
+        was_reset: bool = False,
     ) -> None:
         """The executor needs `options.threads` threads; its owner shuts it down after `close`.
 
         `clock` returns monotonic seconds, `wall_clock` Unix time. `on_ended` is called, on any
-        thread, when `poll` has something new.
+        thread, when `poll` has something new. `was_reset`: the owner was reset since its start,
+        when it had another store.
         """
         self._options = options = options or StoreOptions()
         self._clock = clock
         self._on_ended = on_ended
         memory = PresenceMemory(clock, options.held_s, options.absent_s)
         counters = objects.counter_name, objects.marks_name
-        generation = SharedGeneration(engine, *counters, clock, wall_clock, memory.forget)
+        generation = SharedGeneration(
+            engine, *counters, clock, wall_clock, memory.forget, was_reset=was_reset
+        )
         self._link = RemoteLink(
             engine, objects, generation, memory, RemoteCounters(), RoundTripTime(), clock
         )

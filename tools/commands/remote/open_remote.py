@@ -62,8 +62,8 @@ class RemoteServer:
                 if entry.name.startswith(namespace):
                     yield entry
 
-    def generation(self, namespace: str) -> int | None:
-        """Return the current generation of a namespace; None if the server has lost it.
+    def counter(self, namespace: str) -> int | None:
+        """Return the counter of a namespace's generations; None if the server has lost it.
 
         Raises `CommandError`.
         """

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from ....tiers.remote.abilities import RemoteEntry
-from ....tiers.remote.objects import parse_name
+from ....tiers.remote.objects import parse_name, parts_of
 from .open_remote import Advance, RemoteServer
 
 
@@ -19,7 +19,7 @@ class GenerationState(StrEnum):
     OLD = "old"
     """There was a reset since; no engine finds these blocks."""
     UNKNOWN = "unknown"
-    """The server has lost the number of the generation, and the next engine begins a new one."""
+    """The server has lost the counter of generations, and the next engine begins a new one."""
 
 
 @dataclass(slots=True)
@@ -29,6 +29,8 @@ class GenerationReport:
     namespace: str
     generation: int
     state: GenerationState
+    was_reset: bool = False
+    """True for the blocks of engines that were reset since their start."""
     blocks: int = 0
     size_bytes: int = 0
     """Bytes of headers and payloads."""
@@ -64,7 +66,7 @@ class RemoteContents:
 
 
 class Generations:
-    """Current generation of each namespace, asked for once. One thread."""
+    """Current generations of each namespace, asked for once. One thread."""
 
     def __init__(self, tier: RemoteServer) -> None:
         self._tier = tier
@@ -73,12 +75,13 @@ class Generations:
     def state(self, namespace: str, generation: int) -> GenerationState:
         """Return the state of a generation. Raises `CommandError`."""
         if namespace not in self._current:
-            self._current[namespace] = self._tier.generation(namespace)
+            self._current[namespace] = self._tier.counter(namespace)
         current = self._current[namespace]
         if current is None:
             return GenerationState.UNKNOWN
         # Counters only grow, so that what is old stays old.
-        return GenerationState.OLD if generation < current else GenerationState.CURRENT
+        counter, _ = parts_of(generation)
+        return GenerationState.OLD if counter < current else GenerationState.CURRENT
 
 
 def contents_of(tier: RemoteServer, namespace: str, advance: Advance) -> RemoteContents:
@@ -94,7 +97,8 @@ def contents_of(tier: RemoteServer, namespace: str, advance: Advance) -> RemoteC
             continue
         place = name.namespace, name.generation
         if place not in found:
-            found[place] = GenerationReport(*place, generations.state(*place))
+            _, was_reset = parts_of(name.generation)
+            found[place] = GenerationReport(*place, generations.state(*place), was_reset)
         found[place].add(entry, now_s)
     contents.generations = [found[place] for place in sorted(found)]
     return contents

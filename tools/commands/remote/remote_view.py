@@ -11,7 +11,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
 from ....tiers.base import RESET_TICKS_PER_S
-from ....tiers.remote.objects import Verdict
+from ....tiers.remote.objects import Verdict, parts_of
 from .. import show
 from ..rate_column import RateColumn
 from ..verify.verify_view import MAX_SHOWN, progress_of
@@ -75,12 +75,14 @@ def print_contents(found: RemoteContents) -> None:
 
 
 def _began(report: GenerationReport) -> str:
-    """Return when a generation began: its number is about the Unix time in microseconds."""
+    """Return when a generation began: its counter is about the Unix time in microseconds."""
+    counter, was_reset = parts_of(report.generation)
+    suffix = ", reset engines" if was_reset else ""
     try:
-        began = datetime.fromtimestamp(report.generation / RESET_TICKS_PER_S, UTC)
+        began = datetime.fromtimestamp(counter / RESET_TICKS_PER_S, UTC)
     except (OverflowError, ValueError, OSError):
-        return f"{report.generation:,}"
-    return f"{began:%Y-%m-%d %H:%M:%S}"
+        return f"{counter:,}{suffix}"
+    return f"{began:%Y-%m-%d %H:%M:%S}{suffix}"
 
 
 def print_verified(report: RemoteVerified) -> None:

@@ -38,7 +38,7 @@ from ....config.remote import WriteWhen
 from ....tiers.base import BlockHash
 from ....tiers.remote.base import RemoteEngine, RemoteOutcome
 from ....tiers.remote.object_store import ObjectStoreOptions, open_object_store
-from ....tiers.remote.objects import ObjectFormat
+from ....tiers.remote.objects import ObjectFormat, parts_of
 from ....tiers.remote.remote_store import RemoteEnded, RemoteStore, StoreOptions
 from ....tiers.remote.resp import Address, Login
 from ....tiers.remote.valkey import ValkeyEngine, ValkeyOptions
@@ -175,7 +175,8 @@ class Ours:
         """Tell the generation to a server that was emptied."""
         link = self.store._link
         if link.generation.value is not None:
-            link.engine.counter(link.objects.counter_name, link.generation.value, TIMEOUT_S)
+            counter, _ = parts_of(link.generation.value)
+            link.engine.counter(link.objects.counter_name, counter, TIMEOUT_S)
 
     def close(self) -> None:
         """End the threads."""
