@@ -139,3 +139,25 @@ def test_recency_survives_the_writer_however_it_ends(ends: str) -> None:
     node.store(list(range(100, 124)))
     assert node.held(list(range(16))) == list(range(16))
     assert node.held(list(range(16, 32))) == []
+
+
+@pytest.mark.parametrize("ends", ["close", "kill"])
+@pytest.mark.parametrize("policies", [("fifo", "lru"), ("lru", "fifo", "lru")])
+def test_another_policy_begins_with_the_order_of_the_last_use(
+    ends: str, policies: tuple[str, ...]
+) -> None:
+    rig = PathRig(segments=2, slots_per_segment=32, policy=policies[0])
+    node = RigNode(rig)
+    for start in (0, 32):
+        node.store(list(range(start, start + 32)))
+        rig.step(seconds=5.0)
+    for policy in policies[1:]:
+        if policy == "lru":
+            rig.send(node.client, Touch([key_of(key) for key in range(16)]))
+        rig.step(seconds=5.0)
+        getattr(rig, ends)()
+        rig.start(msgspec.structs.replace(rig.options, policy=policy))
+        node = RigNode(rig)
+    node.store(list(range(100, 124)))
+    assert node.held(list(range(16))) == list(range(16))
+    assert node.held(list(range(16, 32))) == []

@@ -17,7 +17,6 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Reset,
     SegmentsRemoved,
     Told,
-    Touch,
     Why,
 )
 from kvcascade.tiers.nvme.path.writer import block_questions
@@ -154,22 +153,6 @@ def test_options_change_by_a_command_at_once_or_from_the_next_start_on() -> None
     assert "int" in tool.ask("set", capacity_bytes="much")["error"]
     record = load_record(rig.fs, ROOT)
     assert record is not None and record.options.policy == "s3fifo"
-
-
-def test_another_policy_begins_with_the_order_of_the_last_use() -> None:
-    rig = PathRig(segments=2, slots_per_segment=32)
-    node = RigNode(rig)
-    node.store(list(range(32)))
-    rig.step(seconds=5.0)
-    node.store(list(range(32, 64)))
-    rig.step(seconds=5.0)
-    rig.send(node.client, Touch([key_of(key) for key in range(16)]))
-    rig.step(seconds=5.0)
-    for policy in ("fifo", "lru"):
-        assert Tool(rig).ask("set", policy=policy)["options"]["policy"] == policy
-    node.store(list(range(100, 124)))
-    assert node.held(list(range(16))) == list(range(16))
-    assert node.held(list(range(16, 32))) == []
 
 
 def test_blocks_come_in_batches_and_leave_only_as_they_were_seen() -> None:

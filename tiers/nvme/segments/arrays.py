@@ -63,6 +63,8 @@ class MappedArrays:
         self.was_replaced = False
         """True once an array was missing, damaged, stale, or of another type or length than
         requested."""
+        self.was_unused = False
+        """True once an array was missing, damaged, or not in use in the previous session."""
 
     def __call__(self, name: str, length: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
         """Return the array as it was left; zeros where it is new. Raises a `KVCascadeError`.
@@ -74,6 +76,7 @@ class MappedArrays:
         path = self._folder / f"{name}.arr"
         with os_errors(f"mapping {path}"):
             old = self._load(path, kind, length)
+            self.was_unused |= old is None
             if old is None or len(old) != length:
                 self.was_replaced = True
                 try:
@@ -124,6 +127,7 @@ class MappedArrays:
             if not stored_length:
                 return None
             view = file.map(0, expected_size, writable=False)
+            self.was_unused |= session + 1 != self._session
             if session + 1 != self._session or checksum != _checksum(view):
                 self.was_replaced = True
             return np.frombuffer(view, dtype=kind, count=stored_length, offset=HEADER_BYTES)

@@ -350,12 +350,11 @@ class PathNamespaces:
         return None
 
     def _reorder(self, namespace: NamespaceWriter) -> None:
-        """Let the policy in force begin with the order of the last uses."""
+        """Let the policy in force begin."""
         namespace.recency.close(is_clean=True)
         namespace.recency = self._means.recency_of(
             namespace.home, self.options.policy, namespace.space.is_used
         )
-        namespace.recency.order_by_last_use()
 
     def _close(self, namespace: NamespaceWriter) -> None:
         if namespace.clients:

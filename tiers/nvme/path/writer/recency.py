@@ -43,7 +43,8 @@ class Recency:
         is_used: SlotMask,
         wall_clock: Callable[[], float],
     ) -> None:
-        """Load the order as it was left. After a crash it is fitted to the used slots.
+        """Load the order as it was left. After a crash it is fitted to the used slots. A policy
+        that was not in use last begins with the order of the last uses.
 
         Raises `ConfigError` for an unknown policy, or another `KVCascadeError`.
         """
@@ -52,9 +53,12 @@ class Recency:
         self._is_used = is_used
         inner = order_class(policy)(len(is_used), self._arrays)
         self._expects = inner.wants_tags and type(inner).expect is not EvictionOrder.expect
+        was_other_policy = self._arrays.was_unused
         self._order = UsageOrder(inner, self._arrays, wall_clock)
         if self._arrays.was_replaced:
             self._order.reconcile(np.flatnonzero(is_used))
+        if was_other_policy:
+            self._order_by_last_use()
 
     @property
     def wants_chains(self) -> bool:
@@ -77,12 +81,6 @@ class Recency:
     def settle(self, slots: Sequence[int]) -> None:
         """Put blocks that were stored in parts into prefix order; this is no use."""
         self._order.settle(slots[::-1])
-
-    def order_by_last_use(self) -> None:
-        """Order the blocks by their last use: what another policy left to this one."""
-        slots = np.flatnonzero(self._is_used)
-        by_use = np.argsort(self._order.last_use[slots], kind="stable")
-        self._order.settle(slots[by_use].tolist())
 
     def chain(self, slots: Sequence[int], blocks: int) -> None:
         """Note the end of a request of `blocks` blocks; `slots` ends before the first absent."""
@@ -126,6 +124,12 @@ class Recency:
             with suppress(KVCascadeError):  # the next start fits them to the used slots
                 self._arrays.sync()
         self._arrays.close()
+
+    def _order_by_last_use(self) -> None:
+        """Order the blocks by their last use: what another policy left to this one."""
+        slots = np.flatnonzero(self._is_used)
+        by_use = np.argsort(self._order.last_use[slots], kind="stable")
+        self._order.settle(slots[by_use].tolist())
 
     def _age_s(self, slots: npt.NDArray[np.intp]) -> float:
         return float(self._wall_clock() - self._order.last_use[slots].mean(dtype=np.float64))
