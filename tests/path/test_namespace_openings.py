@@ -6,7 +6,6 @@ import errno
 import json
 import random
 
-import msgspec
 import pytest
 from support.executors import SteppingExecutor
 from support.path_rig import ROOT, PathRig, RigNode
@@ -178,16 +177,13 @@ def test_no_node_waits_for_ever() -> None:
     assert again.has_answer() and again.held([1]) == [1]
 
 
-def test_options_that_change_meanwhile_are_in_force() -> None:
+def test_a_durability_that_is_asked_for_meanwhile_is_in_force() -> None:
     rig, executor = rig_with()
     slow = RigNode(rig, "slow", may_wait=True)
-    strong = msgspec.structs.replace(rig.options, durability="power", policy="prefix")
-    rig.writer.path.change(strong)
+    rig.writer.path.strengthen()
     finish(rig, executor)
     assert slow.has_answer() and slow.welcome is not None
-    assert slow.welcome.options == strong
-    namespace = rig.writer.namespaces[slow.welcome.folder]
-    assert namespace.recency.wants_chains, "the policy is another one"
+    assert slow.welcome.options.durability == "power"
     store(rig, executor, slow, [7])
     rig.lose_power(random.Random(1))
     rig.start()

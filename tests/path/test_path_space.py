@@ -19,7 +19,6 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Touch,
     Why,
 )
-from kvcascade.tiers.nvme.path.writer.namespace_openings import BeingOpenedError
 from kvcascade.tiers.nvme.path.writer.path_capacity import RETRY_AFTER_S
 
 
@@ -140,6 +139,25 @@ def test_a_smaller_capacity_holds_from_the_next_writer_on() -> None:
     assert 1 <= segments(rig)["m"] <= 4
     assert bytes_of(rig) <= less.capacity_bytes
     assert node.store([500]) == [Committed.OK]
+
+
+def test_a_path_shrinks_while_an_engine_writes_to_an_empty_segment() -> None:
+    rig = PathRig(8)
+    node = RigNode(rig)
+    for start in range(0, 40, 8):
+        node.store(list(range(start, start + 8)))
+        rig.step(seconds=1.0)
+    node.ask([100])
+    rig.step(3)
+    capacity = rig.writer.path.space.capacity
+    goal = rig.writer.path.space.own_bytes(0) - 100_000
+    capacity.options = msgspec.structs.replace(capacity.options, capacity_bytes=goal)
+    rig.step(20)
+    assert rig.writer.path.space.own_bytes(0) <= goal
+    (granted,) = node.grants()
+    node.commit([100], slots_in(granted), granted.epoch)
+    rig.step()
+    assert node.held([*range(40), 100]) == [*range(24, 40), 100]
 
 
 def test_the_reserve_of_the_disk_is_kept() -> None:
@@ -320,26 +338,9 @@ def test_a_budget_that_begins_later_counts_what_was_written_before() -> None:
     rig.writer.disconnect(gone.client)
     remove(rig, gone)
     rig.close()
-    rig.start()
+    rig.start(msgspec.structs.replace(rig.options, write_budget_bytes=20 * BLOCK_BYTES))
     RigNode(rig, "open").store(list(range(5)))
-    budget = msgspec.structs.replace(rig.options, write_budget_bytes=20 * BLOCK_BYTES)
-    assert rig.writer.path.change(budget) == []
     assert budget_left(rig) == 8
-
-
-def test_a_budget_begins_when_no_namespace_is_being_opened() -> None:
-    executor = SteppingExecutor()
-    rig = PathRig(120, executor=executor)
-    RigNode(rig, "one")
-    rig.close()
-    rig.start()
-    RigNode(rig, "one", may_wait=True)
-    budget = msgspec.structs.replace(rig.options, write_budget_bytes=20 * BLOCK_BYTES)
-    with pytest.raises(BeingOpenedError):
-        rig.writer.path.change(budget)
-    executor.run_all()
-    rig.step()
-    assert rig.writer.path.change(budget) == []
 
 
 def test_the_budget_counts_writes_later_than_the_noted_use() -> None:

@@ -169,7 +169,7 @@ NONSENSE: list[FromNode] = [
     Touch([key_of(9)] * 3, is_settle=True),
     Read(-5),
     Ask(11, "stat", b"\xff"),
-    Ask(12, "shrink", b"[]"),
+    Ask(12, "take", b"[]"),
     Retire(0),
 ]
 

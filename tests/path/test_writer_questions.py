@@ -17,10 +17,8 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Reset,
     SegmentsRemoved,
     Told,
-    Why,
 )
 from kvcascade.tiers.nvme.path.writer import block_questions
-from kvcascade.tiers.nvme.path.writer.path_options import load_record
 
 
 class Tool:
@@ -100,59 +98,10 @@ def filled(rig: PathRig, blocks: int) -> RigNode:
     return node
 
 
-def test_a_path_shrinks_to_a_size_beside_an_engine() -> None:
-    rig = PathRig(8)
-    node = filled(rig, 64)
-    tool = Tool(rig)
-    before = tool.ask("stat")["bytes"]
-    goal = before - 100_000
-    assert tool.ask("shrink", steps=20, bytes=goal)["bytes"] <= goal
-    assert node.held(list(range(56, 64))) == list(range(56, 64))
-    assert node.held(list(range(8))) == []
-    assert len(rig.take(node.client, SegmentsRemoved)) == 3
-    assert tool.ask("shrink", steps=40, bytes=0)["bytes"] > 0, "the index stays"
-    assert node.held(list(range(64))) == []
-
-
-def test_a_path_shrinks_while_an_engine_writes_to_an_empty_segment() -> None:
-    rig = PathRig(8)
-    node = filled(rig, 40)
-    node.ask([100])
-    rig.step(3)
-    tool = Tool(rig)
-    goal = tool.ask("stat")["bytes"] - 100_000
-    assert tool.ask("shrink", steps=20, bytes=goal)["bytes"] <= goal
-    (granted,) = node.grants()
-    node.commit([100], slots_in(granted), granted.epoch)
-    rig.step()
-    assert node.held([*range(40), 100]) == [*range(24, 40), 100]
-
-
 def test_a_wrong_question_says_what_to_do() -> None:
     tool = Tool(PathRig())
     assert "use one of" in tool.ask("what")["error"]
-    assert "give `bytes`" in tool.ask("shrink", bytes=-1)["error"]
-
-
-def test_options_change_by_a_command_at_once_or_from_the_next_start_on() -> None:
-    rig = PathRig(6)
-    node = RigNode(rig, "m")
-    for start in range(0, 48, 8):
-        node.store(list(range(start, start + 8)))
-    tool = Tool(rig)
-    taken = tool.ask("stat")["bytes"]
-    answer = tool.ask("set", steps=10, capacity_bytes=taken - 70_000, policy="s3fifo")
-    assert answer["later"] == []
-    assert tool.ask("stat", steps=10)["bytes"] <= taken - 70_000
-    assert tool.ask("set", write_budget_bytes=1)["later"] == []
-    node.ask([900])
-    rig.step(3, seconds=1.0)
-    assert [each.why for each in node.grants()] == [Why.BUDGET]
-    assert "unknown options size" in tool.ask("set", size=1)["error"]
-    assert "is unknown" in tool.ask("set", policy="best")["error"]
-    assert "int" in tool.ask("set", capacity_bytes="much")["error"]
-    record = load_record(rig.fs, ROOT)
-    assert record is not None and record.options.policy == "s3fifo"
+    assert "give `segments`" in tool.ask("take")["error"]
 
 
 def test_blocks_come_in_batches_and_leave_only_as_they_were_seen() -> None:

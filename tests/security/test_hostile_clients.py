@@ -119,7 +119,7 @@ def drawn(rng: random.Random) -> msgspec.Struct:
             Bad(keys, numbers(), numbers()),
             Touch(keys, rng.random() < 0.5, rng.random() < 0.5),
             Read(number()),
-            Ask(number(), rng.choice(("stat", "list", "set", "shrink", "drop", "")), numbers()),
+            Ask(number(), rng.choice(("stat", "list", "take", "drop", "")), numbers()),
             Retire(rng.choice((0, PROTOCOL))),
             ListKeys(rng.randbytes(5), number()),
             Chain(numbers(), number(), number()),

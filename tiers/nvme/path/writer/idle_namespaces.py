@@ -60,20 +60,6 @@ class IdleNamespaces:
                     error,
                 )
 
-    def read_days(self, capacity_bytes: int) -> None:
-        """Read the record of the last day of each, because a budget begins to count it.
-
-        None of them is being opened.
-        """
-        for name in list(self._found):
-            try:
-                found = self._look(name, capacity_bytes, with_days=True)
-            except KVCascadeError as error:
-                _log.warning("the budget lacks what was written to %s in a day: %s", name, error)
-                continue
-            self.take(name)
-            self._found[name] = found
-
     def take(self, name: str) -> bytes:
         """Forget a namespace that was opened or removed. Return its record of the last day."""
         one = self._found.pop(name, None)

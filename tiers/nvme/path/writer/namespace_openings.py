@@ -34,12 +34,11 @@ class BeingOpenedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class NamespaceToOpen:
-    """A namespace to open, and the options with which it is opened."""
+    """A namespace to open, and how it is opened."""
 
     name: str
     home_of: Callable[[], NamespaceHome]
     """Function that opens its directories. Raises a `KVCascadeError`."""
-    policy: str
     is_durable: bool
     bytes_by_path: Sequence[int] = ()
     """Bytes that a new namespace takes in each path before it counts as open."""
@@ -55,6 +54,7 @@ class NamespaceOpenings:
         self,
         means: StartMeans,
         roots: Sequence[Path],
+        policy: str,
         executor: Executor,
         lacking: Callable[[NamespaceToOpen], int | None],
         clock: Callable[[], float],
@@ -62,6 +62,7 @@ class NamespaceOpenings:
         """`lacking` returns the number of a path in which a new namespace lacks room that segments
         have; None if there is no such path."""
         self._means = means
+        self._policy = policy
         self._lacking = lacking
         self._clock = clock
         self.lacking: int | None = None
@@ -142,7 +143,7 @@ class NamespaceOpenings:
         try:
             home = opening.home_of()
             return open_namespace_writer(
-                self._means, home, opening.policy, is_durable=opening.is_durable
+                self._means, home, self._policy, is_durable=opening.is_durable
             )
         except KVCascadeError as error:
             return error

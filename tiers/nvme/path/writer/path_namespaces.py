@@ -37,7 +37,6 @@ from .path_capacity import PathCapacity
 from .path_options import (
     POWER,
     PathRecord,
-    check_options,
     differences,
     record_in_force,
     save_record,
@@ -70,7 +69,9 @@ class PathNamespaces:
         capacity = PathCapacity(means.fs, roots, in_force, clock)
         self._looked_at: set[str] = set()
         """Namespaces that are open for a tool only; they stay, even without segments."""
-        self.openings = NamespaceOpenings(means, roots, executor, self._lacking, clock)
+        self.openings = NamespaceOpenings(
+            means, roots, in_force.policy, executor, self._lacking, clock
+        )
         self.space = PathSpace(capacity, idle, self.openings, self._open_idle, executor, clock)
         self.budget = WriteBudget(in_force.write_budget_bytes, self._written_elsewhere)
 
@@ -195,30 +196,6 @@ class PathNamespaces:
         options = msgspec.structs.replace(self.options, durability=POWER)
         self._record(replace(self.record, options=options))
 
-    def change(self, options: PathOptions) -> list[str]:
-        """Record other options, and put them in force.
-
-        Return the names of the options that open namespaces follow only when they are opened again.
-        These are a larger capacity, since they have no more slots, and a weaker durability. Raises
-        a `KVCascadeError`, or `BeingOpenedError`: a budget that begins counts all namespaces.
-        """
-        check_options(options)
-        former, idle = self.options, self.space.idle
-        if options.write_budget_bytes is not None and former.write_budget_bytes is None:
-            for each in idle.all:
-                if each.name in self.openings:
-                    raise BeingOpenedError(each.name)
-            idle.read_days(options.capacity_bytes)
-        if options.durability == POWER != former.durability:
-            self.strengthen()
-        self._record(replace(self.record, options=options))
-        self.budget.limit_bytes = options.write_budget_bytes
-        for namespace in self.open.values() if options.policy != former.policy else ():
-            self._reorder(namespace)
-        is_larger = options.capacity_bytes > former.capacity_bytes
-        is_weaker = former.durability == POWER != options.durability
-        return ["capacity_bytes"] * is_larger + ["durability"] * is_weaker
-
     def note_use(self, namespace: NamespaceWriter) -> None:
         """Set the time of the last use to now."""
         with suppress(KVCascadeError):  # it is a hint
@@ -323,10 +300,8 @@ class PathNamespaces:
         *,
         is_for_room: bool = False,
     ) -> None:
-        policy, is_durable = self.options.policy, self.options.durability == POWER
-        self.openings.begin(
-            NamespaceToOpen(name, home_of, policy, is_durable, bytes_by_path, is_for_room)
-        )
+        is_durable = self.options.durability == POWER
+        self.openings.begin(NamespaceToOpen(name, home_of, is_durable, bytes_by_path, is_for_room))
 
     def _home_of(self, name: str) -> NamespaceHome:
         """Open the directories of an existing namespace. Runs on an I/O thread."""
@@ -336,25 +311,16 @@ class PathNamespaces:
         return home
 
     def _adopt(self, opening: NamespaceToOpen, namespace: NamespaceWriter) -> KVCascadeError | None:
-        """Count a namespace that was opened, and put options in force that changed meanwhile."""
+        """Count a namespace that was opened, and sync its commits if a node asked for that."""
         try:
             if self.options.durability == POWER and not opening.is_durable:
                 namespace.make_durable(partial(self._means.table_of, is_durable=True))
-            if self.options.policy != opening.policy:
-                self._reorder(namespace)
             self.space.add(namespace)
         except KVCascadeError as error:
             namespace.abandon()
             return error
         namespace.min_share_bytes = self.record.min_shares.get(opening.name, 0)
         return None
-
-    def _reorder(self, namespace: NamespaceWriter) -> None:
-        """Let the policy in force begin."""
-        namespace.recency.close(is_clean=True)
-        namespace.recency = self._means.recency_of(
-            namespace.home, self.options.policy, namespace.space.is_used
-        )
 
     def _close(self, namespace: NamespaceWriter) -> None:
         if namespace.clients:
@@ -383,4 +349,3 @@ class PathNamespaces:
         """Record other facts with the path; they hold only once they are on the disk."""
         save_record(self.fs, self.roots[0], record)
         self.record = record
-        self.space.capacity.options = record.options

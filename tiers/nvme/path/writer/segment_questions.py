@@ -1,8 +1,7 @@
-"""Questions of tools that remove segments: they are answered when the files are deleted.
+"""The question of tools that removes segments: it is answered when the files are deleted.
 
 | question | body | answer |
 | --- | --- | --- |
-| `shrink` | `bytes` | `bytes` that are taken at the end; the coldest segments of all leave |
 | `take` | `name`, `segments`, `if_empty` | `taken`: numbers of the deleted, `blocks`: see below |
 
 Segments are taken one after the other, and other messages are served between. `take` passes over
@@ -24,19 +23,11 @@ if TYPE_CHECKING:
     from .path_writer import PathWriter
 
 MAX_OPEN_JOBS = 16
-"""Most of these questions that are open at a time."""
+"""Most of these questions that wait for an answer at a time."""
 MAX_SEGMENTS_PER_TAKE = 4096
 TAKE_WAIT_S = 2.0
 """Longest wait for the writes of nodes to a segment that is to be taken."""
-SEGMENT_QUESTIONS = ("shrink", "take")
 Answer = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Shrink:
-    client: int
-    request: int
-    goal_bytes: int
 
 
 @dataclass(slots=True)
@@ -62,24 +53,17 @@ class SegmentQuestions:
         """`clock` returns monotonic seconds."""
         self._writer = writer
         self._clock = clock
-        self._shrinks: list[_Shrink] = []
         self._takes: list[_Take] = []
 
     @property
     def is_busy(self) -> bool:
         """True while a question is open."""
-        return bool(self._shrinks or self._takes)
+        return bool(self._takes)
 
-    def begin(self, client: int, request: int, what: str, body: Answer) -> None:
+    def begin(self, client: int, request: int, body: Answer) -> None:
         """Take a question; `poll` answers it. Raises `ConfigError` or another `KVCascadeError`."""
-        if len(self._shrinks) + len(self._takes) >= MAX_OPEN_JOBS:
+        if len(self._takes) >= MAX_OPEN_JOBS:
             raise ConfigError("too many are under way; try again later")
-        if what == "shrink":
-            goal = body.get("bytes")
-            if type(goal) is not int or goal < 0:
-                raise ConfigError("give `bytes`, a whole number that is not negative")
-            self._shrinks.append(_Shrink(client, request, goal))
-            return
         numbers = body.get("segments")
         is_list = isinstance(numbers, list) and len(numbers) <= MAX_SEGMENTS_PER_TAKE
         if not is_list or not all(type(number) is int for number in numbers or ()):
@@ -90,33 +74,10 @@ class SegmentQuestions:
 
     def forget(self, client: int) -> None:
         """Drop the open questions of a client that is gone."""
-        self._shrinks = [each for each in self._shrinks if each.client != client]
         self._takes = [each for each in self._takes if each.client != client]
 
     def poll(self) -> list[tuple[int, int, Answer]]:
-        """Go on; return client, request and answer of questions that are done."""
-        return [*self._poll_takes(), *self._poll_shrinks()]
-
-    @property
-    def taken_bytes(self) -> int:
-        """Bytes that all namespaces take."""
-        space = self._writer.path.space
-        return sum(map(space.own_bytes, range(space.capacity.paths)))
-
-    # -- inside --------------------------------------------------------------------------------
-
-    def _poll_shrinks(self) -> list[tuple[int, int, Answer]]:
-        if not self._shrinks:
-            return []
-        space, taken = self._writer.path.space, self.taken_bytes
-        ended = [each for each in self._shrinks if taken <= each.goal_bytes]
-        if len(ended) < len(self._shrinks) and not space.has_jobs:
-            if not space.take_coldest(None, set(range(space.capacity.paths))):
-                ended = self._shrinks  # nothing is left that may be taken
-        self._shrinks = [each for each in self._shrinks if each not in ended]
-        return [(each.client, each.request, {"bytes": taken}) for each in ended]
-
-    def _poll_takes(self) -> list[tuple[int, int, Answer]]:
+        """Go on; return client, request and answer of a question that is done."""
         if not self._takes or self._writer.path.space.is_taking:
             return []
         first = self._takes[0]
@@ -130,6 +91,8 @@ class SegmentQuestions:
             return []
         self._takes.pop(0)
         return [(first.client, first.request, {"taken": first.taken, "blocks": first.blocks})]
+
+    # -- inside --------------------------------------------------------------------------------
 
     def _begin_next(self, job: _Take) -> bool:
         """Begin with a segment, or go on waiting for one. Return False if none is left."""

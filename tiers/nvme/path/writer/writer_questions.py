@@ -5,10 +5,9 @@
 | `stat` | | `paths`, `options`, `bytes`, `clients` (name, namespace), `budget_left_bytes` |
 | `list` | | `namespaces`: name, label, bytes, blocks, slots, epoch, clients, last_used_s |
 | `remove` | `name` | `is_removed`, or `error` |
-| `set` | options | `options` recorded, `later`: names that open namespaces do not follow yet |
 
-`block_questions` has the questions about the blocks of one namespace, `segment_questions` those
-that take segments.
+`block_questions` has the questions about the blocks of one namespace, `segment_questions` the one
+that takes segments.
 
 An answer with `error` says in one sentence what to do. `blocks`, `slots` and `epoch` are null for a
 namespace that is not open, `last_used_s` for one that is.
@@ -23,13 +22,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from .....errors import ConfigError, KVCascadeError
-from ..path_messages import Ask, PathOptions, Told
+from ..path_messages import Ask, Told
 from .block_questions import count_groups, describe, drop, some_blocks
-from .segment_questions import SEGMENT_QUESTIONS, SegmentQuestions
+from .segment_questions import SegmentQuestions
 
 if TYPE_CHECKING:
     from .path_writer import PathWriter
 
+TAKE = "take"
+"""Name of the question whose answer waits until segments are deleted."""
 Answer = dict[str, Any]
 
 
@@ -44,7 +45,6 @@ class WriterQuestions:
             "stat": self._stat,
             "list": self._list,
             "remove": self._remove,
-            "set": self._set,
             "namespace": lambda body: describe(writer, body),
             "blocks": lambda body: some_blocks(writer, body),
             "groups": lambda body: count_groups(writer, body),
@@ -66,11 +66,11 @@ class WriterQuestions:
             return told(message.request, {"error": "the question's body is no JSON object"})
         answer = self._answers.get(message.what)
         try:
-            if message.what in SEGMENT_QUESTIONS:
-                self._segments.begin(client, message.request, message.what, body)
+            if message.what == TAKE:
+                self._segments.begin(client, message.request, body)
                 return None
             if answer is None:
-                names = ", ".join(sorted([*self._answers, *SEGMENT_QUESTIONS]))
+                names = ", ".join(sorted([*self._answers, TAKE]))
                 raise ConfigError(f"unknown question {message.what!r}; use one of {names}")
             return told(message.request, answer(body))
         except KVCascadeError as error:
@@ -88,11 +88,11 @@ class WriterQuestions:
     # -- inside --------------------------------------------------------------------------------
 
     def _stat(self, _: Answer) -> Answer:
-        writer = self._writer
+        writer, space = self._writer, self._writer.path.space
         return {
             "paths": list(map(str, writer.path.roots)),
             "options": msgspec.to_builtins(writer.path.options),
-            "bytes": self._segments.taken_bytes,
+            "bytes": sum(map(space.own_bytes, range(space.capacity.paths))),
             "clients": [{"name": c.name, "namespace": c.folder} for c in writer.clients],
             "budget_left_bytes": writer.path.budget.left_bytes(writer.namespaces.values()),
         }
@@ -117,18 +117,6 @@ class WriterQuestions:
             more = {"bytes": sum(one.bytes_by_path), "clients": 0, "last_used_s": one.last_used_s}
             found.append({"name": one.name, **rest, **more})
         return {"namespaces": sorted(found, key=lambda each: str(each["name"]))}
-
-    def _set(self, body: Answer) -> Answer:
-        writer = self._writer
-        try:
-            asked = {**msgspec.to_builtins(writer.path.options), **body}
-            options = msgspec.convert(asked, PathOptions)
-            unknown = sorted(body.keys() - set(PathOptions.__struct_fields__))
-            if unknown:
-                raise ConfigError(f"unknown options {', '.join(unknown)}; see `stat`")
-            return {"later": writer.path.change(options), "options": asked}
-        except (KVCascadeError, msgspec.ValidationError) as error:
-            return {"error": str(error)}
 
     def _remove(self, body: Answer) -> Answer:
         writer, name = self._writer, str(body.get("name"))
