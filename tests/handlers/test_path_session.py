@@ -48,7 +48,7 @@ def test_a_path_that_engines_know_by_another_name(tmp_path: Path) -> None:
     other = tmp_path.parent / f"{tmp_path.name}-moved"
     tmp_path.rename(other)
     with open_session(FS, other) as session:
-        assert session.ask("stat")["paths"] == [str(other)]
+        assert session.ask("list")["namespaces"]
     record = load_record(FS, other)
     assert record is not None and record.paths == (str(tmp_path),)
     two = replace(record, paths=("/nowhere/1", "/nowhere/2"))
@@ -67,7 +67,9 @@ def test_a_tool_asks_the_writer_beside_engines_and_names_a_stopped_one(tmp_path:
         engine.put(range(4))
         with open_session(FS, tmp_path) as session:
             assert not session.is_writer
-            assert session.ask("list")["namespaces"][0]["blocks"] == 4
+            (one,) = session.ask("list")["namespaces"]
+            assert (one["clients"], one["is_open"]) == (1, True)
+            assert session.ask("namespace", name=one["name"])["blocks"] == 4
             engine.signal(signal.SIGSTOP)
             with pytest.raises(InUseError, match="the engine.*stopped"):
                 session.ask("stat", limit_s=0.2)

@@ -76,7 +76,7 @@ class PathReadings:
             left = session.ask("stat")["budget_left_bytes"]
             for one in session.ask("list")["namespaces"]:
                 name = one["name"]
-                is_open = one["blocks"] is not None or session.is_writer
+                is_open = one["is_open"] or session.is_writer
                 if name not in names or not is_open:
                     continue  # nobody has it open: its files say how many blocks it has
                 try:

@@ -52,11 +52,6 @@ class Client:
     figures: TierFigures | None = None
     """Figures that it was sent last."""
 
-    @property
-    def folder(self) -> str | None:
-        """Directory name of its namespace; None if it has none."""
-        return None if self.namespace is None else self.namespace.home.name
-
 
 Handle = Callable[[Client, Any], None]
 """Function that takes a message of a client."""

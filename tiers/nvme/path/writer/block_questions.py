@@ -8,9 +8,8 @@
 | `drop` | `name`, `blocks` | `dropped`: number of these blocks whose entry still was the same |
 
 `namespace` is answered with `blocks`, `slots`, `epoch`, `written_bytes`, `read_bytes`, `day`
-(`written_bytes`, `read_bytes`, `is_whole_day`), `free_slots` of the segments that exist,
-`granted_slots`, `evicted_blocks` since the namespace was opened, and `engines`: the names of the
-nodes that have joined, at most `MAX_ENGINES_NAMED`.
+(`written_bytes`, `read_bytes`), `granted_slots`, and `engines`: the names of the nodes that have
+joined, at most `MAX_ENGINES_NAMED`.
 
 A block is its hash, slot, checksum and the time of its last use in seconds since 1970; `drop` needs
 the first three. Hashes are hexadecimal. `after` is the last `next`, or empty. With `start`, only
@@ -53,14 +52,8 @@ def describe(writer: PathWriter, body: Answer) -> Answer:
         "epoch": namespace.epoch,
         "written_bytes": written,
         "read_bytes": read,
-        "day": {
-            "written_bytes": day.written,
-            "read_bytes": day.read,
-            "is_whole_day": day.is_whole_day,
-        },
-        "free_slots": namespace.space.free(range(namespace.space.paths)),
+        "day": {"written_bytes": day.written, "read_bytes": day.read},
         "granted_slots": namespace.space.granted,
-        "evicted_blocks": namespace.evicted_blocks,
         "engines": [c.name for c in writer.clients if c.namespace is namespace][:MAX_ENGINES_NAMED],
     }
 

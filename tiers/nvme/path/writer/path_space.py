@@ -128,10 +128,6 @@ class PathSpace:
         total = self.idle.bytes_in(path)
         return total + sum(self.files.segment_bytes(name, path) for name in self.namespaces)
 
-    def bytes_of(self, name: str) -> int:
-        """Return the bytes of an open namespace, all that it may take without asking."""
-        return sum(self.files.bytes_in(name, path) for path in range(self.capacity.paths))
-
     # -- what is done for a need ----------------------------------------------------------------
 
     def room_for(self, namespace: NamespaceWriter, need: int) -> Room:

@@ -2,15 +2,14 @@
 
 | question | body | answer |
 | --- | --- | --- |
-| `stat` | | `paths`, `options`, `bytes`, `clients` (name, namespace), `budget_left_bytes` |
-| `list` | | `namespaces`: name, label, bytes, blocks, slots, epoch, clients, last_used_s |
+| `stat` | | `options`, `bytes` that all namespaces take, `budget_left_bytes` |
+| `list` | | `namespaces`: `name`, `clients`, `is_open` |
 | `remove` | `name` | `is_removed`, or `error` |
 
 `block_questions` has the questions about the blocks of one namespace, `segment_questions` the one
 that takes segments.
 
-An answer with `error` says in one sentence what to do. `blocks`, `slots` and `epoch` are null for a
-namespace that is not open, `last_used_s` for one that is.
+An answer with `error` says in one sentence what to do.
 """
 
 from __future__ import annotations
@@ -90,33 +89,20 @@ class WriterQuestions:
     def _stat(self, _: Answer) -> Answer:
         writer, space = self._writer, self._writer.path.space
         return {
-            "paths": list(map(str, writer.path.roots)),
             "options": msgspec.to_builtins(writer.path.options),
             "bytes": sum(map(space.own_bytes, range(space.capacity.paths))),
-            "clients": [{"name": c.name, "namespace": c.folder} for c in writer.clients],
             "budget_left_bytes": writer.path.budget.left_bytes(writer.namespaces.values()),
         }
 
     def _list(self, _: Answer) -> Answer:
-        space = self._writer.path.space
-        found: list[Answer] = [
-            {
-                "name": name,
-                "label": each.home.description.get("label"),
-                "bytes": space.bytes_of(name),
-                "blocks": each.space.used,
-                "slots": each.home.slots,
-                "epoch": each.epoch,
-                "clients": len(each.clients),
-                "last_used_s": None,
-            }
-            for name, each in space.namespaces.items()
-        ]
-        for one in space.idle.all:
-            rest = dict.fromkeys(("label", "blocks", "slots", "epoch"))
-            more = {"bytes": sum(one.bytes_by_path), "clients": 0, "last_used_s": one.last_used_s}
-            found.append({"name": one.name, **rest, **more})
-        return {"namespaces": sorted(found, key=lambda each: str(each["name"]))}
+        clients = {name: len(each.clients) for name, each in self._writer.namespaces.items()}
+        names = {*clients, *(one.name for one in self._writer.path.space.idle.all)}
+        return {
+            "namespaces": [
+                {"name": name, "clients": clients.get(name, 0), "is_open": name in clients}
+                for name in sorted(names)
+            ]
+        }
 
     def _remove(self, body: Answer) -> Answer:
         writer, name = self._writer, str(body.get("name"))
