@@ -104,7 +104,7 @@ def check(presence: OpenPresence, table: BlockTable, seen: set[bytes]) -> None:
 
 def test_a_new_namespace() -> None:
     rig = Rig()
-    assert rig.presence.origin is PresenceOrigin.CREATED and rig.presence.is_new_file
+    assert rig.presence.origin is PresenceOrigin.CREATED
     assert not rig.presence.used.any() and rig.presence.used.shape == (SLOTS,)
     assert rig.fs.list_dir(FOLDER) == [PRESENCE]
 
@@ -118,7 +118,7 @@ def test_after_a_clean_close_it_is_trusted_on_any_boot() -> None:
         rig.fs.lose_power(rig.rng)
         rig.boot = boot
         assert rig.open() is PresenceOrigin.TRUSTED
-        assert (rig.presence.used == used).all() and not rig.presence.is_new_file
+        assert (rig.presence.used == used).all()
 
 
 def test_a_mark_is_gone_once_the_file_is_open() -> None:
@@ -157,7 +157,7 @@ def test_without_a_known_boot_it_is_rebuilt(boot: bytes) -> None:
     rig = Rig()
     rig.commit()
     found = open_presence(rig.fs, FOLDER, SLOTS, rig.table, boot)
-    assert found.origin is PresenceOrigin.REBUILT and not found.is_new_file
+    assert found.origin is PresenceOrigin.REBUILT
     check(found, rig.table, rig.seen)
 
 
@@ -166,7 +166,7 @@ def test_another_number_of_slots_makes_a_new_file(slots: int) -> None:
     rig = Rig()
     rig.table.apply(Changes(0, [(b"k" * 36, 3, 5)]))
     found = open_presence(rig.fs, FOLDER, slots, rig.table, BOOT)
-    assert found.origin is PresenceOrigin.REBUILT and found.is_new_file
+    assert found.origin is PresenceOrigin.REBUILT
     assert found.table.find(b"k" * 36) == 3 and found.used.shape == (slots,)
     assert rig.fs.list_dir(FOLDER) == [PRESENCE]
 

@@ -225,11 +225,9 @@ class WriterTwin:
         self._clients[client] = hello.wants_events
         welcome = Welcome(
             PROTOCOL,
-            client,
             self.presence.epoch,
             self.folder.name,
             self._per_segment,
-            len(self.presence.memory),
             self.slots,
             self.options,
         )

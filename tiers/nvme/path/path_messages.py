@@ -242,13 +242,10 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=32):
     """The writer serves the node."""
 
     protocol: int
-    client: int
     epoch: int
     folder: str
     """Directory name of the namespace below each path."""
     segment_slots: int
-    presence_bytes: int
-    """Size of the presence table's file in bytes."""
     slots: int
     """Final number of slots of the namespace."""
     options: PathOptions
@@ -302,13 +299,6 @@ class Removed(msgspec.Struct, frozen=True, array_like=True, tag=38):
     another node's reset, at most `MAX_RESET_EVENTS`."""
 
     keys: list[bytes]
-
-
-class Moved(msgspec.Struct, frozen=True, array_like=True, tag=39):
-    """The presence table's file was replaced; nodes map it anew."""
-
-    presence_bytes: int
-    slots: int
 
 
 class TierFigures(msgspec.Struct, frozen=True, array_like=True, tag=40):
@@ -367,7 +357,6 @@ FromWriter = (
     | Epoch
     | Stored
     | Removed
-    | Moved
     | TierFigures
     | Told
     | SegmentsRemoved

@@ -76,8 +76,6 @@ class OpenPresence:
     origin: PresenceOrigin
     used: Mask
     """True for every slot that holds a block: shape `(slots,)`."""
-    is_new_file: bool
-    """True if processes that have the former file mapped must map it anew."""
     file: File
 
     def close_clean(self) -> None:
@@ -144,7 +142,7 @@ def open_presence(
         if is_new:
             fs.rename(temporary, path)
             fs.sync_dir(folder)
-    return OpenPresence(presence, origin, used, is_new, file)
+    return OpenPresence(presence, origin, used, file)
 
 
 def map_presence(fs: FileSystem, folder: Path, slots: int) -> PresenceTable:

@@ -40,7 +40,6 @@ from ..path_messages import (
     Welcome,
     Why,
 )
-from ..presence_table import presence_bytes
 from .block_messages import BlockMessages, Client, Handle
 from .held_messages import HeldMessages, log_refusal, why_refused
 from .namespace_home import NOTE_USE_EVERY_S
@@ -244,11 +243,9 @@ class PathWriter:
             client.number,
             Welcome(
                 PROTOCOL,
-                client.number,
                 namespace.epoch,
                 home.name,
                 home.layout.slots,
-                presence_bytes(home.slots),
                 home.slots,
                 self.path.options,
                 notes,
