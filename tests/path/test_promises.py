@@ -13,7 +13,7 @@ import pytest
 from support.executors import SteppingExecutor
 from support.path_rig import BLOCK_BYTES, PathRig, RigNode
 
-from kvcascade.errors import CorruptionError, TierIOError
+from kvcascade.errors import ConfigError, CorruptionError, TierIOError
 from kvcascade.tiers.endurance import BUCKET_S, DAY_S
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.block_table import BlockTable
@@ -40,6 +40,32 @@ def test_power_holds_from_the_welcome_on_or_the_node_is_refused(fails: bool) -> 
     rig.lose_power(random.Random(1))
     rig.start(power)
     assert RigNode(rig, options=power).held([2]) == [2]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_tier_of_which_a_disk_is_not_mounted_is_refused_and_keeps_its_blocks(
+    is_lost: bool,
+) -> None:
+    one, two, disk = Path("/one"), Path("/two"), Path("/disk")
+    rig = PathRig(8, roots=(one, two))
+    node, blocks = RigNode(rig), list(range(64))
+    for start in range(0, 64, 8):
+        node.store(blocks[start : start + 8])
+    assert node.welcome is not None and node.held(blocks) == blocks
+    rig.close()
+    rig.fs.rename(two, disk)
+    rig.fs.make_dir(two)  # the mount point
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="/two has nothing of this tier; mount its disk"):
+            rig.start()
+    assert rig.fs.list_dir(two) == []
+    if is_lost:
+        rig.fs.make_dir(two / node.welcome.folder)  # the remedy
+    else:
+        rig.fs.remove_tree(two)
+        rig.fs.rename(disk, two)
+    rig.start()
+    assert len(RigNode(rig).held(blocks)) == (32 if is_lost else 64)
 
 
 def test_a_writer_whose_index_cannot_be_opened_again_ends() -> None:

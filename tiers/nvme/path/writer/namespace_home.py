@@ -35,6 +35,7 @@ from ...segments.format import (
 from ...segments.segment_files import SegmentFiles
 from ..block_table import block_table_bytes
 from ..path_messages import NamespaceSpec
+from .older_versions import BUDGET_LOCK
 from .path_plan import SegmentPlan, plan_segments, slots_of_segment
 
 BLOCKS, PRESENCE, STATE, SEGMENTS = "blocks", "presence", "state", "segments"
@@ -210,6 +211,24 @@ def homes_under(fs: FileSystem, root: Path) -> list[str]:
     with os_errors(f"listing {root}"):
         names = [name for name in fs.list_dir(root) if is_namespace_name(name)]
     return [name for name in names if is_of_path(fs, root / name)]
+
+
+def check_mounted(fs: FileSystem, roots: Sequence[Path]) -> None:
+    """Raise `ConfigError` if a path has no file of a tier that has namespaces in the first one.
+
+    Its disk is not mounted. All blocks in it would count as lost, and others would be written to
+    the disk of the mount point. Raises `TierIOError` if a path cannot be listed.
+    """
+    found = {name: read_description(fs, roots[0] / name) for name in homes_under(fs, roots[0])}
+    names = [name for name, each in found.items() if each.get("parts") == len(roots)]
+    for root in filter(fs.exists, roots[1:] if names else ()):
+        with os_errors(f"listing {root}"):
+            is_there = not {BUDGET_LOCK, *names}.isdisjoint(fs.list_dir(root))
+        if not is_there:
+            raise ConfigError(
+                f"path: {root} has nothing of this tier; mount its disk, or create the folder "
+                f"{root / names[0]} if the disk is lost"
+            )
 
 
 def remove_home(fs: FileSystem, home: NamespaceHome) -> bool:

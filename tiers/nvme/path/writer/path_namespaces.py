@@ -22,6 +22,7 @@ from ..path_messages import Hello, NamespaceSpec, PathOptions
 from .idle_namespaces import IdleNamespaces
 from .namespace_home import (
     NamespaceHome,
+    check_mounted,
     check_same,
     key_of,
     make_home,
@@ -64,6 +65,7 @@ class PathNamespaces:
         self._means = means
         self.record = record_in_force(means.fs, roots, options)
         in_force = self.record.options
+        check_mounted(means.fs, roots)
         idle = IdleNamespaces(means, roots)
         idle.find(in_force.capacity_bytes, with_days=in_force.write_budget_bytes is not None)
         capacity = PathCapacity(means.fs, roots, in_force, clock)
