@@ -115,7 +115,7 @@ def patch(path: Path, offset: int, data: bytes) -> None:
 
 
 def flip(path: Path, offset: int, twin: Path) -> None:
-    data = path.read_bytes()
+    data = path.read_bytes() or b"\0"  # locks are empty
     patch(path, offset, bytes([data[min(offset, len(data) - 1)] ^ 0x40]))
 
 

@@ -235,7 +235,7 @@ def test_a_later_writer_learns_when_the_last_write_under_a_dead_one_has_ended(
 ) -> None:
     def is_held() -> bool:
         try:
-            rig.fs.lock(rig.roots[0] / PATH_FOLDER / WRITES, is_noted=False).release()
+            rig.fs.lock(rig.roots[0] / PATH_FOLDER / WRITES).release()
         except InUseError:
             return True
         return False

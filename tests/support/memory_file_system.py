@@ -32,8 +32,7 @@ class _Node:
     unsynced: list[tuple[int, bytes]] = field(default_factory=list)
     maps: int = 0
     spoiled: list[range] = field(default_factory=list)
-    noted_at: float = 0
-    """When it was last noted who holds it as a lock."""
+    touched_at: float = 0
 
     def pass_over(self, offset: int, length: int) -> None:
         """Fail if the device can no longer read or write any of these bytes."""
@@ -66,7 +65,7 @@ class MemoryFileSystem(FileSystem):
         self.holders: dict[_Node, int] = {}
         """File to the number of holders of its lock, -1 for one who is alone."""
         self.notes: Iterator[float] = count(1)
-        """Times of change of the files that are locked from now on."""
+        """Times of change of the files that are touched from now on."""
         self._faults: dict[str, list[_Fault]] = {}
         self._lock = threading.RLock()
 
@@ -174,21 +173,23 @@ class MemoryFileSystem(FileSystem):
         return sum(len(self._nodes[name].data) for name in inside)
 
     def modified_at(self, path: Path) -> float:
-        return float(self._nodes[path].noted_at) if path in self._nodes else 0.0
+        return float(self._nodes[path].touched_at) if path in self._nodes else 0.0
 
-    def lock(
-        self, path: Path, *, shared: bool = False, wait_s: float = 0.0, is_noted: bool = True
-    ) -> FileLock:
+    def touch(self, path: Path) -> None:
+        self.enter("touch")
+        if path not in self._nodes:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        self._nodes[path].touched_at = next(self.notes)
+
+    def lock(self, path: Path, *, shared: bool = False, wait_s: float = 0.0) -> FileLock:
         self.enter("lock")
         with self._lock:
             node = self._nodes.setdefault(path, _Node(bytearray()))
             holders = self.holders.get(node, 0)
             if holders < 0 or (holders and not shared):
-                raise InUseError(lock_message(path, str(os.getpid())))
+                raise InUseError(lock_message(path))
             self.holders[node] = holders + 1 if shared else -1
-        lock = _MemoryLock(self, path, node, self.notes if is_noted else None)
-        lock.note()
-        return lock
+        return _MemoryLock(self, path, node)
 
     # -- for the files -------------------------------------------------------------------------
 
@@ -228,19 +229,11 @@ def _moved(name: Path, source: Path, target: Path) -> Path:
 
 
 class _MemoryLock(FileLock):
-    def __init__(
-        self, fs: MemoryFileSystem, path: Path, node: _Node, notes: Iterator[float] | None
-    ) -> None:
+    def __init__(self, fs: MemoryFileSystem, path: Path, node: _Node) -> None:
         self._fs = fs
         self._locked = fs.holders
         self._path = path
         self._node: _Node | None = node
-        self._notes = notes
-
-    def note(self) -> None:
-        """This is when it was used last."""
-        if self._node is not None and self._notes is not None:
-            self._node.noted_at = next(self._notes)
 
     def is_in_place(self) -> bool:
         """Whether the name still leads to the locked file, in the state that it was locked in."""
@@ -248,7 +241,6 @@ class _MemoryLock(FileLock):
         return is_held and self._fs.leads_to(self._path, self._node)
 
     def release(self) -> None:
-        self.note()
         node, self._node = self._node, None
         if node is not None:
             self._locked[node] = max(0, self._locked.get(node, 0) - 1)

@@ -111,7 +111,7 @@ def lock_namespace(fs: FileSystem, path: Path) -> FileLock | None:
     """Lock a namespace directory exclusively; None if a process has it open."""
     with os_errors(f"locking {path}"):
         try:
-            return fs.lock(path / LOCK, is_noted=False)  # the time of change records the last use
+            return fs.lock(path / LOCK)
         except (InUseError, FileNotFoundError):  # another process may have just removed it
             return None
 

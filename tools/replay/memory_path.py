@@ -94,9 +94,10 @@ class MemoryFiles(FileSystem):
     def modified_at(self, path: Path) -> float:
         return 0.0
 
-    def lock(
-        self, path: Path, *, shared: bool = False, wait_s: float = 0.0, is_noted: bool = True
-    ) -> FileLock:
+    def touch(self, path: Path) -> None:
+        """Do nothing: there are no times."""
+
+    def lock(self, path: Path, *, shared: bool = False, wait_s: float = 0.0) -> FileLock:
         return HeldLock()
 
 

@@ -28,7 +28,6 @@ PAGE_BYTES = 4096
 FILE_MODE = 0o600
 DIR_MODE = 0o700
 OTHERS_WRITE = 0o022
-MAX_PID_DIGITS = 20
 MAX_LOCK_TRIES = 8
 LOCK_PAUSE_S = 0.01
 """Pause between two attempts to take a lock, in seconds."""
@@ -164,14 +163,14 @@ class FileSystem(ABC):
         """Return the time of the last change, in seconds of the wall clock."""
 
     @abstractmethod
-    def lock(
-        self, path: Path, *, shared: bool = False, wait_s: float = 0.0, is_noted: bool = True
-    ) -> FileLock:
-        """Lock the file `path`, exclusively or `shared` with others.
+    def touch(self, path: Path) -> None:
+        """Set the time of the last change of an existing file to now."""
 
-        If the lock is not free within `wait_s` seconds, `InUseError` names its last holder. With
-        `is_noted` the file records this process as holder, and its time of change is updated at
-        release. Without it, neither the contents nor the time of change are modified.
+    @abstractmethod
+    def lock(self, path: Path, *, shared: bool = False, wait_s: float = 0.0) -> FileLock:
+        """Lock the file `path`, exclusively or `shared` with others; create it if it is missing.
+
+        Raises `InUseError` if the lock is not free within `wait_s` seconds.
         """
 
     def read(self, path: Path, limit: int) -> bytes:
@@ -260,10 +259,9 @@ class RealFileLock(FileLock):
 
     _open: ClassVar[WeakSet[RealFileLock]] = WeakSet()
 
-    def __init__(self, descriptor: int, path: Path, is_noted: bool) -> None:
+    def __init__(self, descriptor: int, path: Path) -> None:
         self._fd = descriptor
         self._path = path
-        self._is_noted = is_noted
         self._open.add(self)
 
     def is_in_place(self) -> bool:
@@ -274,9 +272,6 @@ class RealFileLock(FileLock):
 
     def release(self) -> None:
         if self._fd >= 0:
-            if self._is_noted:
-                with suppress(OSError):  # the device fails or became read-only
-                    os.utime(self._fd)
             with suppress(OSError):  # a process may have been forked while the lock was taken
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
@@ -373,26 +368,27 @@ class RealFileSystem(FileSystem):
     def modified_at(self, path: Path) -> float:
         return os.lstat(path).st_mtime
 
-    def lock(
-        self, path: Path, *, shared: bool = False, wait_s: float = 0.0, is_noted: bool = True
-    ) -> FileLock:
+    def touch(self, path: Path) -> None:
+        os.utime(path, follow_symlinks=False)
+
+    def lock(self, path: Path, *, shared: bool = False, wait_s: float = 0.0) -> FileLock:
         tries_left = max(MAX_LOCK_TRIES, round(wait_s / LOCK_PAUSE_S))
         while True:
             tries_left -= 1
             try:
-                descriptor = self._lock_once(path, shared, is_noted)
+                descriptor = self._lock_once(path, shared)
             except InUseError:
                 if wait_s <= 0 or tries_left <= 0:
                     raise
                 time.sleep(LOCK_PAUSE_S)
                 continue
             if descriptor is not None:
-                return RealFileLock(descriptor, path, is_noted)
+                return RealFileLock(descriptor, path)
             if tries_left <= 0:
-                raise InUseError(lock_message(path, ""))
+                raise InUseError(lock_message(path))
 
     @staticmethod
-    def _lock_once(path: Path, shared: bool, is_noted: bool) -> int | None:
+    def _lock_once(path: Path, shared: bool) -> int | None:
         """Return the locked descriptor, or None if the name was removed before the lock was
         taken."""
         descriptor = os.open(path, _LOCK_FLAGS, FILE_MODE)
@@ -404,24 +400,20 @@ class RealFileSystem(FileSystem):
             if not os.path.lexists(path) or os.lstat(path).st_ino != ours.st_ino:
                 os.close(descriptor)
                 return None
-            if is_noted:
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         except BlockingIOError:
-            owner = os.pread(descriptor, MAX_PID_DIGITS, 0).decode("ascii", "replace")
             os.close(descriptor)
-            raise InUseError(lock_message(path, owner)) from None
+            raise InUseError(lock_message(path)) from None
         except BaseException:
             os.close(descriptor)
             raise
         return descriptor
 
 
-def lock_message(path: Path, owner: str) -> str:
+def lock_message(path: Path) -> str:
     """Return the error message for a lock that another process holds."""
     return (
-        f"{path.parent} is in use by process {owner or 'unknown'}; stop that process or choose "
-        "another path or label"
+        f"{path.parent} is in use by another process; stop that process or choose another path or "
+        "label"
     )
 
 

@@ -36,7 +36,7 @@ def hold_writes(fs: FileSystem, root: Path) -> FileLock | None:
     Return None if that is not possible. Nothing depends on the lock while the writer lives.
     """
     try:
-        return fs.lock(root / PATH_FOLDER / WRITES, shared=True, is_noted=False)
+        return fs.lock(root / PATH_FOLDER / WRITES, shared=True)
     except (OSError, InUseError):
         return None
 
@@ -82,7 +82,7 @@ class FormerWrites:
 
     def _has_ended(self, file: Path) -> bool:
         try:
-            lock = self._fs.lock(file, is_noted=False)
+            lock = self._fs.lock(file)
         except InUseError:
             return False
         self._fs.unlink(file)

@@ -80,8 +80,8 @@ class NamespaceHome:
     def note_use(self, fs: FileSystem) -> None:
         """Set the time of the last use to now."""
         for folder in self.folders:
-            with os_errors(f"locking {folder}"):
-                fs.lock(folder / LOCK, shared=True).release()
+            with os_errors(f"noting a use of {folder}"):
+                fs.touch(folder / LOCK)
 
     def close(self) -> None:
         """Release the locks; idempotent."""
@@ -282,7 +282,7 @@ def _lock_folder(fs: FileSystem, folder: Path) -> FileLock:
     for _ in range(MAX_OPEN_TRIES):
         fs.make_dir(folder)
         try:
-            return fs.lock(folder / LOCK, shared=True, wait_s=LOCK_WAIT_S, is_noted=False)
+            return fs.lock(folder / LOCK, shared=True, wait_s=LOCK_WAIT_S)
         except FileNotFoundError:  # removed in the meantime
             continue
     raise InUseError(f"{folder} is being removed over and over; stop what does that")
