@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import stat
 import struct
 from pathlib import Path
 
 from ....errors import CorruptionError
+from ..disk.filesystem import RealFileSystem
 
 DATA_NAME = "data.mdb"
 MAX_FILE_BYTES = 1 << 62
@@ -27,41 +25,29 @@ _META_PAGE_SIZE_OFFSET = 40
 _META_TAIL_OFFSET = 136
 
 
-def check_file(path: Path) -> int | None:
+def check_file(path: Path) -> None:
     """Check the header of the LMDB file, and extend a file that is slightly too short.
 
-    Returns the size before the extension, or None if nothing was extended. Raises `CorruptionError`
-    or `OSError`.
+    Raises `CorruptionError` or `OSError`.
     """
-    data = path / DATA_NAME
-    if not os.path.lexists(data):
-        return None
-    _check_ours(data)  # LMDB would follow a link, and write to its target
-    descriptor = os.open(data, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    file = RealFileSystem().open(path / DATA_NAME)  # LMDB would follow a link, and write to it
     try:
-        size = os.fstat(descriptor).st_size
-        needed = _bytes_needed(os.pread(descriptor, _HEAD_BYTES, 0))
+        size = file.size()
+        head = bytearray(min(size, _HEAD_BYTES))
+        if head:
+            file.preadv([memoryview(head)], 0)
+        needed = _bytes_needed(head)
         if needed is None or size > MAX_FILE_BYTES or needed > MAX_FILE_BYTES:
             raise CorruptionError(damaged(path, "it is no LMDB file"))
-        if size >= needed:
-            return None
         if needed > size + MAX_MISSING_BYTES:
             raise CorruptionError(damaged(path, "it is cut short"))
-        os.ftruncate(descriptor, needed)
-        return size
+        if needed > size:
+            file.truncate(needed)
     finally:
-        os.close(descriptor)
+        file.close()
 
 
-def _check_ours(file: Path) -> None:
-    found = os.lstat(file)
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "not a file", str(file))
-    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise PermissionError(errno.EPERM, "others may have written it", str(file))
-
-
-def _bytes_needed(head: bytes) -> int | None:
+def _bytes_needed(head: bytearray) -> int | None:
     """Return the bytes up to the last page that the newer meta page names; None if neither is
     valid."""
     if len(head) < _META_TAIL_OFFSET + _META_TAIL.size:

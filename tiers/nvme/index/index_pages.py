@@ -84,28 +84,21 @@ class _Node:
     data: bytes
 
 
-def check_pages(path: Path, is_trusted: bool = False) -> bool:
+def check_pages(path: Path, *, is_trusted: bool) -> None:
     """Raise `CorruptionError` if LMDB could not walk the file in `path`, or `OSError`.
 
-    Returns True if a clean mark covers the whole file, or if there is no file. No process may be
-    writing to the file. `check_file` must have passed. With `is_trusted` the file is checked as one
-    with a clean mark.
+    No process may be writing to the file. `check_file` must have passed. With `is_trusted` the file
+    is checked as one with a clean mark.
     """
-    if not os.path.lexists(path / DATA_NAME):
-        return True
     descriptor = os.open(path / DATA_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size
-        if not size:
-            return True
         walk = _Walk(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ), size)
-        is_marked = walk.transaction == read_mark(path)
-        walk.run(is_marked or is_trusted)
+        walk.run(is_trusted or walk.transaction == read_mark(path))
     except _Damage as damage:
         raise CorruptionError(damaged(path, str(damage))) from None
     finally:
         os.close(descriptor)
-    return is_marked
 
 
 class _Walk:
@@ -128,8 +121,8 @@ class _Walk:
         self._pages = shorts.reshape(pages, self._page_bytes // 2)
         self._in_use = np.zeros(min(self._last_page + 1, pages), dtype=np.bool_)
 
-    def run(self, is_marked: bool) -> None:
-        """Check every tree; if `is_marked`, only the small ones of a large file."""
+    def run(self, is_trusted: bool) -> None:
+        """Check every tree; if `is_trusted`, only the small ones of a large file."""
         trees: dict[bytes, _Tree] = {}
         for node in self._nodes(self._main):
             if node.flags & ~_IS_BIG != _IS_TREE or len(node.data) != _DB.size:
@@ -138,7 +131,7 @@ class _Walk:
         meta = trees.pop(_META_TABLE, None)
         for _ in self._nodes(meta) if meta is not None else ():
             pass
-        if is_marked and self._size > ALWAYS_CHECKED_BYTES:
+        if is_trusted and self._size > ALWAYS_CHECKED_BYTES:
             return
         self._data.madvise(mmap.MADV_WILLNEED)
         for tree in trees.values():

@@ -39,6 +39,7 @@ import numpy as np
 from ....errors import CorruptionError, FormatError, KVCascadeError, os_errors
 from ....logs import get_logger
 from ... import endurance
+from ..disk.filesystem import RealFileSystem
 from ..index.clean_close import write_mark
 from ..index.index_errors import from_lmdb, is_lack_of_room
 from ..index.index_file import DATA_NAME, check_file, damaged
@@ -438,13 +439,13 @@ def _open_env(file: Path, map_bytes: int, *, is_durable: bool) -> lmdb.Environme
 
 def _reserve(file: Path, size: int, *, is_synced: bool = False) -> None:
     """Allocate disk space for all of the file. Raises `OSError`."""
-    descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    opened = RealFileSystem().open(file)
     try:
-        os.posix_fallocate(descriptor, 0, size)
+        opened.preallocate(size)
         if is_synced:
-            os.fdatasync(descriptor)
+            opened.sync()
     finally:
-        os.close(descriptor)
+        opened.close()
 
 
 def _check(hashed: int, slot: int, checksum: int) -> int:

@@ -94,9 +94,9 @@ class Recency:
         """Forget blocks because they were evicted."""
         self._order.evicted(slots, self._tags(keys))
 
-    def victims(self, n: int, spared: frozenset[int] | set[int] = frozenset()) -> list[int]:
-        """Return up to `n` slots in order of eviction, none of them in `spared`."""
-        return self._order.victims(n, lambda slot: slot not in spared)
+    def victims(self, n: int) -> list[int]:
+        """Return up to `n` slots in order of eviction."""
+        return self._order.victims(n, lambda slot: True)
 
     def clear(self) -> None:
         """Forget all blocks."""
