@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from support.inside import order_of_eviction
 from support.keys import key
 from support.path_rig import PathRig, RigNode, key_of
 
@@ -64,9 +65,8 @@ def test_it_orders_a_tier_on_disk_and_survives_a_restart(name: str) -> None:
     assert node.welcome is not None
     folder = node.welcome.folder
 
-    def cold() -> list[bytes | None]:
-        namespace = rig.writer.namespaces[folder]
-        return namespace.table.keys_at(namespace.recency.victims(len(KEYS)))
+    def cold() -> list[bytes]:
+        return order_of_eviction(rig.writer.namespaces[folder])
 
     before = cold()
     assert before[0] == key_of(5) and len(before) == len(KEYS)

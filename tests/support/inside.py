@@ -16,6 +16,7 @@ from kvcascade.tiers.nvme.path.lmdb_block_table import open_block_table
 from kvcascade.tiers.nvme.path.presence_file import boot_id
 from kvcascade.tiers.nvme.path.writer.namespace_home import homes_under, open_home
 from kvcascade.tiers.nvme.path.writer.namespace_start import StartMeans, open_namespace_writer
+from kvcascade.tiers.nvme.path.writer.namespace_writer import NamespaceWriter
 from kvcascade.tiers.nvme.path.writer.path_options import load_record
 
 
@@ -39,7 +40,13 @@ def coldest_in(root: Path) -> list[bytes]:
     means = StartMeans(fs, time.time, open_block_table, boot_id())
     namespace = open_namespace_writer(means, home, record.options.policy, is_durable=False)
     try:
-        slots = namespace.recency.victims(namespace.space.used)
-        return [key for key in namespace.table.keys_at(slots) if key is not None]
+        return order_of_eviction(namespace)
     finally:
         namespace.close()
+
+
+def order_of_eviction(namespace: NamespaceWriter) -> list[bytes]:
+    """The blocks of an open namespace in order of eviction."""
+    used = namespace.space.used
+    key_at = {entry.slot: key for key, entry in namespace.table.keys_after(b"", used)}
+    return [key_at[slot] for slot in namespace.recency.victims(used) if slot in key_at]

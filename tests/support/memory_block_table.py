@@ -94,9 +94,6 @@ class MemoryBlockTable:
     def get_many(self, keys: Sequence[bytes]) -> list[Entry | None]:
         return [self._state.blocks.get(key) for key in keys]
 
-    def keys_at(self, slots: Sequence[int]) -> list[bytes | None]:
-        return [self._state.slots.get(slot) for slot in slots]
-
     def keys_after(self, key: bytes, limit: int) -> list[tuple[bytes, Entry]]:
         return sorted(pair for pair in self._state.blocks.items() if pair[0] > key)[:limit]
 

@@ -126,9 +126,6 @@ class MemoryBlocks:
     def get_many(self, keys: Sequence[bytes]) -> list[Entry | None]:
         return list(map(self._blocks.get, keys))
 
-    def keys_at(self, slots: Sequence[int]) -> list[bytes | None]:
-        return list(map(self._keys.get, slots))
-
     def keys_after(self, key: bytes, limit: int) -> list[tuple[bytes, Entry]]:
         return sorted(pair for pair in self._blocks.items() if pair[0] > key)[:limit]
 

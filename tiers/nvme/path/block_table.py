@@ -119,10 +119,6 @@ class BlockTable(Protocol):
         """Return `get` of every key."""
         ...
 
-    def keys_at(self, slots: Sequence[int]) -> list[bytes | None]:
-        """Return the key of the block in each slot; None if there is none, or it is damaged."""
-        ...
-
     def keys_after(self, key: bytes, limit: int) -> list[tuple[bytes, Entry]]:
         """Return up to `limit` blocks that follow `key` in the order of keys; b"" is before the
         first. Raises `CorruptionError`."""

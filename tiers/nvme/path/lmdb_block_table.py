@@ -140,14 +140,6 @@ class LmdbBlockTable:
         except lmdb.Error:
             return [None] * len(keys)
 
-    def keys_at(self, slots: Sequence[int]) -> list[bytes | None]:
-        """See `BlockTable`."""
-        try:
-            with self._env.begin(db=self._slots) as txn:
-                return [txn.get(_SLOT.pack(slot)) for slot in slots]
-        except lmdb.Error:
-            return [None] * len(slots)
-
     def keys_after(self, key: bytes, limit: int) -> list[tuple[bytes, Entry]]:
         """See `BlockTable`."""
         parsed = ((k, _parse_entry(k, value)) for k, value in self._batch_after(key, limit))

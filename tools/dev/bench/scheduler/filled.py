@@ -262,10 +262,16 @@ class WrittenTier:
         """Return how many of these blocks the NVMe tier has."""
         return sum(bool(self.tier.port.may_hold(key)) for key in keys)
 
-    def coldest(self, n: int) -> list[bytes | None]:
-        """Return the keys of the next `n` victims. The writer must be idle."""
+    def share_of_victims(self, keys: Sequence[BlockHash]) -> float:
+        """Return the share of these blocks that are next victims in this order.
+
+        The writer must be idle.
+        """
         (namespace,) = self.service._writer.namespaces.values()
-        return namespace.table.keys_at(namespace.recency.victims(n))
+        victims = namespace.recency.victims(len(keys))
+        entries = namespace.table.get_many(keys)
+        pairs = zip(victims, entries, strict=False)
+        return sum(e is not None and e.slot == slot for slot, e in pairs) / len(keys)
 
     def close(self) -> None:
         """Close the tier cleanly."""

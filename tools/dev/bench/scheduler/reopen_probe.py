@@ -17,7 +17,6 @@ from time import perf_counter
 
 from .....manager.base import LookupState
 from .....manager.request import Request
-from .....tiers.base import BlockHash
 from .filled import WrittenTier, coldest_keys, key_of, open_written
 
 SAMPLE_BLOCKS = 50_000
@@ -48,22 +47,17 @@ def probe(folder: Path, blocks: int) -> tuple[WrittenTier, object]:
     state = opened.manager.lookups.lookup_block(asked[0], Request())
     first_s = perf_counter() - began - opened_s
     held = opened.holds(asked)
-    coldest = opened.coldest(len(expected))
+    recency_kept = opened.share_of_victims(expected)
     after = resident_bytes()
     return opened, {
         "open_s": opened_s,
         "first_lookup_s": first_s,
         "was_found": state is LookupState.PENDING,
         "hit_rate": held / len(asked),
-        "recency_kept": same(coldest, expected),
+        "recency_kept": recency_kept,
         "resident_bytes": sum(after.values()) - sum(before.values()),
         "anonymous_bytes": after["anonymous"] - before["anonymous"],
     }
-
-
-def same(found: Sequence[bytes | None], expected: Sequence[BlockHash]) -> float:
-    """Return the share of positions that hold the same block."""
-    return sum(a == b for a, b in zip(found, expected, strict=False)) / len(expected)
 
 
 def main(arguments: Sequence[str]) -> None:
