@@ -39,7 +39,6 @@ class SlotSpace:
         """Number of used slots."""
         self._pools = [ExtentPool() for _ in range(paths)]
         self._grants: dict[int, HeldGrant] = {}
-        self._of_client: dict[int, set[int]] = {}
 
     @property
     def granted(self) -> int:
@@ -88,7 +87,6 @@ class SlotSpace:
                 slots.extend(range(first, first + length))
         for key, slot in zip(keys, slots, strict=True):
             self._grants[slot] = HeldGrant(client, key, epoch)
-        self._of_client.setdefault(client, set()).update(slots)
         return slots
 
     def grant_of(self, slot: int, client: int) -> HeldGrant | None:
@@ -123,13 +121,9 @@ class SlotSpace:
         self.used -= len(slots)
         self._free(slots)
 
-    def end_client(self, client: int) -> int:
-        """Free all slots granted to a client. Return their number."""
-        slots = self._of_client.pop(client, set())
-        for slot in slots:
-            del self._grants[slot]
-        self._free(sorted(slots))
-        return len(slots)
+    def end_client(self, client: int) -> None:
+        """Free all slots granted to a client."""
+        self.give_back([slot for slot, grant in self._grants.items() if grant.client == client])
 
     def clear(self) -> None:
         """Free every used slot; grants stay until their nodes end them."""
@@ -151,7 +145,7 @@ class SlotSpace:
 
     def _end(self, slots: Iterable[int]) -> None:
         for slot in slots:
-            self._of_client[self._grants.pop(slot).client].discard(slot)
+            del self._grants[slot]
 
     def _free(self, slots: Sequence[int]) -> None:
         """Free slots by runs. Slots of segments that are set aside are forgotten."""
