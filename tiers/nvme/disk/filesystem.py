@@ -16,7 +16,7 @@ import os
 import stat
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
@@ -84,22 +84,6 @@ class FileLock(ABC):
     @abstractmethod
     def is_in_place(self) -> bool:
         """Return True if the lock is held and its name still leads to the locked file."""
-
-
-def read_and_close(file: File, path: Path, limit: int) -> bytes:
-    """Return the contents of a small open file, and close it.
-
-    Raises `OSError` (EFBIG) if the file is longer than `limit` bytes.
-    """
-    try:
-        size = file.size()
-        if size > limit:
-            raise OSError(errno.EFBIG, f"longer than {limit} bytes", str(path))
-        data = bytearray(size)
-        moved = file.preadv([memoryview(data)], 0) if size else 0
-        return bytes(data[:moved])
-    finally:
-        file.close()
 
 
 class FileSystem(ABC):
@@ -176,7 +160,16 @@ class FileSystem(ABC):
     def read(self, path: Path, limit: int) -> bytes:
         """Return the contents of a small file. Raises `OSError` (EFBIG) if it exceeds `limit`
         bytes."""
-        return read_and_close(self.open(path), path, limit)
+        file = self.open(path)
+        try:
+            size = file.size()
+            if size > limit:
+                raise OSError(errno.EFBIG, f"longer than {limit} bytes", str(path))
+            data = bytearray(size)
+            moved = file.preadv([memoryview(data)], 0) if size else 0
+            return bytes(data[:moved])
+        finally:
+            file.close()
 
     def replace(self, path: Path, data: bytes) -> None:
         """Write a small file durably, so that it exists completely or not at all."""
@@ -238,10 +231,6 @@ class RealFile(File):
 
     def __del__(self) -> None:
         self.close()
-
-    def try_direct(self) -> None:
-        """Bypass the page cache from now on, if the file system supports it. Raises `OSError`."""
-        _try_direct(self._fd)
 
     def _leave_direct_mode(self, error: OSError) -> None:
         """Fall back to the page cache if a buffer lacks the alignment that direct I/O needs."""
@@ -417,8 +406,8 @@ def lock_message(path: Path) -> str:
     )
 
 
-def _check_ours(found: os.stat_result, is_kind: object, path: Path) -> None:
-    if not callable(is_kind) or not is_kind(found.st_mode):
+def _check_ours(found: os.stat_result, is_kind: Callable[[int], bool], path: Path) -> None:
+    if not is_kind(found.st_mode):
         raise OSError(errno.EINVAL, "not the kind of file that was expected", str(path))
     if found.st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
@@ -439,17 +428,14 @@ def _try_direct(descriptor: int) -> None:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
 
 
-def open_read_only(path: Path, *, direct: bool = False) -> RealFile:
+def open_read_only(path: Path) -> RealFile:
     """Open a regular file for reading; no symbolic links. Raises `OSError`."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     descriptor = os.open(path, flags)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "not the kind of file that was expected", str(path))
-        file = RealFile(descriptor)
-        if direct:
-            file.try_direct()
     except BaseException:
         os.close(descriptor)
         raise
-    return file
+    return RealFile(descriptor)

@@ -14,10 +14,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
 
 from .filesystem import File
 
@@ -25,11 +22,6 @@ MAX_BUFFERS_PER_CALL = 1024
 """`IOV_MAX` of Linux."""
 MAX_BYTES_PER_CALL = 64 << 20
 """Payload bytes per system call."""
-RUNS_PER_THREAD = 2
-"""Largest number of runs in flight per thread of a scan."""
-
-Item = TypeVar("Item")
-Found = TypeVar("Found")
 MAX_SHORT_TRANSFERS = 1000
 """Short transfers per call after which the device is considered broken."""
 HANDOVER_S = 50e-6
@@ -77,34 +69,6 @@ class Throttle:
         if self._free_at_s > now:
             self._wait(self._free_at_s - now)
         self._free_at_s = max(self._free_at_s, now) + count / self._rate
-
-
-def scanned(
-    work: Callable[[Sequence[Item]], Found],
-    runs: Iterable[Sequence[Item]],
-    block_bytes: int,
-    throttle: Throttle | None,
-    threads: int,
-) -> Iterator[Found]:
-    """Yield what `work` returns for each run of blocks, in order; it runs on several threads.
-
-    At most `RUNS_PER_THREAD` runs per thread are in flight. Those that have not begun are cancelled
-    when the iterator is closed.
-    """
-    throttle = throttle or Throttle(None)
-    under_way: deque[Future[Found]] = deque()
-    with ThreadPoolExecutor(threads, thread_name_prefix="kvcascade-scan") as pool:
-        try:
-            for run in runs:
-                throttle.take(len(run) * block_bytes)
-                under_way.append(pool.submit(work, run))
-                if len(under_way) >= threads * RUNS_PER_THREAD:
-                    yield under_way.popleft().result()
-            while under_way:
-                yield under_way.popleft().result()
-        finally:
-            for future in under_way:
-                future.cancel()
 
 
 def vectored(

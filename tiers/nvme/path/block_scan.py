@@ -10,16 +10,20 @@ from __future__ import annotations
 import errno
 import mmap
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 
-from ..disk.transfers import Throttle, scanned
+from ..disk.transfers import Throttle
 from .block_reader import payload_checksum
 from .payload_files import PayloadFiles
 from .presence_table import PresenceTable
 
 SCAN_THREADS = 4
+MAX_RUNS = 2 * SCAN_THREADS
+"""Largest number of runs that are being read, or wait for a thread or for the caller."""
 READ_BYTES = 8 << 20
 """Bytes per read and thread; at least one block."""
 
@@ -69,11 +73,11 @@ def scan_blocks(
     blocks: Sequence[NamedBlock],
     throttle: Throttle | None = None,
     on_valid: OnValid | None = None,
-    threads: int = SCAN_THREADS,
 ) -> Iterator[Findings]:
     """Read and verify blocks in the order of their slots; each item is one run.
 
     `on_valid` receives every valid payload, on one of the threads. It must not keep the payload.
+    Runs that have not begun are cancelled when the iterator is closed.
     """
     size = source.files.layout.block_bytes
     local = threading.local()
@@ -84,7 +88,20 @@ def scan_blocks(
         views = [local.buffer[i * size : (i + 1) * size] for i in range(len(run))]
         return _verify_run(source, run, views, on_valid)
 
-    yield from scanned(work, _runs(source, blocks), size, throttle, threads)
+    throttle = throttle or Throttle(None)
+    under_way: deque[Future[Findings]] = deque()
+    with ThreadPoolExecutor(SCAN_THREADS, thread_name_prefix="kvcascade-scan") as pool:
+        try:
+            for run in _runs(source, blocks):
+                throttle.take(len(run) * size)
+                under_way.append(pool.submit(work, run))
+                if len(under_way) >= MAX_RUNS:
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+        finally:
+            for future in under_way:
+                future.cancel()
 
 
 def _runs(source: ScanSource, blocks: Sequence[NamedBlock]) -> Iterator[Sequence[NamedBlock]]:
