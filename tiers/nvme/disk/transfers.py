@@ -33,17 +33,16 @@ pause is far shorter than a transfer, which takes milliseconds."""
 class TransferLimit:
     """Context manager around a transfer. Entering waits until a place is free. Any thread."""
 
-    def __init__(self, at_once: int, pause: Callable[[float], None] = time.sleep) -> None:
-        """`at_once` is the number of threads that may be inside. `pause` takes seconds."""
+    def __init__(self, at_once: int) -> None:
+        """`at_once` is the number of threads that may be inside."""
         self._free = threading.BoundedSemaphore(at_once)
-        self._pause = pause
 
     def __enter__(self) -> None:
         self._free.acquire()
 
     def __exit__(self, *error: object) -> None:
         self._free.release()
-        self._pause(HANDOVER_S)
+        time.sleep(HANDOVER_S)
 
 
 class Throttle:
