@@ -18,7 +18,6 @@ from kvcascade.tiers.nvme.path.path_messages import (
     SegmentsRemoved,
     Told,
 )
-from kvcascade.tiers.nvme.path.writer import block_questions
 
 
 class Tool:
@@ -152,21 +151,6 @@ def test_blocks_by_the_start_of_their_hash() -> None:
     assert found(key_of(2)) == ([of[2]], False), "the whole hash, and what follows is another"
     assert found(b"\xff") == found(b"x" * 100) == ([], False)
     assert "error" in tool.ask("blocks", name=name, start="0")
-
-
-def test_groups_are_counted_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_questions, "MAX_KEYS_COUNTED", 4)
-    rig = PathRig(120)
-    node = RigNode(rig)
-    node.store(list(range(10)))
-    tool = Tool(rig)
-    name = node.welcome.folder  # type: ignore[union-attr]
-    counts, after = 0, ""
-    while after is not None:
-        answer = tool.ask("groups", name=name, after=after)
-        counts += answer["groups"].get("0", 0)
-        after = answer["next"]
-    assert counts == 10
 
 
 def test_engines_and_grants_of_a_namespace() -> None:

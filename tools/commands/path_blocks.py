@@ -39,6 +39,8 @@ from .path_folders import (
 
 SEGMENTS_PER_QUESTION = 16
 """Segments that are deleted between two answers, so that Ctrl-C ends the command soon."""
+GROUP_BYTES = 4
+"""Length of the group's number at the end of a block hash, as vLLM makes hashes."""
 DELETE_LIMIT_S = 600.0
 """Longest wait for the deletion of files."""
 
@@ -163,13 +165,8 @@ class OpenPath:
 
     def groups(self, name: str) -> dict[int, int]:
         """Return the number of blocks by KV group."""
-        groups: Counter[int] = Counter()
-        after: str | None = ""
-        while after is not None:
-            answer = self.session.ask("groups", name=name, after=after)
-            groups.update({int(group): count for group, count in answer["groups"].items()})
-            after = answer["next"]
-        return dict(groups)
+        numbers = (each.key[-GROUP_BYTES:] for each in self.blocks(name))
+        return dict(Counter(int.from_bytes(number, "big") for number in numbers))
 
     def state(self, name: str) -> SavedState:
         """Return the saved arrays of a namespace."""

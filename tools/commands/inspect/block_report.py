@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ....tiers.nvme.path.block_scan import BlockFinding, NamedBlock, scan_blocks
-from ....tiers.nvme.path.writer.block_questions import GROUP_BYTES
 from ....tiers.nvme.segments.chains import HEAD_BYTES, Chains, head_of
 from .. import show
-from ..path_blocks import OpenPath, PathNamespace
+from ..path_blocks import GROUP_BYTES, OpenPath, PathNamespace
 from .namespace_report import tokens_per_block
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@
 | --- | --- | --- |
 | `namespace` | `name` | numbers, totals and engines: see below |
 | `blocks` | `name`, `after`, `start`, `limit` | `blocks`: see below; `next`, null at the end |
-| `groups` | `name`, `after` | `groups`: number of blocks by group; `next`, null at the end |
 | `drop` | `name`, `blocks` | `dropped`: number of these blocks whose entry still was the same |
 
 `namespace` is answered with `blocks`, `slots`, `epoch`, `written_bytes`, `read_bytes`, `day`
@@ -13,15 +12,13 @@ joined, at most `MAX_ENGINES_NAMED`.
 
 A block is its hash, slot, checksum and the time of its last use in seconds since 1970; `drop` needs
 the first three. Hashes are hexadecimal. `after` is the last `next`, or empty. With `start`, only
-blocks whose hash begins with it are named. The group of a block is the number in the last four
-bytes of its hash, as vLLM makes hashes.
+blocks whose hash begins with it are named.
 
 A namespace that no node has open is opened, and stays open with its writer.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from .....errors import ConfigError
@@ -33,11 +30,7 @@ if TYPE_CHECKING:
 MAX_BLOCKS_PER_ANSWER = 1024
 """Most blocks of one answer; other messages wait for it."""
 MAX_KEY_BYTES = 64
-MAX_KEYS_COUNTED = 2048
-"""Most keys that are read for one answer of `groups`."""
 MAX_ENGINES_NAMED = 64
-GROUP_BYTES = 4
-"""Length of the group number at the end of a block hash."""
 Answer = dict[str, Any]
 
 
@@ -77,14 +70,6 @@ def some_blocks(writer: PathWriter, body: Answer) -> Answer:
         for (key, entry), used in zip(found, used_s, strict=True)
     ]
     return {"blocks": rows, "next": rows[-1][0] if has_more else None}
-
-
-def count_groups(writer: PathWriter, body: Answer) -> Answer:
-    """Answer `groups`. Raises a `KVCascadeError`."""
-    after = _key(body.get("after", ""))
-    found = _namespace(writer, body).table.keys_after(after, MAX_KEYS_COUNTED)
-    groups = Counter(int.from_bytes(key[-GROUP_BYTES:], "big") for key, _ in found)
-    return {"groups": groups, "next": found[-1][0].hex() if found else None}
 
 
 def drop(writer: PathWriter, body: Answer) -> Answer:

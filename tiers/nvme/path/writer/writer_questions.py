@@ -22,7 +22,7 @@ import msgspec
 
 from .....errors import ConfigError, KVCascadeError
 from ..path_messages import Ask, Told
-from .block_questions import count_groups, describe, drop, some_blocks
+from .block_questions import describe, drop, some_blocks
 from .segment_questions import SegmentQuestions
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ class WriterQuestions:
             "remove": self._remove,
             "namespace": lambda body: describe(writer, body),
             "blocks": lambda body: some_blocks(writer, body),
-            "groups": lambda body: count_groups(writer, body),
             "drop": lambda body: drop(writer, body),
         }
 
