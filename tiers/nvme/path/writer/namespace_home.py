@@ -23,8 +23,7 @@ from ...namespace import (
     MAX_OPEN_TRIES,
     NamespaceKey,
     is_namespace_name,
-    lock_namespace,
-    remove_locked_namespace,
+    remove_namespace,
 )
 from ...segments.format import (
     FORMAT_VERSION,
@@ -234,17 +233,8 @@ def check_mounted(fs: FileSystem, roots: Sequence[Path]) -> None:
 def remove_home(fs: FileSystem, home: NamespaceHome) -> bool:
     """Delete all directories of a namespace. Return False if another process has one open."""
     home.close()
-    is_gone = True
-    for folder in reversed(home.folders):  # the index goes last: it says what the others hold
-        lock = lock_namespace(fs, folder)
-        if lock is None:
-            is_gone = is_gone and not fs.exists(folder)
-            continue
-        try:
-            remove_locked_namespace(fs, folder)
-        finally:
-            lock.release()
-    return is_gone
+    # The index goes last: it says what the others hold.
+    return all([remove_namespace(fs, folder) for folder in reversed(home.folders)])
 
 
 def _home(
