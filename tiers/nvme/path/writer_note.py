@@ -21,7 +21,6 @@ from .writer.path_options import PATH_FOLDER
 
 WRITER_FILE = "writer.json"
 MAX_NOTE_BYTES = 64 << 10
-_TEMPORARY_NAME = f"{WRITER_FILE}.new"
 _PROC = Path("/proc")
 
 
@@ -71,14 +70,7 @@ def save_note(fs: FileSystem, root: Path, note: WriterNote) -> None:
     """
     folder = root / PATH_FOLDER
     with suppress(OSError):
-        if fs.exists(folder / _TEMPORARY_NAME):
-            fs.unlink(folder / _TEMPORARY_NAME)
-        file = fs.open(folder / _TEMPORARY_NAME, create=True)
-        try:
-            file.pwritev([memoryview(msgspec.json.encode(note))], 0)
-        finally:
-            file.close()
-        fs.rename(folder / _TEMPORARY_NAME, folder / WRITER_FILE)
+        fs.replace(folder / WRITER_FILE, msgspec.json.encode(note))
         return
     with suppress(OSError):
         fs.unlink(folder / WRITER_FILE)
