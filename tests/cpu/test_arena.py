@@ -93,16 +93,6 @@ def test_all_roles_see_the_same_bytes(tmp_path: Path) -> None:
         assert scheduler.base_address % 4096 == 0
 
 
-def test_replicated_ranks_share_one_part(tmp_path: Path) -> None:
-    geometry = ArenaGeometry(2, 4096, 2, replicated=True)
-    with (
-        open_arena(tmp_path, ArenaRole.worker(0), geometry) as first,
-        open_arena(tmp_path, ArenaRole.worker(1), geometry) as second,
-    ):
-        first.slots[:] = 7
-        assert second.slots.shape == (2, 4096) and (second.slots == 7).all()
-
-
 def test_the_name_goes_when_all_have_mapped(tmp_path: Path) -> None:
     with open_arena(tmp_path, ArenaRole.worker(0)) as first:
         path = arena_path(str(tmp_path), "engine")

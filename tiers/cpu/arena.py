@@ -265,11 +265,6 @@ class Arena:
             raise ClosedError("the CPU arena is closed; open it again")
         return self._page
 
-    def _part_offset(self, rank: int) -> int:
-        """Return the offset of a rank's part within a slot, in bytes."""
-        assert 0 <= rank < self.geometry.world_size
-        return 0 if self.geometry.replicated else rank * self.geometry.rank_bytes
-
     def _claim(self) -> None:
         """Lock this process's role. Raises `InUseError` if a live process holds it."""
         if not ofd_locks.try_lock(self._fd, layout.record_offset(self.role.record)):
@@ -317,11 +312,11 @@ class Arena:
         """Yield the memory to fault in, in pieces of about `PIECE_BYTES`."""
         geometry = self.geometry
         base = self.base_address
-        if self.role.rank is None or geometry.parts == 1:
+        if self.role.rank is None or geometry.world_size == 1:
             for start in range(0, geometry.data_bytes, PIECE_BYTES):
                 yield [(base + start, min(PIECE_BYTES, geometry.data_bytes - start))]
             return
-        base += self._part_offset(self.role.rank)
+        base += self.role.rank * geometry.rank_bytes
         slots_per_piece = max(1, PIECE_BYTES // geometry.rank_bytes)
         for first in range(0, geometry.slots, slots_per_piece):
             last = min(first + slots_per_piece, geometry.slots)
