@@ -28,7 +28,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -174,15 +173,6 @@ class Arena:
         start = HEADER_BYTES + self.geometry.data_bytes
         return SlotTable(np.frombuffer(self._map, np.uint8, self.geometry.table_bytes, start))
 
-    @property
-    def base_address(self) -> int:
-        """Address of slot 0 in this process, a multiple of 4096."""
-        return int(self.slots.ctypes.data)
-
-    def slot_view(self, slot: int) -> memoryview:
-        """Return the row of one slot, ranks and padding: `slot_bytes` writable bytes."""
-        return memoryview(self.slots[slot])
-
     def duplicate(self) -> int:
         """Return a descriptor of the same memory for a helper process, which has no role.
 
@@ -223,7 +213,7 @@ class Arena:
             and not ofd_locks.held_by_other(self._fd, layout.record_offset(rank))
         ]
 
-    def prefault(self, executor: Executor | None = None) -> None:
+    def prefault(self) -> None:
         """Fault in the pages that this process will touch, in parallel. Never changes a byte.
 
         A worker faults in its own part of every slot and never touches the other parts. Page tables
@@ -234,7 +224,7 @@ class Arena:
         threads then fault pages in one by one, inside system calls. GPU registration faults in
         every page, so the call is not needed there either. Raises `NoSpaceError`, `TierIOError`.
         """
-        prefault(self._pieces(), executor)
+        prefault(self._pieces())
 
     def close(self) -> None:
         """Unmap the arena, release the role, and remove the name if it still leads to this file.
@@ -311,7 +301,7 @@ class Arena:
     def _pieces(self) -> Iterator[list[Span]]:
         """Yield the memory to fault in, in pieces of about `PIECE_BYTES`."""
         geometry = self.geometry
-        base = self.base_address
+        base = int(self.slots.ctypes.data)
         if self.role.rank is None or geometry.world_size == 1:
             for start in range(0, geometry.data_bytes, PIECE_BYTES):
                 yield [(base + start, min(PIECE_BYTES, geometry.data_bytes - start))]
