@@ -39,7 +39,6 @@ from .. import ofd_locks
 from . import header as layout
 from .arena_file import (
     JOIN_TIMEOUT_S,
-    POLL_S,
     ArenaFile,
     ArenaRequest,
     Clock,
@@ -49,6 +48,7 @@ from .arena_file import (
     check_dir,
     give_up_name,
     open_file,
+    polls,
     sweep,
 )
 from .arena_limits import probe_machine, process_start_ticks
@@ -274,18 +274,15 @@ class Arena:
 
     def _await_ranks(self, clock: Clock, wait: Wait) -> None:
         """Wait until live processes hold all ranks. Raises `InUseError` after the time limit."""
-        deadline = clock() + JOIN_TIMEOUT_S
-        missing = self.missing_ranks()
-        for _ in range(int(JOIN_TIMEOUT_S / POLL_S)):
-            if not missing or clock() >= deadline:
-                break
-            wait(POLL_S)
+        missing: list[int] = []
+        for _ in polls(clock, wait, JOIN_TIMEOUT_S):
             missing = self.missing_ranks()
-        if missing:
-            raise InUseError(
-                f"{self.path}: workers of rank {missing} have not mapped it within "
-                f"{JOIN_TIMEOUT_S:.0f} s; all must run on this host, share one arena_dir, and live"
-            )
+            if not missing:
+                return
+        raise InUseError(
+            f"{self.path}: workers of rank {missing} have not mapped it within "
+            f"{JOIN_TIMEOUT_S:.0f} s; all must run on this host, share one arena_dir, and live"
+        )
 
     def _drop_name_if_complete(self) -> None:
         """Remove the name if the scheduler and all ranks have mapped the file.

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 
@@ -35,18 +35,20 @@ def try_flock(fd: int, exclusive: bool) -> bool:
 
 
 @contextmanager
-def turn_in(folder: str, may_wait: Callable[[], bool]) -> Iterator[None]:
+def turn_in(folder: str, tries: Iterator[None]) -> Iterator[None]:
     """Hold the lock of a directory, so that one process at a time runs the body.
 
-    While another process holds the lock, `may_wait` is called. It waits a little and returns True,
-    or returns False to give up. The body then runs without the lock. It also does if the directory
-    cannot be locked. Raises `OSError` if the directory does not exist.
+    While another process holds the lock, it is tried again at each of `tries`, which may wait. The
+    body runs without the lock if they are over, or if the directory cannot be locked. Raises
+    `OSError` if the directory does not exist.
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with suppress(OSError):
-            while not try_flock(fd, exclusive=True) and may_wait():
-                pass
+            if not try_flock(fd, exclusive=True):
+                for _ in tries:
+                    if try_flock(fd, exclusive=True):
+                        break
         yield
     finally:
         with suppress(OSError):  # a child forked meanwhile would keep the lock
