@@ -29,7 +29,7 @@ import msgspec
 from ...errors import KVCascadeError, TierIOError
 from ...logs import get_logger
 from ...tiers.nvme.path.frames import MessageStream, frame, hang_up
-from .node_child import STARTS_PER_MINUTE, Connection, StartLimits
+from .node_child import Connection, StartLimits
 from .path_wire import from_node_process
 
 START_LIMIT_S = 30.0
@@ -71,12 +71,10 @@ def at_exit(call: Callable[[], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KeeperOptions:
-    """Limits of a node, and its clock."""
+    """Ways in which the keepers of two nodes differ."""
 
     clock: Callable[[], float] = monotonic
     """Monotonic seconds."""
-    silence_limit_s: float = SILENCE_LIMIT_S
-    starts_per_minute: int = STARTS_PER_MINUTE
     decode: Callable[[bytes], Any] = from_node_process.decode
     """Decoder of the process's messages. An answer to a job has a `ticket`."""
     remedy: str = '"movers": "threads" does without it'
@@ -104,8 +102,6 @@ class NodeStream(MessageStream):
         """Time of the last message, or since when a message is expected."""
         self.is_ready = False
         """True once the process takes jobs."""
-        self.silence_limit_s = SILENCE_LIMIT_S
-        """Time after which a process that owes a message counts as dead."""
 
     def add(self, data: bytes) -> None:
         """Keep the frame of a message for `flush`, or send it with all that are kept."""
@@ -147,7 +143,7 @@ class NodeKeeper:
         self._is_closed = False
         self._tickets = count(1)
         self._jobs: dict[int, OnEnd] = {}
-        self._limits = StartLimits(self._options.starts_per_minute)
+        self._limits = StartLimits()
         self._starts_noted = 0
         """Number of starts when the log said last that the node rests."""
         self._polled_s = -math.inf
@@ -241,7 +237,7 @@ class NodeKeeper:
             if stream.received_bytes > before:
                 stream.heard_s = now_s
             owes_message = bool(self._jobs) or not stream.is_ready
-            is_silent = owes_message and now_s - stream.heard_s > stream.silence_limit_s
+            is_silent = owes_message and now_s - stream.heard_s > SILENCE_LIMIT_S
             if is_silent and not stream.has_ended:
                 _log.warning("the process that moves blocks says nothing any more; it is ended")
                 stream.has_ended = True
@@ -328,7 +324,6 @@ class NodeKeeper:
             self._options.on_note(message)
         if not stream.is_ready:
             stream.is_ready = True
-            stream.silence_limit_s = self._options.silence_limit_s
             self._limits.note_ready()
 
     def _bury(self) -> None:
