@@ -49,7 +49,7 @@ from .tiers.base import BlockOutcome
 from .tiers.cpu.huge_pages import has_huge_pages
 from .tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from .tiers.nvme.namespace import NamespaceKey, is_namespace_name
-from .tiers.nvme.path.path_messages import NamespaceSpec, PathOptions
+from .tiers.nvme.path.path_messages import PROTOCOL, Hello, NamespaceSpec, PathOptions
 from .tiers.nvme.path.presence_file import map_presence
 from .tiers.nvme.path.presence_table import PresenceTable
 from .tiers.nvme.path.writer.namespace_home import spec_of
@@ -162,17 +162,21 @@ class BlockCache:
         """True once the node is being closed. Calls that still run are of no use then."""
         self._pid = os.getpid()
         """Process that opened the cache."""
-        setup = NodeSetup(
+        hello = Hello(
+            PROTOCOL,
             f"python on {socket.gethostname()}, process {os.getpid()}",
             tuple(map(str, roots)),
             namespace,
             path_options,
+            is_reader=options.is_read_only,
+        )
+        setup = NodeSetup(
+            hello,
             0,
             self._moves.slots,
             options.io_threads,
             is_direct=options.is_direct,
             is_arena_huge=has_huge_pages(),
-            is_reader=options.is_read_only,
             patience_s=options.timeout_s / 2,
         )
         self._client: NodeKeeper = node_thread(setup, self._moves.memory, fs, self._note)

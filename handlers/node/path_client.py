@@ -83,7 +83,8 @@ class _Following:
     def note(self, message: Any) -> None:
         """Take in a note of the node, and pass it on."""
         if isinstance(message, NodeJoined | Epoch):
-            self.setup = msgspec.structs.replace(self.setup, epoch=message.epoch)
+            hello = msgspec.structs.replace(self.setup.hello, epoch=message.epoch)
+            self.setup = msgspec.structs.replace(self.setup, hello=hello)
         self._on_note(message)
 
 

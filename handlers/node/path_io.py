@@ -54,19 +54,15 @@ class NodeIO:
         fs: FileSystem,
         roots: Sequence[Path],
         namespace: NamespaceSpec,
-        *,
-        is_durable: bool,
-        transfers: int | None = None,
+        transfers: int,
     ) -> None:
-        """`roots` are the paths of the tier. With `is_durable`, written blocks are synced; the
-        writer's options may ask for it, too. At most `transfers` threads per direction use the
+        """`roots` are the paths of the tier. At most `transfers` threads per direction use the
         device at once."""
         self._fs = fs
         self._roots = tuple(roots)
         self._block_bytes = namespace.block_bytes
         self._fingerprint = NamespaceKey("", json.loads(namespace.fields)).fingerprint
-        self._is_durable = is_durable
-        self._limits = [None if transfers is None else TransferLimit(transfers) for _ in range(2)]
+        self._limits = [TransferLimit(transfers) for _ in range(2)]
         self._files: PayloadFiles | None = None
         self._writes: FileLock | None = None
         """Lock for the time of the writes under one writer; see `former_writes`."""
@@ -80,7 +76,7 @@ class NodeIO:
         table = map_presence(self._fs, folders[0], welcome.slots)
         layout = SegmentLayout(self._block_bytes, welcome.segment_slots, self._fingerprint)
         files = PayloadFiles(self._fs, [folder / SEGMENTS for folder in folders], layout)
-        is_durable = self._is_durable or welcome.options.durability == "power"
+        is_durable = welcome.options.durability == "power"  # at least what this node asks for
         self._files = files
         self._writes = self._writes or hold_writes(self._fs, self._roots[0])
         self.reader = BlockReader(table, files, self._limits[0])

@@ -17,7 +17,7 @@ import msgspec
 
 from ...tiers.nvme.disk.filesystem import FileSystem
 from ...tiers.nvme.path.frames import WireError
-from ...tiers.nvme.path.path_messages import PROTOCOL, FromNode, Hello, Welcome, from_writer
+from ...tiers.nvme.path.path_messages import FromNode, Welcome, from_writer
 from .path_io import IOThreads, NodeIO
 from .path_link import FrameSocket, Waker
 from .path_node import PathNode
@@ -40,8 +40,8 @@ class NodeLoop:
         has_bounce: bool,
     ) -> None:
         """`arena` holds the slots, one block each."""
-        roots = [Path(path) for path in setup.paths]
-        block_bytes = setup.namespace.block_bytes
+        hello = setup.hello
+        roots = [Path(path) for path in hello.paths]
         self._selector = selectors.DefaultSelector()
         self._waker = Waker(self._selector, lambda: None)
         self._posted: deque[Callable[[], None]] = deque()
@@ -50,31 +50,20 @@ class NodeLoop:
         self._search = WriterSearch(
             fs,
             roots,
-            setup.options,
-            setup.name,
+            hello.options,
+            hello.name,
             lambda joined: self.post(partial(self._has_joined, joined)),
             lambda text: self.post(partial(self._cannot_lead, text)),
         )
         self._is_closing = False
-        self._io = NodeIO(
-            fs,
-            roots,
-            setup.namespace,
-            is_durable=setup.options.durability == "power",
-            transfers=setup.io_threads,
-        )
+        self._io = NodeIO(fs, roots, hello.namespace, setup.io_threads)
         self._workers = IOThreads(
-            self._io, arena, block_bytes, setup.io_threads, self.post, has_bounce=has_bounce
-        )
-        hello = Hello(
-            PROTOCOL,
-            setup.name,
-            setup.paths,
-            setup.namespace,
-            setup.options,
-            setup.wants_events,
-            setup.epoch,
-            setup.is_reader,
+            self._io,
+            arena,
+            hello.namespace.block_bytes,
+            setup.io_threads,
+            self.post,
+            has_bounce=has_bounce,
         )
         self._node = PathNode(hello, self, time.monotonic, setup.patience_s)
 

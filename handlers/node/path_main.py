@@ -28,7 +28,7 @@ def serve(connection: socket.socket, arena_fd: int) -> None:
     setup = receive_setup(connection, to_node.decode, NodeSetup)
     if setup is None:
         return
-    slot_bytes = setup.namespace.block_bytes
+    slot_bytes = setup.hello.namespace.block_bytes
     memory = map_file(arena_fd, setup.arena_offset + setup.arena_slots * slot_bytes)
     if setup.has_prefault:
         threading.Thread(target=prefault, args=(memory,), daemon=True).start()

@@ -19,9 +19,9 @@ from ...tiers.nvme.path.frames import WireError
 from ...tiers.nvme.path.path_messages import (
     Chain,
     Epoch,
+    Hello,
     KeysListed,
     ListKeys,
-    NamespaceSpec,
     PathOptions,
     Removed,
     Stored,
@@ -55,29 +55,21 @@ CAN_WRITE = frozenset({NodeState.LEADING, NodeState.FOLLOWING})
 
 
 class NodeSetup(msgspec.Struct, frozen=True, array_like=True, tag=64):
-    """First message to a node: the path, the namespace, and the arena to attach to."""
+    """First message to a node: what it tells the writer, and the arena to attach to."""
 
-    name: str
-    """Name of the node in the writer's log."""
-    paths: tuple[str, ...]
-    namespace: NamespaceSpec
-    options: PathOptions
+    hello: Hello
+    """Its epoch is that of the engine's blocks, if an earlier node of the engine has said it."""
     arena_offset: int
     """Offset of slot 0 in the arena's file."""
     arena_slots: int
     io_threads: int
     """Threads that may use the device at a time, per direction."""
-    wants_events: bool = False
     is_direct: bool = True
     """False if all I/O goes through the page cache."""
     has_prefault: bool = False
     """True if the node is to map every page of the arena in the background."""
     is_arena_huge: bool = False
     """True if the arena lies in huge pages. Direct I/O then needs no bounce buffers."""
-    is_reader: bool = False
-    """True if nothing will be stored; see `Hello`."""
-    epoch: int | None = None
-    """Epoch of the engine's blocks, if an earlier node of the engine has said it."""
     patience_s: float = math.inf
     """Time without a writer after which the scheduler's process wants to know the reason."""
 

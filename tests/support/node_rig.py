@@ -220,7 +220,7 @@ class NodeTwin:
         self._cancels: dict[Callable[[], None], Callable[[], None]] = {}
         self.is_device_stalled = False
         """While true, no transfer ends."""
-        self.io = NodeIO(rig.files, rig.roots, namespace_spec(BLOCK), is_durable=False)
+        self.io = NodeIO(rig.files, rig.roots, namespace_spec(BLOCK), 1)
         paths = tuple(map(str, rig.roots))
         hello = Hello(PROTOCOL, f"node {number}", paths, namespace_spec(BLOCK), rig.options, True)
         self.node = PathNode(hello, self, rig.clock)
