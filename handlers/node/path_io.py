@@ -8,12 +8,11 @@ open.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ...logs import get_logger
 from ...tiers.base import BlockHash, SlotArray
@@ -118,8 +117,8 @@ class IOThreads:
         self._threads = io_threads * THREADS_PER_TRANSFER
         self._stores = ThreadPoolExecutor(self._threads, "kvcascade-store")
         self._loads = ThreadPoolExecutor(self._threads, "kvcascade-load")
-        self._lock = threading.Lock()
-        self._waiting: dict[Future[Any], Callable[[None], None]] = {}
+        self._cancels = 0
+        """Number of calls of `cancel_writes`."""
 
     def warm_up(self) -> None:
         """Make the threads and their buffers, so that the first block is as fast as later ones."""
@@ -139,11 +138,8 @@ class IOThreads:
         on_end: Callable[[BlocksWritten | None], None],
     ) -> None:
         """See `Workers`."""
-        work = partial(self._write, self._io.writer, keys, slots, arena_slots)
-        future: Future[Any] = self._stores.submit(self._run, work, on_end)
-        self._waiting[future] = on_end
-        if len(self._waiting) > self._threads:
-            self._waiting = {f: end for f, end in self._waiting.items() if not f.done()}
+        work = partial(self._write, self._cancels, self._io.writer, keys, slots, arena_slots)
+        self._stores.submit(self._run, work, on_end)
 
     def read(
         self,
@@ -156,13 +152,8 @@ class IOThreads:
         self._loads.submit(self._run, work, on_end)
 
     def cancel_writes(self) -> None:
-        """See `Workers`."""
-        waiting, self._waiting = self._waiting, {}
-        for future, on_end in waiting.items():
-            if future.cancel():
-                self._post(partial(on_end, None))
-            elif not future.done():
-                self._waiting[future] = on_end
+        """See `Workers`. Each of them ends when a thread takes it."""
+        self._cancels += 1
 
     def close(self) -> None:
         """Stop the threads, without waiting for work in flight."""
@@ -186,11 +177,14 @@ class IOThreads:
 
     def _write(
         self,
+        cancels: int,
         writer: BlockWriter,
         keys: Sequence[BlockHash],
         slots: Sequence[int],
         arena_slots: SlotArray,
-    ) -> BlocksWritten:
+    ) -> BlocksWritten | None:
+        if cancels != self._cancels:
+            return None
         bounce = self._bounce
         views = self._views(arena_slots) if bounce is None else bounce.take(arena_slots)
         return writer.write(keys, slots, views)
