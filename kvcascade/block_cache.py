@@ -43,13 +43,13 @@ from .config.sizes import parse_bytes
 from .errors import ClosedError, ConfigError, InUseError, KVCascadeError, os_errors
 from .handlers.node.node_keeper import NodeKeeper, at_exit
 from .handlers.node.path_client import node_thread
-from .handlers.node.path_wire import CAN_READ, NodeJoined, NodeNote, NodeSetup, NodeState, UseNote
+from .handlers.node.path_wire import CAN_READ, NodeJoined, NodeNote, NodeSetup, NodeState
 from .logs import get_logger
 from .tiers.base import BlockOutcome
 from .tiers.cpu.huge_pages import has_huge_pages
 from .tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from .tiers.nvme.namespace import NamespaceKey, is_namespace_name
-from .tiers.nvme.path.path_messages import PROTOCOL, Hello, NamespaceSpec, PathOptions
+from .tiers.nvme.path.path_messages import PROTOCOL, Hello, NamespaceSpec, PathOptions, Touch
 from .tiers.nvme.path.presence_file import map_presence
 from .tiers.nvme.path.presence_table import PresenceTable
 from .tiers.nvme.path.writer.namespace_home import spec_of
@@ -344,7 +344,7 @@ class BlockCache:
 
     def _touch(self, keys: list[bytes]) -> None:
         if keys and not self._options.is_read_only:
-            self._client.tell(UseNote(keys))
+            self._client.tell(Touch(keys))
 
     def _check_open(self) -> None:
         if os.getpid() != self._pid:

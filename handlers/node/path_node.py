@@ -56,7 +56,6 @@ from .path_wire import (
     NodeState,
     PutJob,
     ResetJob,
-    UseNote,
 )
 
 SILENCE_LIMIT_S = 10.0
@@ -190,11 +189,11 @@ class PathNode:
             case GetJob():
                 may_read = self.state in CAN_READ and not self._resets
                 if may_read:  # now, because these blocks are soon looked up again
-                    self._use(UseNote(message.keys))
+                    self._use(Touch(message.keys))
                 self._gets.begin(message, may_read=may_read)
             case PutJob():
                 self._puts.begin(message, may_write=self.state in CAN_WRITE)
-            case UseNote():
+            case Touch():
                 self._use(message)
             case ListKeys() | Chain():
                 self._send(message)
@@ -319,10 +318,10 @@ class PathNode:
         if self._welcome is not None:
             self._means.send(message)
 
-    def _use(self, note: UseNote) -> None:
-        for start in range(0, len(note.keys), MAX_KEYS_PER_MESSAGE):
-            keys = note.keys[start : start + MAX_KEYS_PER_MESSAGE]
-            self._send(Touch(keys, note.is_chain, note.is_settle))
+    def _use(self, touch: Touch) -> None:
+        for start in range(0, len(touch.keys), MAX_KEYS_PER_MESSAGE):
+            keys = touch.keys[start : start + MAX_KEYS_PER_MESSAGE]
+            self._send(Touch(keys, touch.is_chain, touch.is_settle))
 
     def _welcomed(self, welcome: Welcome) -> None:
         try:

@@ -3,7 +3,8 @@
 The node is the process that moves the blocks of one engine and talks to the writer of the path.
 Both ends run the same version of the program. Jobs name blocks by key and by arena slot; arena
 slots are sent as the bytes of an int32 array. What the writer says about blocks is passed on as it
-came (`Removed`, `Stored`, `KeysListed`, `Epoch`, `TierFigures`), and so are `ListKeys` and `Chain`.
+came (`Removed`, `Stored`, `KeysListed`, `Epoch`, `TierFigures`), and so are `ListKeys`, `Chain` and
+`Touch`, of which the node splits long ones.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ...tiers.nvme.path.path_messages import (
     Removed,
     Stored,
     TierFigures,
+    Touch,
     Why,
 )
 
@@ -102,14 +104,6 @@ class ResetJob(msgspec.Struct, frozen=True, array_like=True, tag=67):
     """See `Reset` for both."""
 
 
-class UseNote(msgspec.Struct, frozen=True, array_like=True, tag=68):
-    """A use of blocks, as in the writer's `Touch`; there is no answer."""
-
-    keys: list[bytes]
-    is_chain: bool = False
-    is_settle: bool = False
-
-
 class NodeReady(msgspec.Struct, frozen=True, array_like=True, tag=80):
     """The node has attached to the arena. It may still be joining the path."""
 
@@ -149,7 +143,7 @@ class NodeJoined(msgspec.Struct, frozen=True, array_like=True, tag=83):
     """Options in force."""
 
 
-NodeOrder = PutJob | GetJob | ResetJob | UseNote | ListKeys | Chain
+NodeOrder = PutJob | GetJob | ResetJob | Touch | ListKeys | Chain
 FromNodeProcess = (
     NodeReady
     | JobDone

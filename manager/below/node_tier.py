@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from ...handlers.node.path_wire import CAN_READ, JobDone, NodeState, PutJob, ResetJob, UseNote
+from ...handlers.node.path_wire import CAN_READ, JobDone, NodeState, PutJob, ResetJob
 from ...tiers.base import BlockHash, BlockOutcome
 from ...tiers.breaker import Breaker
-from ...tiers.nvme.path.path_messages import Why
+from ...tiers.nvme.path.path_messages import Touch, Why
 from ..admission import EnduranceWatch
 from ..base import BlockEvent
 from ..state import TierState
@@ -195,14 +195,14 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
         return self.writes.put(ticket, keys, slots)
 
     def touch(self, keys: Sequence[BlockHash]) -> None:
-        self._client.tell(UseNote(list(keys)))
+        self._client.tell(Touch(list(keys)))
 
     def settle(self, keys: Sequence[BlockHash]) -> None:
-        self._client.tell(UseNote(list(keys), is_settle=True))
+        self._client.tell(Touch(list(keys), is_settle=True))
 
     def chain(self, keys: Sequence[BlockHash]) -> bool:
         if self._wants_chains:
-            self._client.tell(UseNote(list(keys), is_chain=True))
+            self._client.tell(Touch(list(keys), is_chain=True))
         return self._wants_chains
 
     # -- outcomes --------------------------------------------------------------------------

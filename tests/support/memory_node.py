@@ -17,7 +17,6 @@ from kvcascade.handlers.node.path_wire import (
     NodeState,
     PutJob,
     ResetJob,
-    UseNote,
     pack_outcomes,
     unpack_slots,
 )
@@ -30,6 +29,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Removed,
     Stored,
     TierFigures,
+    Touch,
     Why,
 )
 
@@ -109,11 +109,11 @@ class MemoryNode:
     def tell(self, message: Any) -> None:
         """See `NodeClient`."""
         match message:
-            case UseNote(keys, is_chain=True):
+            case Touch(keys, is_chain=True):
                 self._policy.note_chain([BlockHash(key) for key in keys])
-            case UseNote(keys, is_settle=True):
+            case Touch(keys, is_settle=True):
                 self._policy.settle([BlockHash(key) for key in keys])
-            case UseNote(keys):
+            case Touch(keys):
                 self._policy.touch([BlockHash(key) for key in keys])
             case ListKeys(after, limit):
                 known = sorted(key for key in self.presence.slots if key > after)
