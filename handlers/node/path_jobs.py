@@ -35,7 +35,7 @@ from ...tiers.nvme.path.path_messages import (
     Reset,
     Why,
 )
-from .path_wire import GetJob, JobDone, PutJob, ResetJob, pack_outcomes, unpack_slots
+from .path_wire import GetJob, JobDone, PutJob, ResetJob, pack_outcomes, pack_slots, unpack_slots
 
 PART_BYTES = 8 << 20
 """Bytes of one part of a job, which one thread moves."""
@@ -229,7 +229,7 @@ class GetJobs(_Jobs):
         self._unreported_bytes += done.outcomes.count(BlockOutcome.OK) * self._block_bytes
         if done.bad:
             keys, slots, checksums = zip(*done.bad, strict=True)
-            self._means.send(Bad(list(keys), slot_bytes(slots), checksum_bytes(checksums)))
+            self._means.send(Bad(list(keys), pack_slots(slots), checksum_bytes(checksums)))
 
 
 class PutJobs(_Jobs):
@@ -356,14 +356,14 @@ class PutJobs(_Jobs):
                 request,
                 epoch,
                 [bytes(job.keys[i]) for i in positions],
-                slot_bytes([part[i][1] for i in done.written]),
+                pack_slots([part[i][1] for i in done.written]),
                 checksum_bytes(done.checksums),
             )
         )
 
     def _release(self, slots: Sequence[int], *, has_failed: bool = False) -> None:
         if slots:
-            self._means.send(Release(slot_bytes(slots), has_failed))
+            self._means.send(Release(pack_slots(slots), has_failed))
 
     def _give_up(self, waiting: dict[int, _Asked]) -> None:
         given_up = list(waiting.values())
@@ -414,11 +414,6 @@ class ResetJobs:
         """Answer all of them: no writer will serve this node."""
         for request in list(self._tickets):
             self.answered(request)
-
-
-def slot_bytes(slots: Sequence[int]) -> bytes:
-    """Encode slots for a message to the writer."""
-    return np.array(slots, dtype="<i4").tobytes()
 
 
 def checksum_bytes(checksums: Sequence[int]) -> bytes:

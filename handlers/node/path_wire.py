@@ -10,6 +10,8 @@ came (`Removed`, `Stored`, `KeysListed`, `Epoch`, `TierFigures`), and so are `Li
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Sequence
 from enum import Enum
 
 import msgspec
@@ -166,9 +168,9 @@ from_node_process: msgspec.msgpack.Decoder[FromNodeProcess] = msgspec.msgpack.De
 """Decoder of messages from a node."""
 
 
-def pack_slots(slots: SlotArray) -> bytes:
-    """Encode slots for a message."""
-    return slots.astype(np.int32, copy=False).tobytes()
+def pack_slots(slots: Sequence[int]) -> bytes:
+    """Encode slots of the arena or of the tier for a message."""
+    return array("i", slots).tobytes()
 
 
 def unpack_slots(data: bytes) -> SlotArray:

@@ -9,12 +9,11 @@ answered, nothing is found and reads end as GONE.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from ...handlers.node.path_wire import CAN_READ, JobDone, NodeState, PutJob, ResetJob
+from ...handlers.node.path_wire import CAN_READ, JobDone, NodeState, PutJob, ResetJob, pack_slots
 from ...tiers.base import BlockHash, BlockOutcome
 from ...tiers.breaker import Breaker
 from ...tiers.nvme.path.path_messages import Touch, Why
@@ -101,7 +100,7 @@ class NodeWrites(Traffic[NodeFeed]):
         started = new[:room]
         if len(started) < n:
             keys, slots = [keys[at] for at in started], [slots[at] for at in started]
-        packed, epoch = array("i", slots).tobytes(), flow.feed.epoch
+        packed, epoch = pack_slots(slots), flow.feed.epoch
         if started and self._submit(
             ticket, keys, lambda number: PutJob(number, list(keys), packed, epoch)
         ):
