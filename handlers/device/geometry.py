@@ -74,11 +74,6 @@ class CopyList:
     """Offset of each copy from slot 0 of the arena."""
     size: IntArray
 
-    @property
-    def total_bytes(self) -> int:
-        """Sum of the sizes of all copies."""
-        return int(self.size.sum())
-
 
 class WorkerLayout:
     """Mapping of one worker's KV tensors into its part of a slot."""

@@ -136,9 +136,6 @@ class _Jobs:
         self._per_part = max(1, PART_BYTES // block_bytes)
         self._jobs: dict[int, NodeJob] = {}
 
-    def __len__(self) -> int:
-        return len(self._jobs)
-
     def _add(self, order: PutJob | GetJob) -> NodeJob:
         n = len(order.keys)
         job = NodeJob(

@@ -296,11 +296,6 @@ class PathNode:
             self._puts.writer_is_silent()
         self._gets.report_bytes()
 
-    @property
-    def is_idle(self) -> bool:
-        """True if no job is in flight."""
-        return not (len(self._gets) or len(self._puts))
-
     # -- inside --------------------------------------------------------------------------------
 
     @property

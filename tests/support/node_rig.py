@@ -373,7 +373,7 @@ class PumpedClient:
         self._twin = twin
         self._take = take
         self._ticket = 0
-        self._jobs: dict[int, Callable[[Any], None]] = {}
+        self.jobs: dict[int, Callable[[Any], None]] = {}
         self.is_up = True
         self.is_eager = False
         """If true, everything that is waiting happens before each answer is looked for."""
@@ -382,7 +382,7 @@ class PumpedClient:
         if not self.is_up:
             return False
         self._ticket += 1
-        self._jobs[self._ticket] = on_end
+        self.jobs[self._ticket] = on_end
         self._twin.orders.append(msgspec.msgpack.encode(order(self._ticket)))
         return True
 
@@ -399,7 +399,7 @@ class PumpedClient:
             if ticket is None:
                 self._take(message)
             else:
-                self._jobs.pop(ticket)(message)
+                self.jobs.pop(ticket)(message)
 
     def flush(self) -> None:
         """Everything is sent already."""
@@ -415,7 +415,7 @@ class PumpedClient:
 
     def die(self) -> None:
         """The node's process dies, and another one is there at once."""
-        lost, self._jobs = self._jobs, {}
+        lost, self.jobs = self.jobs, {}
         self._twin.orders.clear()
         self._twin.answers.clear()
         for on_end in lost.values():
@@ -423,4 +423,4 @@ class PumpedClient:
         self._take(None)
 
     def kill(self) -> bool:
-        return not self._jobs
+        return not self.jobs
