@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import math
 import select
-import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -90,13 +89,14 @@ class NodeStream(MessageStream):
 
     def __init__(
         self,
-        connection: socket.socket,
+        connection: Connection,
         decode: Callable[[bytes], Any],
         now_s: float,
         batch_bytes: int,
     ) -> None:
         """Messages of up to `batch_bytes` together are kept until `flush`."""
-        super().__init__(connection, decode)
+        super().__init__(connection.socket, decode)
+        self.connection = connection
         self._batch_bytes = batch_bytes
         self.heard_s = now_s
         """Time of the last message, or since when a message is expected."""
@@ -136,9 +136,8 @@ class NodeKeeper:
         self._clock = self._options.clock
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._connection: Connection | None = None
         self._stream: NodeStream | None = None
-        """Stream of the connection; there are both or neither."""
+        """Stream to the process; None while there is none."""
         self._is_starting = False
         self._is_closed = False
         self._tickets = count(1)
@@ -152,7 +151,7 @@ class NodeKeeper:
     def pid(self) -> int | None:
         """Process number of the node, or None while there is no process."""
         with self._lock:
-            return None if self._connection is None else self._connection.child.pid
+            return None if self._stream is None else self._stream.connection.child.pid
 
     @property
     def is_up(self) -> bool:
@@ -168,7 +167,7 @@ class NodeKeeper:
     @property
     def _has_given_up(self) -> bool:
         with self._lock:
-            return self._connection is None and not self._is_starting
+            return self._stream is None and not self._is_starting
 
     def start(self) -> None:
         """Start the process and wait until it is ready. Raises `TierIOError`."""
@@ -242,7 +241,7 @@ class NodeKeeper:
                 _log.warning("the process that moves blocks says nothing any more; it is ended")
                 stream.has_ended = True
             if stream.has_ended:
-                self._bury()
+                self._bury(stream)
 
     def listen(self) -> None:
         """Poll for maintenance, unless the last poll was within `LISTEN_INTERVAL_S`."""
@@ -268,10 +267,10 @@ class NodeKeeper:
         """Kill the process. Return True if no job is left; jobs in flight have failed then."""
         with self._lock:
             self._is_closed = True
-            connection = self._connection
-        if connection is not None:
-            connection.kill()
-            connection.has_ended_within(limit_s)
+            stream = self._stream
+        if stream is not None:
+            stream.connection.kill()
+            stream.connection.has_ended_within(limit_s)
             self.poll()
         with self._lock:
             return not self._jobs
@@ -280,29 +279,28 @@ class NodeKeeper:
         """End the process, by force if necessary. Return True if it is dead. Idempotent."""
         with self._lock:
             self._is_closed = True
-            connection, stream = self._connection, self._stream
+            stream = self._stream
             if stream is not None:
                 stream.close()
-        if connection is not None:
+        if stream is not None:
             # A node that is not ready holds no data, and would go on importing for seconds.
-            holds_data = stream is not None and stream.is_ready
-            if not (holds_data and connection.has_ended_within(CLOSE_LIMIT_S)):
-                connection.kill()
-                connection.has_ended_within(KILL_LIMIT_S)
+            if not (stream.is_ready and stream.connection.has_ended_within(CLOSE_LIMIT_S)):
+                stream.connection.kill()
+                stream.connection.has_ended_within(KILL_LIMIT_S)
             self.poll()
         self._keeper.shutdown(wait=False)  # last: a node dies with that thread
-        return connection is None or connection.has_died()
+        return stream is None or stream.connection.has_died()
 
     # -- inside --------------------------------------------------------------------------------
 
     def _wait_for_news(self, limit_s: float) -> None:
         with self._changed:
-            connection, stream = self._connection, self._stream
-            if connection is None or stream is None or stream.has_ended:
+            stream = self._stream
+            if stream is None or stream.has_ended:
                 self._changed.wait(limit_s)
                 return
             poller = select.poll()
-            poller.register(connection.socket, select.POLLIN)
+            poller.register(stream.connection.socket, select.POLLIN)
         poller.poll(limit_s * 1000)
 
     def _take(self, stream: NodeStream, message: Any) -> None:
@@ -326,10 +324,9 @@ class NodeKeeper:
             stream.is_ready = True
             self._limits.note_ready()
 
-    def _bury(self) -> None:
+    def _bury(self, stream: NodeStream) -> None:
         """Kill the process of a closed connection. Once it is dead, fail its jobs and restart."""
-        connection, stream = self._connection, self._stream
-        assert connection is not None and stream is not None
+        connection = stream.connection
         if not connection.has_died():
             connection.kill()
             if not connection.has_died():
@@ -338,7 +335,7 @@ class NodeKeeper:
         if stream.error is not None:
             _log.error("the process that moves blocks cannot be understood: %s", stream.error)
         connection.socket.close()
-        self._connection = self._stream = None
+        self._stream = None
         lost, self._jobs = self._jobs, {}
         if not self._is_closed:
             _log.warning(
@@ -356,7 +353,7 @@ class NodeKeeper:
 
     def _start_if_allowed(self) -> None:
         with self._lock:
-            if self._is_closed or self._is_starting or self._connection is not None:
+            if self._is_closed or self._is_starting or self._stream is not None:
                 return
             now_s = self._clock()
             wait_s = self._limits.wait_s(now_s)
@@ -409,9 +406,8 @@ class NodeKeeper:
                 connection.socket.close()
                 connection.has_ended_within(KILL_LIMIT_S)
             elif connection is not None:
-                self._connection = connection
                 self._stream = NodeStream(
-                    connection.socket,
+                    connection,
                     self._options.decode,
                     self._clock(),
                     BATCH_BYTES if self._options.is_batched else 0,
