@@ -1,8 +1,8 @@
 """Files of a namespace as a node uses them, and the threads that move blocks.
 
-`NodeIO` opens the presence table and the segments after each `Welcome`. `IOThreads` moves the parts
-of jobs between them and the arena. While a part uses the files of an earlier `Welcome`, these stay
-open.
+`NodeIO` opens the presence table and the segments after each `Welcome`. Its subclass `IOThreads`
+moves the parts of jobs between them and the arena. While a part uses the files of an earlier
+`Welcome`, these stay open.
 """
 
 from __future__ import annotations
@@ -67,10 +67,7 @@ class NodeIO:
         """Lock for the time of the writes under one writer; see `former_writes`."""
 
     def open(self, welcome: Welcome) -> str:
-        """Open the files that a `Welcome` names; return the first folder of the namespace.
-
-        Raises a `KVCascadeError`.
-        """
+        """See `Workers`."""
         folders = [root / welcome.folder for root in self._roots]
         table = map_presence(self._fs, folders[0], welcome.slots)
         layout = SegmentLayout(self._block_bytes, welcome.segment_slots, self._fingerprint)
@@ -83,37 +80,37 @@ class NodeIO:
         return str(folders[0])
 
     def release_writes(self) -> None:
-        """Note that no write under the former writer is running; idempotent."""
+        """See `Workers`."""
         writes, self._writes = self._writes, None
         if writes is not None:
             writes.release()
 
     def forget_segments(self, numbers: Sequence[int]) -> None:
-        """Drop the open files of these segments."""
+        """See `Workers`."""
         if self._files is not None:
             self._files.forget(numbers)
 
 
-class IOThreads:
-    """Moves parts on threads, one pool per direction."""
+class IOThreads(NodeIO):
+    """The `Workers` of a node: one pool of threads per direction."""
 
     def __init__(
         self,
-        io: NodeIO,
-        arena: memoryview,
-        block_bytes: int,
+        fs: FileSystem,
+        roots: Sequence[Path],
+        namespace: NamespaceSpec,
         io_threads: int,
+        arena: memoryview,
         post: Post,
         *,
         has_bounce: bool,
     ) -> None:
         """`arena` holds the slots, one block each. With `has_bounce`, all bytes pass through
-        buffers in huge pages."""
-        self._io = io
+        buffers in huge pages. See `NodeIO` for the rest."""
+        super().__init__(fs, roots, namespace, io_threads)
         self._arena = arena
-        self._block_bytes = block_bytes
         self._post = post
-        self._bounce = ArenaBounce(arena, block_bytes) if has_bounce else None
+        self._bounce = ArenaBounce(arena, self._block_bytes) if has_bounce else None
         self._threads = io_threads * THREADS_PER_TRANSFER
         self._stores = ThreadPoolExecutor(self._threads, "kvcascade-store")
         self._loads = ThreadPoolExecutor(self._threads, "kvcascade-load")
@@ -138,7 +135,7 @@ class IOThreads:
         on_end: Callable[[BlocksWritten | None], None],
     ) -> None:
         """See `Workers`."""
-        work = partial(self._write, self._cancels, self._io.writer, keys, slots, arena_slots)
+        work = partial(self._write, self._cancels, self.writer, keys, slots, arena_slots)
         self._stores.submit(self._run, work, on_end)
 
     def read(
@@ -148,7 +145,7 @@ class IOThreads:
         on_end: Callable[[BlocksRead | None], None],
     ) -> None:
         """See `Workers`."""
-        work = partial(self._read, self._io.reader, keys, arena_slots)
+        work = partial(self._read, self.reader, keys, arena_slots)
         self._loads.submit(self._run, work, on_end)
 
     def cancel_writes(self) -> None:

@@ -33,6 +33,7 @@ from ...tiers.nvme.path.path_messages import (
     Read,
     Release,
     Reset,
+    Welcome,
     Why,
 )
 from .path_wire import GetJob, JobDone, PutJob, ResetJob, pack_outcomes, pack_slots, unpack_slots
@@ -62,7 +63,22 @@ OnEnd = Callable[[object], None]
 
 
 class Workers(Protocol):
-    """Threads that move parts between arena and segments."""
+    """Threads that move parts between arena and segments, and the files of a namespace."""
+
+    def open(self, welcome: Welcome) -> str:
+        """Open presence table and segments; return the namespace's first folder.
+
+        Raises a `KVCascadeError`.
+        """
+        ...
+
+    def release_writes(self) -> None:
+        """Tell a later writer that no write under the former one is running; idempotent."""
+        ...
+
+    def forget_segments(self, numbers: Sequence[int]) -> None:
+        """Close what is open of these segments."""
+        ...
 
     def write(
         self,

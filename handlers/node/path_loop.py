@@ -9,7 +9,7 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +17,8 @@ import msgspec
 
 from ...tiers.nvme.disk.filesystem import FileSystem
 from ...tiers.nvme.path.frames import WireError
-from ...tiers.nvme.path.path_messages import FromNode, Welcome, from_writer
-from .path_io import IOThreads, NodeIO
+from ...tiers.nvme.path.path_messages import FromNode, from_writer
+from .path_io import IOThreads
 from .path_link import FrameSocket, Waker
 from .path_node import PathNode
 from .path_wire import NodeNote, NodeReady, NodeSetup, to_node
@@ -56,16 +56,16 @@ class NodeLoop:
             lambda text: self.post(partial(self._cannot_lead, text)),
         )
         self._is_closing = False
-        self._io = NodeIO(fs, roots, hello.namespace, setup.io_threads)
         self._workers = IOThreads(
-            self._io,
-            arena,
-            hello.namespace.block_bytes,
+            fs,
+            roots,
+            hello.namespace,
             setup.io_threads,
+            arena,
             self.post,
             has_bounce=has_bounce,
         )
-        self._node = PathNode(hello, self, time.monotonic, setup.patience_s)
+        self._node = PathNode(hello, self, self._workers, time.monotonic, setup.patience_s)
 
     def run(self, *, waits_for_io: bool = False) -> None:
         """Serve until the scheduler closes its socket; then close a writer of this process.
@@ -97,11 +97,6 @@ class NodeLoop:
 
     # -- the means of the node -----------------------------------------------------------------
 
-    @property
-    def workers(self) -> IOThreads:
-        """See `NodeMeans`."""
-        return self._workers
-
     def join(self) -> None:
         """See `NodeMeans`."""
         self._search.begin()
@@ -121,18 +116,6 @@ class NodeLoop:
     def tell(self, message: msgspec.Struct) -> None:
         """See `NodeMeans`."""
         self._scheduler.send(message)
-
-    def open_namespace(self, welcome: Welcome) -> str:
-        """See `NodeMeans`."""
-        return self._io.open(welcome)
-
-    def release_writes(self) -> None:
-        """See `NodeMeans`."""
-        self._io.release_writes()
-
-    def forget_segments(self, numbers: Sequence[int]) -> None:
-        """See `NodeMeans`."""
-        self._io.forget_segments(numbers)
 
     # -- events --------------------------------------------------------------------------------
 
@@ -182,7 +165,7 @@ class NodeLoop:
         self._workers.close()
         if waits_for_io:  # a process holds the lock of its writes until it has ended
             self._workers.wait()
-            self._io.release_writes()
+            self._workers.release_writes()
         self.hang_up()
         self._search.end()
         self._is_closing = True

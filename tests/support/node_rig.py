@@ -223,7 +223,7 @@ class NodeTwin:
         self.io = NodeIO(rig.files, rig.roots, namespace_spec(BLOCK), 1)
         paths = tuple(map(str, rig.roots))
         hello = Hello(PROTOCOL, f"node {number}", paths, namespace_spec(BLOCK), rig.options, True)
-        self.node = PathNode(hello, self, rig.clock)
+        self.node = PathNode(hello, self, self, rig.clock)
         facts = TierFacts("nvme", "NVME", BLOCK, slots)
         options = NodeTierOptions(
             facts,
@@ -237,10 +237,6 @@ class NodeTwin:
     def _client_of(self, take: Callable[[Any], None]) -> PumpedClient:
         self.engine = PumpedClient(self, take)
         return self.engine
-
-    @property
-    def workers(self) -> NodeTwin:
-        return self
 
     # -- the means of the node -------------------------------------------------------------------
 
@@ -259,7 +255,7 @@ class NodeTwin:
         self.told.append(message)
         self.answers.append(message)
 
-    def open_namespace(self, welcome: Welcome) -> str:
+    def open(self, welcome: Welcome) -> str:
         return self.io.open(welcome)
 
     def release_writes(self) -> None:
