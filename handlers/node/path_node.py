@@ -33,7 +33,6 @@ from ...tiers.nvme.path.path_messages import (
     Hello,
     KeysListed,
     ListKeys,
-    Moved,
     Refused,
     RefusedWhy,
     Removed,
@@ -221,8 +220,6 @@ class PathNode:
                 self._refused(message)
             case Epoch():
                 self._epoch(message)
-            case Moved():
-                self._moved(message)
             case SegmentsRemoved():
                 self._workers.forget_segments(message.numbers)
             case StillOpening():
@@ -340,17 +337,6 @@ class PathNode:
         if message.request:
             self._puts.reset_epoch = message.epoch
             self._resets.answered(message.request)
-
-    def _moved(self, message: Moved) -> None:
-        assert self._welcome is not None, "a writer that moves the table has welcomed this node"
-        self._welcomed(
-            msgspec.structs.replace(
-                self._welcome,
-                presence_bytes=message.presence_bytes,
-                slots=message.slots,
-                notes=[],
-            )
-        )
 
     def _hang_up(self, text: str) -> None:
         """Close a connection that is of no use, and try again later."""

@@ -304,13 +304,6 @@ class Removed(msgspec.Struct, frozen=True, array_like=True, tag=38):
     keys: list[bytes]
 
 
-class Moved(msgspec.Struct, frozen=True, array_like=True, tag=39):
-    """The presence table's file was replaced; nodes map it anew."""
-
-    presence_bytes: int
-    slots: int
-
-
 class TierFigures(msgspec.Struct, frozen=True, array_like=True, tag=40):
     """Figures of the namespace, after `Welcome` and then about once a second if they changed."""
 
@@ -367,7 +360,6 @@ FromWriter = (
     | Epoch
     | Stored
     | Removed
-    | Moved
     | TierFigures
     | Told
     | SegmentsRemoved
