@@ -263,14 +263,14 @@ class NodeKeeper:
                 return False
             self._wait_for_news(min(left_s, WAIT_SLICE_S))
 
-    def kill(self, limit_s: float = KILL_LIMIT_S) -> bool:
+    def kill(self) -> bool:
         """Kill the process. Return True if no job is left; jobs in flight have failed then."""
         with self._lock:
             self._is_closed = True
             stream = self._stream
         if stream is not None:
             stream.connection.kill()
-            stream.connection.has_ended_within(limit_s)
+            stream.connection.has_ended_within(KILL_LIMIT_S)
             self.poll()
         with self._lock:
             return not self._jobs
