@@ -21,19 +21,18 @@ def try_lock(fd: int, byte: int) -> bool:
     Locking a byte again that this file holds already changes nothing.
     """
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(fcntl.F_WRLCK, byte))
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(byte))
     except (BlockingIOError, PermissionError):  # EAGAIN, EACCES
         return False
     return True
 
 
-def held_by_other(fd: int, first: int, count: int = 1) -> bool:
-    """Return True if another open file, in any process, holds any of `count` bytes from `first`
-    on."""
-    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _request(fcntl.F_WRLCK, first, count))
+def held_by_other(fd: int, byte: int) -> bool:
+    """Return True if another open file, in any process, holds a byte."""
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _request(byte))
     assert isinstance(answer, bytes)
     return int(_FLOCK.unpack(answer)[0]) != fcntl.F_UNLCK
 
 
-def _request(kind: int, first: int, count: int = 1) -> bytes:
-    return _FLOCK.pack(kind, os.SEEK_SET, first, count, 0)
+def _request(byte: int) -> bytes:
+    return _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)

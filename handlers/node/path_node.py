@@ -308,15 +308,7 @@ class PathNode:
         self._attempts = self._attempts.anew(self._clock())
         self.state = self._served_state
         self._resets.send_waiting()
-        self._means.tell(
-            NodeJoined(
-                self.state,
-                folder,
-                welcome.slots,
-                welcome.epoch,
-                welcome.options,
-            )
-        )
+        self._means.tell(NodeJoined(self.state, folder, welcome.slots, welcome.epoch))
         for text in welcome.notes:
             self._means.tell(NodeNote(self.state, text))
 

@@ -25,7 +25,6 @@ from ...tiers.nvme.path.path_messages import (
     Hello,
     KeysListed,
     ListKeys,
-    PathOptions,
     Removed,
     Stored,
     TierFigures,
@@ -141,8 +140,6 @@ class NodeJoined(msgspec.Struct, frozen=True, array_like=True, tag=83):
     slots: int
     """Final number of slots of the namespace."""
     epoch: int
-    options: PathOptions
-    """Options in force."""
 
 
 NodeOrder = PutJob | GetJob | ResetJob | Touch | ListKeys | Chain

@@ -25,7 +25,6 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Epoch,
     KeysListed,
     ListKeys,
-    PathOptions,
     Removed,
     Stored,
     TierFigures,
@@ -84,7 +83,7 @@ class MemoryNode:
     def start(self) -> None:
         """Join the path."""
         size = self._backend.capacity
-        self._on_note(NodeJoined(NodeState.LEADING, FOLDER, size, 0, PathOptions(0)))
+        self._on_note(NodeJoined(NodeState.LEADING, FOLDER, size, 0))
         self._tell_figures()
 
     # -- the client of a tier --------------------------------------------------------------------
