@@ -35,7 +35,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import ClosedError, ConfigError, InUseError, os_errors
-from .. import ofd_locks
 from . import header as layout
 from .arena_file import (
     JOIN_TIMEOUT_S,
@@ -54,7 +53,7 @@ from .arena_file import (
 from .arena_limits import probe_machine, process_start_ticks
 from .header import HEADER_BYTES, SCHEDULER_RECORD, ArenaGeometry, RankRecord, RecordState
 from .huge_pages import map_file
-from .locks import try_flock
+from .locks import held_by_other, try_flock, try_lock
 from .prefault import PIECE_BYTES, Span, prefault
 from .slot_table import SlotTable
 
@@ -209,8 +208,7 @@ class Arena:
         return [
             rank
             for rank in range(self.geometry.world_size)
-            if rank != self.role.rank
-            and not ofd_locks.held_by_other(self._fd, layout.record_offset(rank))
+            if rank != self.role.rank and not held_by_other(self._fd, layout.record_offset(rank))
         ]
 
     def prefault(self) -> None:
@@ -257,7 +255,7 @@ class Arena:
 
     def _claim(self) -> None:
         """Lock this process's role. Raises `InUseError` if a live process holds it."""
-        if not ofd_locks.try_lock(self._fd, layout.record_offset(self.role.record)):
+        if not try_lock(self._fd, layout.record_offset(self.role.record)):
             holder = layout.read_record(self._header(), self.role.record).pid
             who = "scheduler" if self.role.rank is None else f"rank {self.role.rank}"
             raise InUseError(
@@ -290,7 +288,7 @@ class Arena:
         Each process calls this after its claim, so the last one to join removes the name.
         """
         scheduler = layout.record_offset(SCHEDULER_RECORD)
-        if self.role.rank is not None and not ofd_locks.held_by_other(self._fd, scheduler):
+        if self.role.rank is not None and not held_by_other(self._fd, scheduler):
             return
         if not self.missing_ranks():
             give_up_name(self.path, self._fd, self.geometry.kept)

@@ -43,12 +43,11 @@ from dataclasses import dataclass
 
 from ...config.sizes import human
 from ...errors import ConfigError, FormatError, InUseError, NoSpaceError, os_errors
-from .. import ofd_locks
 from . import header as layout
 from .arena_limits import MachineMemory, check_capacity, process_start_ticks
 from .header import HEADER_BYTES, ArenaGeometry, ArenaHeader, Creator
 from .huge_pages import gather
-from .locks import try_flock, turn_in
+from .locks import held_by_other, try_flock, try_lock, turn_in
 from .nodes import spread
 
 Clock = Callable[[], float]
@@ -364,7 +363,7 @@ def _is_ours_alone(path: str, fd: int) -> bool:
     exclusive lock of a renamed file before it gives the shared one.
     """
     with os_errors(f"locking {path}"):
-        if not ofd_locks.try_lock(fd, _MAKER_BYTE) or not try_flock(fd, exclusive=False):
+        if not try_lock(fd, _MAKER_BYTE) or not try_flock(fd, exclusive=False):
             unlink_if_same(path, fd)
             return False
         with suppress(FileNotFoundError):
@@ -486,7 +485,7 @@ def _wait_ready(request: ArenaRequest, fd: int) -> bool:
     for _ in polls(request.clock, request.wait, MAKE_TIMEOUT_S):
         if os.fstat(fd).st_nlink == 0:
             return False
-        if not ofd_locks.held_by_other(fd, _MAKER_BYTE):
+        if not held_by_other(fd, _MAKER_BYTE):
             if request.may_make:
                 unlink_if_same(request.path, fd)
             return False

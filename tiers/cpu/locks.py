@@ -8,8 +8,9 @@ owner dies.
   process has the file open.
 - `flock` on the directory: serializes a step that one process at a time should do there. It leaves
   no file behind. It is advisory: a process that does not get it in time goes on without it.
-- Byte locks (`ofd_locks`): one byte per role (maker, each rank, scheduler), exclusive. Two opens of
-  one file conflict even inside one process, so a test needs no second process.
+- Byte locks (`F_OFD_SETLK`): one byte per role (maker, each rank, scheduler), exclusive. Two opens
+  of one file conflict even inside one process, so a test needs no second process. Locked bytes may
+  lie past the end of the file.
 
 A child made by `fork` shares its parent's locks until it exits or closes the descriptor.
 """
@@ -18,8 +19,30 @@ from __future__ import annotations
 
 import fcntl
 import os
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+
+_FLOCK = struct.Struct("@hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, len, pid
+
+
+def try_lock(fd: int, byte: int) -> bool:
+    """Lock a byte. Return False if another open file holds it. Raises `OSError`.
+
+    Locking a byte again that this file holds already changes nothing.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(byte))
+    except (BlockingIOError, PermissionError):  # EAGAIN, EACCES
+        return False
+    return True
+
+
+def held_by_other(fd: int, byte: int) -> bool:
+    """Return True if another open file, in any process, holds a byte. Raises `OSError`."""
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _request(byte))
+    assert isinstance(answer, bytes)
+    return int(_FLOCK.unpack(answer)[0]) != fcntl.F_UNLCK
 
 
 def try_flock(fd: int, exclusive: bool) -> bool:
@@ -54,3 +77,7 @@ def turn_in(folder: str, tries: Iterator[None]) -> Iterator[None]:
         with suppress(OSError):  # a child forked meanwhile would keep the lock
             fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
+
+
+def _request(byte: int) -> bytes:
+    return _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
