@@ -106,9 +106,6 @@ class Arena:
         self._may_unlink = file.is_made  # set later as well, once this process holds its role
         with os_errors(f"mapping the CPU arena {file.path}"):
             self._map: memoryview | None = map_file(file.fd, file.size_bytes)
-        self._page: memoryview | None = self._map[:HEADER_BYTES]
-        flat = np.frombuffer(self._map, np.uint8, self.geometry.data_bytes, HEADER_BYTES)
-        self._slots: ByteArray | None = flat.reshape(self.geometry.slots, self.geometry.slot_bytes)
 
     @classmethod
     def open(
@@ -160,17 +157,14 @@ class Arena:
     @property
     def slots(self) -> ByteArray:
         """All slots: uint8 array over the shared memory, shape `(slots, slot_bytes)`."""
-        if self._slots is None:
-            raise ClosedError("the CPU arena is closed; open it again")
-        return self._slots
+        flat = np.frombuffer(self._mapped(), np.uint8, self.geometry.data_bytes, HEADER_BYTES)
+        return flat.reshape(self.geometry.slots, self.geometry.slot_bytes)
 
     def slot_table(self) -> SlotTable:
         """Return the slot table of a kept arena, over the shared memory."""
         assert self.geometry.kept, "only a kept arena has a table"
-        if self._map is None:
-            raise ClosedError("the CPU arena is closed; open it again")
         start = HEADER_BYTES + self.geometry.data_bytes
-        return SlotTable(np.frombuffer(self._map, np.uint8, self.geometry.table_bytes, start))
+        return SlotTable(np.frombuffer(self._mapped(), np.uint8, self.geometry.table_bytes, start))
 
     def duplicate(self) -> int:
         """Return a descriptor of the same memory for a helper process, which has no role.
@@ -178,7 +172,7 @@ class Arena:
         The descriptor holds the shared lock, so the arena counts as in use while the helper lives.
         Slot 0 begins at `HEADER_BYTES`. The caller closes the descriptor. Raises `TierIOError`.
         """
-        self._header()
+        self._mapped()  # the descriptor of a closed arena may be another file
         with os_errors(f"opening the CPU arena {self.path} once more"):
             fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
         try_flock(fd, exclusive=False)
@@ -196,7 +190,7 @@ class Arena:
     def layout_digests(self) -> list[bytes | None]:
         """Return the layout digest of each rank, by rank; None for a rank that published none."""
         records = [
-            layout.read_record(self._header(), rank) for rank in range(self.geometry.world_size)
+            layout.read_record(self._mapped(), rank) for rank in range(self.geometry.world_size)
         ]
         return [
             record.digest if record.state is RecordState.PUBLISHED else None for record in records
@@ -204,7 +198,7 @@ class Arena:
 
     def missing_ranks(self) -> list[int]:
         """Return the ranks that no live process holds, except the rank of this process."""
-        self._header()
+        self._mapped()
         return [
             rank
             for rank in range(self.geometry.world_size)
@@ -229,12 +223,11 @@ class Arena:
 
         Idempotent.
         """
-        if self._map is None or self._page is None:
+        if self._map is None:
             return
         if self._may_unlink:
             give_up_name(self.path, self._fd, self.geometry.kept)
-        self._page.release()
-        self._map = self._page = self._slots = None  # the last view unmaps
+        self._map = None  # the last view unmaps
         os.close(self._fd)
 
     def __enter__(self) -> Arena:
@@ -248,15 +241,16 @@ class Arena:
     ) -> None:
         self.close()
 
-    def _header(self) -> memoryview:
-        if self._page is None:
+    def _mapped(self) -> memoryview:
+        """Return the mapped file. Raises `ClosedError`."""
+        if self._map is None:
             raise ClosedError("the CPU arena is closed; open it again")
-        return self._page
+        return self._map
 
     def _claim(self) -> None:
         """Lock this process's role. Raises `InUseError` if a live process holds it."""
         if not try_lock(self._fd, layout.record_offset(self.role.record)):
-            holder = layout.read_record(self._header(), self.role.record).pid
+            holder = layout.read_record(self._mapped(), self.role.record).pid
             who = "scheduler" if self.role.rank is None else f"rank {self.role.rank}"
             raise InUseError(
                 f"{self.path}: the {who} is already there (process {holder}); two engines share "
@@ -268,7 +262,7 @@ class Arena:
     def _write_record(self, state: RecordState, digest: bytes) -> None:
         pid = os.getpid()
         record = RankRecord(pid, state, process_start_ticks(pid), digest)
-        layout.write_record(self._header(), self.role.record, record)
+        layout.write_record(self._mapped(), self.role.record, record)
 
     def _await_ranks(self, clock: Clock, wait: Wait) -> None:
         """Wait until live processes hold all ranks. Raises `InUseError` after the time limit."""
