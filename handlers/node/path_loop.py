@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from ...tiers.cpu.huge_pages import has_huge_pages
 from ...tiers.nvme.disk.filesystem import FileSystem
 from ...tiers.nvme.path.frames import WireError
 from ...tiers.nvme.path.path_messages import FromNode, from_writer
@@ -36,8 +37,6 @@ class NodeLoop:
         setup: NodeSetup,
         arena: memoryview,
         fs: FileSystem,
-        *,
-        has_bounce: bool,
     ) -> None:
         """`arena` holds the slots, one block each."""
         hello = setup.hello
@@ -63,7 +62,7 @@ class NodeLoop:
             setup.io_threads,
             arena,
             self.post,
-            has_bounce=has_bounce,
+            has_bounce=has_huge_pages() and not setup.is_arena_huge,
         )
         self._node = PathNode(hello, self, self._workers, time.monotonic, setup.patience_s)
 
