@@ -43,13 +43,13 @@ from .config.sizes import parse_bytes
 from .errors import ClosedError, ConfigError, InUseError, KVCascadeError, os_errors
 from .handlers.node.node_keeper import NodeKeeper, at_exit
 from .handlers.node.path_client import node_thread
-from .handlers.node.path_wire import CAN_READ, NodeJoined, NodeNote, NodeSetup, NodeState, UseNote
+from .handlers.node.path_wire import CAN_READ, NodeJoined, NodeNote, NodeSetup, NodeState
 from .logs import get_logger
 from .tiers.base import BlockOutcome
 from .tiers.cpu.huge_pages import has_huge_pages
 from .tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from .tiers.nvme.namespace import NamespaceKey, is_namespace_name
-from .tiers.nvme.path.path_messages import NamespaceSpec, PathOptions
+from .tiers.nvme.path.path_messages import PROTOCOL, Hello, NamespaceSpec, PathOptions, Touch
 from .tiers.nvme.path.presence_file import map_presence
 from .tiers.nvme.path.presence_table import PresenceTable
 from .tiers.nvme.path.writer.namespace_home import spec_of
@@ -162,17 +162,21 @@ class BlockCache:
         """True once the node is being closed. Calls that still run are of no use then."""
         self._pid = os.getpid()
         """Process that opened the cache."""
-        setup = NodeSetup(
+        hello = Hello(
+            PROTOCOL,
             f"python on {socket.gethostname()}, process {os.getpid()}",
             tuple(map(str, roots)),
             namespace,
             path_options,
+            is_reader=options.is_read_only,
+        )
+        setup = NodeSetup(
+            hello,
             0,
             self._moves.slots,
             options.io_threads,
             is_direct=options.is_direct,
             is_arena_huge=has_huge_pages(),
-            is_reader=options.is_read_only,
             patience_s=options.timeout_s / 2,
         )
         self._client: NodeKeeper = node_thread(setup, self._moves.memory, fs, self._note)
@@ -340,7 +344,7 @@ class BlockCache:
 
     def _touch(self, keys: list[bytes]) -> None:
         if keys and not self._options.is_read_only:
-            self._client.tell(UseNote(keys))
+            self._client.tell(Touch(keys))
 
     def _check_open(self) -> None:
         if os.getpid() != self._pid:

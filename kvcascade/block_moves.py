@@ -64,7 +64,7 @@ class MoveJob:
     @property
     def packed_slots(self) -> bytes:
         """The slots as they are sent."""
-        return pack_slots(np.array(self.slots, dtype=np.int32))
+        return pack_slots(self.slots)
 
     @property
     def outcomes(self) -> list[BlockOutcome]:

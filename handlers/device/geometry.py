@@ -74,11 +74,6 @@ class CopyList:
     """Offset of each copy from slot 0 of the arena."""
     size: IntArray
 
-    @property
-    def total_bytes(self) -> int:
-        """Sum of the sizes of all copies."""
-        return int(self.size.sum())
-
 
 class WorkerLayout:
     """Mapping of one worker's KV tensors into its part of a slot."""
@@ -100,14 +95,13 @@ class WorkerLayout:
         self.blocks_per_chunk = blocks_per_chunk
         self.slots = geometry.slots
         self.slot_bytes = geometry.slot_bytes
-        self.owns_slot = geometry.parts == 1
+        self.owns_slot = geometry.world_size == 1
         """True if a slot holds only this worker's part."""
         self.rank_bytes = geometry.rank_bytes
-        self.part_offset = 0 if self.owns_slot else rank * geometry.rank_bytes
-        """Offset of the rank's part in a slot."""
         self._check()
         pages = np.array([0, *(tensor.page_bytes for tensor in tensors)], dtype=np.int64)
-        self.tensor_offsets: IntArray = self.part_offset + pages.cumsum()[:-1] * blocks_per_chunk
+        part_offset = rank * geometry.rank_bytes
+        self.tensor_offsets: IntArray = part_offset + pages.cumsum()[:-1] * blocks_per_chunk
         """Offset of each tensor's first page in a slot."""
 
     def rows(self, blocks: GpuBlocks, slots: SlotArray) -> list[GroupRows]:

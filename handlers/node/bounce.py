@@ -24,11 +24,17 @@ from ...tiers.base import SlotArray
 from ...tiers.cpu.huge_pages import aligned_room
 
 
-class BounceBuffers:
-    """Buffers for a few blocks, one per thread. Any thread may use them."""
+class ArenaBounce:
+    """Buffers for a few blocks, one per thread, and copies between them and an arena. Any thread.
 
-    def __init__(self, block_bytes: int) -> None:
-        """`block_bytes` is a multiple of a page, so that every block fits direct I/O."""
+    Adjacent blocks are copied in one call: each call releases the interpreter lock and then waits
+    for it.
+    """
+
+    def __init__(self, arena: memoryview, block_bytes: int) -> None:
+        """`arena` holds the slots, of `block_bytes` each: a multiple of a page, so that every block
+        fits direct I/O."""
+        self._arena: npt.NDArray[np.uint8] = np.frombuffer(arena, np.uint8)
         self._block_bytes = block_bytes
         self._own = threading.local()
 
@@ -36,26 +42,6 @@ class BounceBuffers:
         """Return adjacent memory for `n` blocks. It is valid until this thread's next call."""
         size, buffer = self._block_bytes, self._room(n)
         return [buffer[i * size : (i + 1) * size] for i in range(n)]
-
-    def _room(self, n: int) -> memoryview:
-        """Return this thread's buffer, for at least `n` blocks."""
-        buffer: memoryview | None = getattr(self._own, "buffer", None)
-        if buffer is None or len(buffer) < n * self._block_bytes:
-            buffer = self._own.buffer = huge_pages(max(1, n) * self._block_bytes)
-        return buffer
-
-
-class ArenaBounce(BounceBuffers):
-    """Copies blocks between bounce buffers and an arena. Any thread may use it.
-
-    Adjacent blocks are copied in one call: each call releases the interpreter lock and then waits
-    for it.
-    """
-
-    def __init__(self, arena: memoryview, block_bytes: int) -> None:
-        """`arena` holds the slots, of `block_bytes` each."""
-        super().__init__(block_bytes)
-        self._arena: npt.NDArray[np.uint8] = np.frombuffer(arena, np.uint8)
 
     def take(self, slots: SlotArray) -> list[memoryview]:
         """Copy the blocks of these slots into this thread's buffer and return them."""
@@ -69,6 +55,13 @@ class ArenaBounce(BounceBuffers):
         buffer = np.frombuffer(self._room(len(slots)), np.uint8)
         for at, slot, n in neighbours(slots, places):
             np.copyto(self._bytes(self._arena, slot, n), self._bytes(buffer, at, n))
+
+    def _room(self, n: int) -> memoryview:
+        """Return this thread's buffer, for at least `n` blocks."""
+        buffer: memoryview | None = getattr(self._own, "buffer", None)
+        if buffer is None or len(buffer) < n * self._block_bytes:
+            buffer = self._own.buffer = huge_pages(max(1, n) * self._block_bytes)
+        return buffer
 
     def _bytes(self, memory: npt.NDArray[np.uint8], first: int, n: int) -> npt.NDArray[np.uint8]:
         return memory[first * self._block_bytes : (first + n) * self._block_bytes]

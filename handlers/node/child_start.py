@@ -22,7 +22,6 @@ from ...tiers.nvme.path.frames import DECODE_ERRORS, FrameReader, WireError
 
 SETUP_LIMIT_S = 30.0
 """Longest wait for the setup."""
-RECEIVE_BYTES = 64 << 10
 _PR_SET_PDEATHSIG = 1
 
 Setup = TypeVar("Setup", bound=msgspec.Struct)
@@ -63,7 +62,7 @@ def receive_setup(
     """
     reader = FrameReader()
     connection.settimeout(SETUP_LIMIT_S)
-    while data := connection.recv(RECEIVE_BYTES):
+    while data := reader.receive(connection):
         for body in reader.feed(data):
             try:
                 setup = decode(body)

@@ -28,12 +28,10 @@ SEND_LIMIT_S = 5.0
 MINUTE_S = 60.0
 STARTS_PER_MINUTE = 3
 STARTS_AT_MOST = 200
-"""Limit of the starts in the life of one tier. Each start takes a range of generations."""
+"""Limit of the starts in the life of one tier."""
 MAX_PAUSE_S = 1800.0
 """Longest pause between two starts. After `STARTS_PER_MINUTE` starts without a ready node, the
 pause doubles with each further one."""
-MAX_DOUBLINGS = 11
-"""Limit of the doublings, after which the pause is `MAX_PAUSE_S` in any case."""
 
 
 class Child(Protocol):
@@ -123,9 +121,8 @@ def environment() -> dict[str, str]:
 class StartLimits:
     """When a process that died may be started again. Used under the lock of its `NodeKeeper`."""
 
-    def __init__(self, per_minute: int = STARTS_PER_MINUTE) -> None:
-        self._starts_s: deque[float] = deque(maxlen=per_minute)
-        self._per_minute = per_minute
+    def __init__(self) -> None:
+        self._starts_s: deque[float] = deque(maxlen=STARTS_PER_MINUTE)
         self._fruitless = 0
         """Number of starts since a node was last ready."""
         self.starts = 0
@@ -139,7 +136,7 @@ class StartLimits:
         if not starts_s:
             return 0.0
         next_s = starts_s[-1] + self._pause_s
-        if len(starts_s) == self._per_minute:
+        if len(starts_s) == STARTS_PER_MINUTE:
             next_s = max(next_s, starts_s[0] + MINUTE_S)
         return max(0.0, next_s - now_s)
 
@@ -156,5 +153,5 @@ class StartLimits:
     @property
     def _pause_s(self) -> float:
         """Shortest time from the last start to the next one."""
-        too_many = self._fruitless - self._per_minute
-        return min(MAX_PAUSE_S, 2.0 ** min(too_many, MAX_DOUBLINGS)) if too_many > 0 else 0.0
+        too_many = self._fruitless - STARTS_PER_MINUTE
+        return min(MAX_PAUSE_S, 2.0**too_many) if too_many > 0 else 0.0

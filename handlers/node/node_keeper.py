@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import math
 import select
-import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -29,7 +28,7 @@ import msgspec
 from ...errors import KVCascadeError, TierIOError
 from ...logs import get_logger
 from ...tiers.nvme.path.frames import MessageStream, frame, hang_up
-from .node_child import STARTS_PER_MINUTE, Connection, StartLimits
+from .node_child import Connection, StartLimits
 from .path_wire import from_node_process
 
 START_LIMIT_S = 30.0
@@ -71,12 +70,10 @@ def at_exit(call: Callable[[], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KeeperOptions:
-    """Limits of a node, and its clock."""
+    """Ways in which the keepers of two nodes differ."""
 
     clock: Callable[[], float] = monotonic
     """Monotonic seconds."""
-    silence_limit_s: float = SILENCE_LIMIT_S
-    starts_per_minute: int = STARTS_PER_MINUTE
     decode: Callable[[bytes], Any] = from_node_process.decode
     """Decoder of the process's messages. An answer to a job has a `ticket`."""
     remedy: str = '"movers": "threads" does without it'
@@ -92,20 +89,19 @@ class NodeStream(MessageStream):
 
     def __init__(
         self,
-        connection: socket.socket,
+        connection: Connection,
         decode: Callable[[bytes], Any],
         now_s: float,
         batch_bytes: int,
     ) -> None:
         """Messages of up to `batch_bytes` together are kept until `flush`."""
-        super().__init__(connection, decode)
+        super().__init__(connection.socket, decode)
+        self.connection = connection
         self._batch_bytes = batch_bytes
         self.heard_s = now_s
         """Time of the last message, or since when a message is expected."""
         self.is_ready = False
         """True once the process takes jobs."""
-        self.silence_limit_s = SILENCE_LIMIT_S
-        """Time after which a process that owes a message counts as dead."""
 
     def add(self, data: bytes) -> None:
         """Keep the frame of a message for `flush`, or send it with all that are kept."""
@@ -140,14 +136,13 @@ class NodeKeeper:
         self._clock = self._options.clock
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._connection: Connection | None = None
         self._stream: NodeStream | None = None
-        """Stream of the connection; there are both or neither."""
+        """Stream to the process; None while there is none."""
         self._is_starting = False
         self._is_closed = False
         self._tickets = count(1)
         self._jobs: dict[int, OnEnd] = {}
-        self._limits = StartLimits(self._options.starts_per_minute)
+        self._limits = StartLimits()
         self._starts_noted = 0
         """Number of starts when the log said last that the node rests."""
         self._polled_s = -math.inf
@@ -156,7 +151,7 @@ class NodeKeeper:
     def pid(self) -> int | None:
         """Process number of the node, or None while there is no process."""
         with self._lock:
-            return None if self._connection is None else self._connection.child.pid
+            return None if self._stream is None else self._stream.connection.child.pid
 
     @property
     def is_up(self) -> bool:
@@ -172,7 +167,7 @@ class NodeKeeper:
     @property
     def _has_given_up(self) -> bool:
         with self._lock:
-            return self._connection is None and not self._is_starting
+            return self._stream is None and not self._is_starting
 
     def start(self) -> None:
         """Start the process and wait until it is ready. Raises `TierIOError`."""
@@ -241,12 +236,12 @@ class NodeKeeper:
             if stream.received_bytes > before:
                 stream.heard_s = now_s
             owes_message = bool(self._jobs) or not stream.is_ready
-            is_silent = owes_message and now_s - stream.heard_s > stream.silence_limit_s
+            is_silent = owes_message and now_s - stream.heard_s > SILENCE_LIMIT_S
             if is_silent and not stream.has_ended:
                 _log.warning("the process that moves blocks says nothing any more; it is ended")
                 stream.has_ended = True
             if stream.has_ended:
-                self._bury()
+                self._bury(stream)
 
     def listen(self) -> None:
         """Poll for maintenance, unless the last poll was within `LISTEN_INTERVAL_S`."""
@@ -268,14 +263,14 @@ class NodeKeeper:
                 return False
             self._wait_for_news(min(left_s, WAIT_SLICE_S))
 
-    def kill(self, limit_s: float = KILL_LIMIT_S) -> bool:
+    def kill(self) -> bool:
         """Kill the process. Return True if no job is left; jobs in flight have failed then."""
         with self._lock:
             self._is_closed = True
-            connection = self._connection
-        if connection is not None:
-            connection.kill()
-            connection.has_ended_within(limit_s)
+            stream = self._stream
+        if stream is not None:
+            stream.connection.kill()
+            stream.connection.has_ended_within(KILL_LIMIT_S)
             self.poll()
         with self._lock:
             return not self._jobs
@@ -284,29 +279,28 @@ class NodeKeeper:
         """End the process, by force if necessary. Return True if it is dead. Idempotent."""
         with self._lock:
             self._is_closed = True
-            connection, stream = self._connection, self._stream
+            stream = self._stream
             if stream is not None:
                 stream.close()
-        if connection is not None:
+        if stream is not None:
             # A node that is not ready holds no data, and would go on importing for seconds.
-            holds_data = stream is not None and stream.is_ready
-            if not (holds_data and connection.has_ended_within(CLOSE_LIMIT_S)):
-                connection.kill()
-                connection.has_ended_within(KILL_LIMIT_S)
+            if not (stream.is_ready and stream.connection.has_ended_within(CLOSE_LIMIT_S)):
+                stream.connection.kill()
+                stream.connection.has_ended_within(KILL_LIMIT_S)
             self.poll()
         self._keeper.shutdown(wait=False)  # last: a node dies with that thread
-        return connection is None or connection.has_died()
+        return stream is None or stream.connection.has_died()
 
     # -- inside --------------------------------------------------------------------------------
 
     def _wait_for_news(self, limit_s: float) -> None:
         with self._changed:
-            connection, stream = self._connection, self._stream
-            if connection is None or stream is None or stream.has_ended:
+            stream = self._stream
+            if stream is None or stream.has_ended:
                 self._changed.wait(limit_s)
                 return
             poller = select.poll()
-            poller.register(connection.socket, select.POLLIN)
+            poller.register(stream.connection.socket, select.POLLIN)
         poller.poll(limit_s * 1000)
 
     def _take(self, stream: NodeStream, message: Any) -> None:
@@ -328,13 +322,11 @@ class NodeKeeper:
             self._options.on_note(message)
         if not stream.is_ready:
             stream.is_ready = True
-            stream.silence_limit_s = self._options.silence_limit_s
             self._limits.note_ready()
 
-    def _bury(self) -> None:
+    def _bury(self, stream: NodeStream) -> None:
         """Kill the process of a closed connection. Once it is dead, fail its jobs and restart."""
-        connection, stream = self._connection, self._stream
-        assert connection is not None and stream is not None
+        connection = stream.connection
         if not connection.has_died():
             connection.kill()
             if not connection.has_died():
@@ -343,7 +335,7 @@ class NodeKeeper:
         if stream.error is not None:
             _log.error("the process that moves blocks cannot be understood: %s", stream.error)
         connection.socket.close()
-        self._connection = self._stream = None
+        self._stream = None
         lost, self._jobs = self._jobs, {}
         if not self._is_closed:
             _log.warning(
@@ -361,7 +353,7 @@ class NodeKeeper:
 
     def _start_if_allowed(self) -> None:
         with self._lock:
-            if self._is_closed or self._is_starting or self._connection is not None:
+            if self._is_closed or self._is_starting or self._stream is not None:
                 return
             now_s = self._clock()
             wait_s = self._limits.wait_s(now_s)
@@ -414,9 +406,8 @@ class NodeKeeper:
                 connection.socket.close()
                 connection.has_ended_within(KILL_LIMIT_S)
             elif connection is not None:
-                self._connection = connection
                 self._stream = NodeStream(
-                    connection.socket,
+                    connection,
                     self._options.decode,
                     self._clock(),
                     BATCH_BYTES if self._options.is_batched else 0,

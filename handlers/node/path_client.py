@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ...tiers.cpu.huge_pages import has_huge_pages
 from ...tiers.nvme.disk.filesystem import FileSystem
 from ...tiers.nvme.path.path_messages import Epoch
 from .node_child import Connection, launch
@@ -62,8 +61,7 @@ def node_thread(
     def start() -> Connection:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.setblocking(False)
-        has_bounce = has_huge_pages() and not setup.is_arena_huge
-        loop = NodeLoop(theirs, following.setup, arena, fs, has_bounce=has_bounce)
+        loop = NodeLoop(theirs, following.setup, arena, fs)
         return Connection(ThreadChild(loop), ours)
 
     return client_of(start, from_node_process.decode, following.note, options)
@@ -83,7 +81,8 @@ class _Following:
     def note(self, message: Any) -> None:
         """Take in a note of the node, and pass it on."""
         if isinstance(message, NodeJoined | Epoch):
-            self.setup = msgspec.structs.replace(self.setup, epoch=message.epoch)
+            hello = msgspec.structs.replace(self.setup.hello, epoch=message.epoch)
+            self.setup = msgspec.structs.replace(self.setup, hello=hello)
         self._on_note(message)
 
 

@@ -1,19 +1,18 @@
 """Files of a namespace as a node uses them, and the threads that move blocks.
 
-`NodeIO` opens the presence table and the segments after each `Welcome`. `IOThreads` moves the parts
-of jobs between them and the arena. While a part uses the files of an earlier `Welcome`, these stay
-open.
+`NodeIO` opens the presence table and the segments after each `Welcome`. Its subclass `IOThreads`
+moves the parts of jobs between them and the arena. While a part uses the files of an earlier
+`Welcome`, these stay open.
 """
 
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ...logs import get_logger
 from ...tiers.base import BlockHash, SlotArray
@@ -54,33 +53,26 @@ class NodeIO:
         fs: FileSystem,
         roots: Sequence[Path],
         namespace: NamespaceSpec,
-        *,
-        is_durable: bool,
-        transfers: int | None = None,
+        transfers: int,
     ) -> None:
-        """`roots` are the paths of the tier. With `is_durable`, written blocks are synced; the
-        writer's options may ask for it, too. At most `transfers` threads per direction use the
+        """`roots` are the paths of the tier. At most `transfers` threads per direction use the
         device at once."""
         self._fs = fs
         self._roots = tuple(roots)
         self._block_bytes = namespace.block_bytes
         self._fingerprint = NamespaceKey("", json.loads(namespace.fields)).fingerprint
-        self._is_durable = is_durable
-        self._limits = [None if transfers is None else TransferLimit(transfers) for _ in range(2)]
+        self._limits = [TransferLimit(transfers) for _ in range(2)]
         self._files: PayloadFiles | None = None
         self._writes: FileLock | None = None
         """Lock for the time of the writes under one writer; see `former_writes`."""
 
     def open(self, welcome: Welcome) -> str:
-        """Open the files that a `Welcome` names; return the first folder of the namespace.
-
-        Raises a `KVCascadeError`.
-        """
+        """See `Workers`."""
         folders = [root / welcome.folder for root in self._roots]
         table = map_presence(self._fs, folders[0], welcome.slots)
         layout = SegmentLayout(self._block_bytes, welcome.segment_slots, self._fingerprint)
         files = PayloadFiles(self._fs, [folder / SEGMENTS for folder in folders], layout)
-        is_durable = self._is_durable or welcome.options.durability == "power"
+        is_durable = welcome.options.durability == "power"  # at least what this node asks for
         self._files = files
         self._writes = self._writes or hold_writes(self._fs, self._roots[0])
         self.reader = BlockReader(table, files, self._limits[0])
@@ -88,42 +80,42 @@ class NodeIO:
         return str(folders[0])
 
     def release_writes(self) -> None:
-        """Note that no write under the former writer is running; idempotent."""
+        """See `Workers`."""
         writes, self._writes = self._writes, None
         if writes is not None:
             writes.release()
 
     def forget_segments(self, numbers: Sequence[int]) -> None:
-        """Drop the open files of these segments."""
+        """See `Workers`."""
         if self._files is not None:
             self._files.forget(numbers)
 
 
-class IOThreads:
-    """Moves parts on threads, one pool per direction."""
+class IOThreads(NodeIO):
+    """The `Workers` of a node: one pool of threads per direction."""
 
     def __init__(
         self,
-        io: NodeIO,
-        arena: memoryview,
-        block_bytes: int,
+        fs: FileSystem,
+        roots: Sequence[Path],
+        namespace: NamespaceSpec,
         io_threads: int,
+        arena: memoryview,
         post: Post,
         *,
         has_bounce: bool,
     ) -> None:
         """`arena` holds the slots, one block each. With `has_bounce`, all bytes pass through
-        buffers in huge pages."""
-        self._io = io
+        buffers in huge pages. See `NodeIO` for the rest."""
+        super().__init__(fs, roots, namespace, io_threads)
         self._arena = arena
-        self._block_bytes = block_bytes
         self._post = post
-        self._bounce = ArenaBounce(arena, block_bytes) if has_bounce else None
+        self._bounce = ArenaBounce(arena, self._block_bytes) if has_bounce else None
         self._threads = io_threads * THREADS_PER_TRANSFER
         self._stores = ThreadPoolExecutor(self._threads, "kvcascade-store")
         self._loads = ThreadPoolExecutor(self._threads, "kvcascade-load")
-        self._lock = threading.Lock()
-        self._waiting: dict[Future[Any], Callable[[None], None]] = {}
+        self._cancels = 0
+        """Number of calls of `cancel_writes`."""
 
     def warm_up(self) -> None:
         """Make the threads and their buffers, so that the first block is as fast as later ones."""
@@ -143,11 +135,8 @@ class IOThreads:
         on_end: Callable[[BlocksWritten | None], None],
     ) -> None:
         """See `Workers`."""
-        work = partial(self._write, self._io.writer, keys, slots, arena_slots)
-        future: Future[Any] = self._stores.submit(self._run, work, on_end)
-        self._waiting[future] = on_end
-        if len(self._waiting) > self._threads:
-            self._waiting = {f: end for f, end in self._waiting.items() if not f.done()}
+        work = partial(self._write, self._cancels, self.writer, keys, slots, arena_slots)
+        self._stores.submit(self._run, work, on_end)
 
     def read(
         self,
@@ -156,17 +145,12 @@ class IOThreads:
         on_end: Callable[[BlocksRead | None], None],
     ) -> None:
         """See `Workers`."""
-        work = partial(self._read, self._io.reader, keys, arena_slots)
+        work = partial(self._read, self.reader, keys, arena_slots)
         self._loads.submit(self._run, work, on_end)
 
     def cancel_writes(self) -> None:
-        """See `Workers`."""
-        waiting, self._waiting = self._waiting, {}
-        for future, on_end in waiting.items():
-            if future.cancel():
-                self._post(partial(on_end, None))
-            elif not future.done():
-                self._waiting[future] = on_end
+        """See `Workers`. Each of them ends when a thread takes it."""
+        self._cancels += 1
 
     def close(self) -> None:
         """Stop the threads, without waiting for work in flight."""
@@ -190,11 +174,14 @@ class IOThreads:
 
     def _write(
         self,
+        cancels: int,
         writer: BlockWriter,
         keys: Sequence[BlockHash],
         slots: Sequence[int],
         arena_slots: SlotArray,
-    ) -> BlocksWritten:
+    ) -> BlocksWritten | None:
+        if cancels != self._cancels:
+            return None
         bounce = self._bounce
         views = self._views(arena_slots) if bounce is None else bounce.take(arena_slots)
         return writer.write(keys, slots, views)

@@ -33,9 +33,10 @@ from ...tiers.nvme.path.path_messages import (
     Read,
     Release,
     Reset,
+    Welcome,
     Why,
 )
-from .path_wire import GetJob, JobDone, PutJob, ResetJob, pack_outcomes, unpack_slots
+from .path_wire import GetJob, JobDone, PutJob, ResetJob, pack_outcomes, pack_slots, unpack_slots
 
 PART_BYTES = 8 << 20
 """Bytes of one part of a job, which one thread moves."""
@@ -62,7 +63,22 @@ OnEnd = Callable[[object], None]
 
 
 class Workers(Protocol):
-    """Threads that move parts between arena and segments."""
+    """Threads that move parts between arena and segments, and the files of a namespace."""
+
+    def open(self, welcome: Welcome) -> str:
+        """Open presence table and segments; return the namespace's first folder.
+
+        Raises a `KVCascadeError`.
+        """
+        ...
+
+    def release_writes(self) -> None:
+        """Tell a later writer that no write under the former one is running; idempotent."""
+        ...
+
+    def forget_segments(self, numbers: Sequence[int]) -> None:
+        """Close what is open of these segments."""
+        ...
 
     def write(
         self,
@@ -135,9 +151,6 @@ class _Jobs:
         self._means = means
         self._per_part = max(1, PART_BYTES // block_bytes)
         self._jobs: dict[int, NodeJob] = {}
-
-    def __len__(self) -> int:
-        return len(self._jobs)
 
     def _add(self, order: PutJob | GetJob) -> NodeJob:
         n = len(order.keys)
@@ -229,7 +242,7 @@ class GetJobs(_Jobs):
         self._unreported_bytes += done.outcomes.count(BlockOutcome.OK) * self._block_bytes
         if done.bad:
             keys, slots, checksums = zip(*done.bad, strict=True)
-            self._means.send(Bad(list(keys), slot_bytes(slots), checksum_bytes(checksums)))
+            self._means.send(Bad(list(keys), pack_slots(slots), checksum_bytes(checksums)))
 
 
 class PutJobs(_Jobs):
@@ -356,14 +369,14 @@ class PutJobs(_Jobs):
                 request,
                 epoch,
                 [bytes(job.keys[i]) for i in positions],
-                slot_bytes([part[i][1] for i in done.written]),
+                pack_slots([part[i][1] for i in done.written]),
                 checksum_bytes(done.checksums),
             )
         )
 
     def _release(self, slots: Sequence[int], *, has_failed: bool = False) -> None:
         if slots:
-            self._means.send(Release(slot_bytes(slots), has_failed))
+            self._means.send(Release(pack_slots(slots), has_failed))
 
     def _give_up(self, waiting: dict[int, _Asked]) -> None:
         given_up = list(waiting.values())
@@ -414,11 +427,6 @@ class ResetJobs:
         """Answer all of them: no writer will serve this node."""
         for request in list(self._tickets):
             self.answered(request)
-
-
-def slot_bytes(slots: Sequence[int]) -> bytes:
-    """Encode slots for a message to the writer."""
-    return np.array(slots, dtype="<i4").tobytes()
 
 
 def checksum_bytes(checksums: Sequence[int]) -> bytes:

@@ -9,16 +9,17 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from ...tiers.cpu.huge_pages import has_huge_pages
 from ...tiers.nvme.disk.filesystem import FileSystem
 from ...tiers.nvme.path.frames import WireError
-from ...tiers.nvme.path.path_messages import PROTOCOL, FromNode, Hello, Welcome, from_writer
-from .path_io import IOThreads, NodeIO
+from ...tiers.nvme.path.path_messages import FromNode, from_writer
+from .path_io import IOThreads
 from .path_link import FrameSocket, Waker
 from .path_node import PathNode
 from .path_wire import NodeNote, NodeReady, NodeSetup, to_node
@@ -36,12 +37,10 @@ class NodeLoop:
         setup: NodeSetup,
         arena: memoryview,
         fs: FileSystem,
-        *,
-        has_bounce: bool,
     ) -> None:
         """`arena` holds the slots, one block each."""
-        roots = [Path(path) for path in setup.paths]
-        block_bytes = setup.namespace.block_bytes
+        hello = setup.hello
+        roots = [Path(path) for path in hello.paths]
         self._selector = selectors.DefaultSelector()
         self._waker = Waker(self._selector, lambda: None)
         self._posted: deque[Callable[[], None]] = deque()
@@ -50,33 +49,22 @@ class NodeLoop:
         self._search = WriterSearch(
             fs,
             roots,
-            setup.options,
-            setup.name,
+            hello.options,
+            hello.name,
             lambda joined: self.post(partial(self._has_joined, joined)),
             lambda text: self.post(partial(self._cannot_lead, text)),
         )
         self._is_closing = False
-        self._io = NodeIO(
+        self._workers = IOThreads(
             fs,
             roots,
-            setup.namespace,
-            is_durable=setup.options.durability == "power",
-            transfers=setup.io_threads,
+            hello.namespace,
+            setup.io_threads,
+            arena,
+            self.post,
+            has_bounce=has_huge_pages() and not setup.is_arena_huge,
         )
-        self._workers = IOThreads(
-            self._io, arena, block_bytes, setup.io_threads, self.post, has_bounce=has_bounce
-        )
-        hello = Hello(
-            PROTOCOL,
-            setup.name,
-            setup.paths,
-            setup.namespace,
-            setup.options,
-            setup.wants_events,
-            setup.epoch,
-            setup.is_reader,
-        )
-        self._node = PathNode(hello, self, time.monotonic, setup.patience_s)
+        self._node = PathNode(hello, self, self._workers, time.monotonic, setup.patience_s)
 
     def run(self, *, waits_for_io: bool = False) -> None:
         """Serve until the scheduler closes its socket; then close a writer of this process.
@@ -108,11 +96,6 @@ class NodeLoop:
 
     # -- the means of the node -----------------------------------------------------------------
 
-    @property
-    def workers(self) -> IOThreads:
-        """See `NodeMeans`."""
-        return self._workers
-
     def join(self) -> None:
         """See `NodeMeans`."""
         self._search.begin()
@@ -132,18 +115,6 @@ class NodeLoop:
     def tell(self, message: msgspec.Struct) -> None:
         """See `NodeMeans`."""
         self._scheduler.send(message)
-
-    def open_namespace(self, welcome: Welcome) -> str:
-        """See `NodeMeans`."""
-        return self._io.open(welcome)
-
-    def release_writes(self) -> None:
-        """See `NodeMeans`."""
-        self._io.release_writes()
-
-    def forget_segments(self, numbers: Sequence[int]) -> None:
-        """See `NodeMeans`."""
-        self._io.forget_segments(numbers)
 
     # -- events --------------------------------------------------------------------------------
 
@@ -193,7 +164,7 @@ class NodeLoop:
         self._workers.close()
         if waits_for_io:  # a process holds the lock of its writes until it has ended
             self._workers.wait()
-            self._io.release_writes()
+            self._workers.release_writes()
         self.hang_up()
         self._search.end()
         self._is_closing = True

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 
-from ...tiers.cpu.huge_pages import has_huge_pages, map_file
+from ...tiers.cpu.huge_pages import map_file
 from ...tiers.nvme.disk.filesystem import RealFileSystem
 from .child_start import prefault, receive_setup, run_child
 from .path_loop import NodeLoop
@@ -28,14 +28,13 @@ def serve(connection: socket.socket, arena_fd: int) -> None:
     setup = receive_setup(connection, to_node.decode, NodeSetup)
     if setup is None:
         return
-    slot_bytes = setup.namespace.block_bytes
+    slot_bytes = setup.hello.namespace.block_bytes
     memory = map_file(arena_fd, setup.arena_offset + setup.arena_slots * slot_bytes)
     if setup.has_prefault:
         threading.Thread(target=prefault, args=(memory,), daemon=True).start()
-    has_bounce = has_huge_pages() and not setup.is_arena_huge
     fs = RealFileSystem(setup.is_direct)
     arena = memory[setup.arena_offset :]
-    NodeLoop(connection, setup, arena, fs, has_bounce=has_bounce).run()
+    NodeLoop(connection, setup, arena, fs).run()
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     JOINING -> LEADING or FOLLOWING -> SILENT (no answers) or ORPHANED (socket closed) -> JOINING
     OFF: the path refused the node
 
-No I/O happens here. Sockets, threads and files are behind `NodeMeans`; the clock is passed in. All
-methods are called by one thread, the node's own. A node whose process is the writer talks to it by
-the same messages.
+No I/O happens here. Sockets are behind `NodeMeans`, threads and files behind `Workers`, and the
+clock is passed in. All methods are called by one thread, the node's own. A node whose process is
+the writer talks to it by the same messages.
 
 Invariants: from a reset to its `Epoch` every get misses, and the reset is the first message after a
 new `Welcome`. After the end of a connection nothing is submitted under its grants, and the node
@@ -15,7 +15,7 @@ joins again only when its running writes have ended.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -55,7 +55,6 @@ from .path_wire import (
     NodeState,
     PutJob,
     ResetJob,
-    UseNote,
 )
 
 SILENCE_LIMIT_S = 10.0
@@ -72,12 +71,7 @@ FINAL_REFUSALS = frozenset({RefusedWhy.PATHS, RefusedWhy.NAMESPACE})
 
 
 class NodeMeans(Protocol):
-    """Sockets, files and threads of a node. No method waits for the writer."""
-
-    @property
-    def workers(self) -> Workers:
-        """Threads that move blocks."""
-        ...
+    """Sockets of a node. No method waits for the writer."""
 
     def join(self) -> None:
         """Try to become the writer, or else to connect to it.
@@ -96,21 +90,6 @@ class NodeMeans(Protocol):
 
     def tell(self, message: msgspec.Struct) -> None:
         """Send to the scheduler's process."""
-        ...
-
-    def open_namespace(self, welcome: Welcome) -> str:
-        """Open presence table and segments for the workers; return the namespace's first folder.
-
-        Raises a `KVCascadeError`.
-        """
-        ...
-
-    def release_writes(self) -> None:
-        """Tell a later writer that no write under the former one is running; idempotent."""
-        ...
-
-    def forget_segments(self, numbers: Sequence[int]) -> None:
-        """Close what is open of these segments."""
         ...
 
 
@@ -149,16 +128,20 @@ class PathNode:
         self,
         hello: Hello,
         means: NodeMeans,
+        workers: Workers,
         clock: Callable[[], float],
         patience_s: float = math.inf,
     ) -> None:
         """`clock` returns monotonic seconds; `patience_s` is that of `NodeSetup`."""
         self.state = NodeState.JOINING
         self._hello = hello
+        """First message to the next writer. Its epoch is the one that a writer said last, to this
+        node or an earlier one."""
         self._means = means
+        self._workers = workers
         self._clock = clock
         block_bytes = hello.namespace.block_bytes
-        jobs = JobMeans(self._send, means.tell, means.workers, clock)
+        jobs = JobMeans(self._send, means.tell, workers, clock)
         self._gets = GetJobs(jobs, block_bytes)
         self._puts = PutJobs(jobs, block_bytes)
         self._resets = ResetJobs(jobs)
@@ -169,8 +152,6 @@ class PathNode:
         self._is_leader = False
         self._welcome: Welcome | None = None
         """Answer of the writer that serves this node; None while none does."""
-        self._epoch_seen = hello.epoch
-        """Epoch of the namespace, as the writer said it last, to this node or an earlier one."""
         self._should_retire_it = False
         """True if the last writer had another version: on the next link it is asked to close."""
         self._has_asked_to_retire = False
@@ -189,11 +170,11 @@ class PathNode:
             case GetJob():
                 may_read = self.state in CAN_READ and not self._resets
                 if may_read:  # now, because these blocks are soon looked up again
-                    self._use(UseNote(message.keys))
+                    self._use(Touch(message.keys))
                 self._gets.begin(message, may_read=may_read)
             case PutJob():
                 self._puts.begin(message, may_write=self.state in CAN_WRITE)
-            case UseNote():
+            case Touch():
                 self._use(message)
             case ListKeys() | Chain():
                 self._send(message)
@@ -212,7 +193,7 @@ class PathNode:
         if self._has_asked_to_retire:
             self._means.send(Retire(PROTOCOL))
             return
-        self._means.send(msgspec.structs.replace(self._hello, epoch=self._epoch_seen))
+        self._means.send(self._hello)
 
     def not_linked(self, text: str, *, is_final: bool = False) -> None:
         """Note a failed attempt to join. With `is_final` there is no other attempt."""
@@ -240,7 +221,7 @@ class PathNode:
             case Epoch():
                 self._epoch(message)
             case SegmentsRemoved():
-                self._means.forget_segments(message.numbers)
+                self._workers.forget_segments(message.numbers)
             case StillOpening():
                 self._note_absence(
                     "the writer of the path opens the namespace; after a loss of power this may "
@@ -275,7 +256,7 @@ class PathNode:
         if not self._is_linked:
             if self._puts.has_running_io:
                 return
-            self._means.release_writes()
+            self._workers.release_writes()
             if now_s >= attempts.next_s:
                 attempts.next_s = math.inf
                 self._means.join()
@@ -294,11 +275,6 @@ class PathNode:
             self._puts.writer_is_silent()
         self._gets.report_bytes()
 
-    @property
-    def is_idle(self) -> bool:
-        """True if no job is in flight."""
-        return not (len(self._gets) or len(self._puts))
-
     # -- inside --------------------------------------------------------------------------------
 
     @property
@@ -316,30 +292,23 @@ class PathNode:
         if self._welcome is not None:
             self._means.send(message)
 
-    def _use(self, note: UseNote) -> None:
-        for start in range(0, len(note.keys), MAX_KEYS_PER_MESSAGE):
-            keys = note.keys[start : start + MAX_KEYS_PER_MESSAGE]
-            self._send(Touch(keys, note.is_chain, note.is_settle))
+    def _use(self, touch: Touch) -> None:
+        for start in range(0, len(touch.keys), MAX_KEYS_PER_MESSAGE):
+            keys = touch.keys[start : start + MAX_KEYS_PER_MESSAGE]
+            self._send(Touch(keys, touch.is_chain, touch.is_settle))
 
     def _welcomed(self, welcome: Welcome) -> None:
         try:
-            folder = self._means.open_namespace(welcome)
+            folder = self._workers.open(welcome)
         except KVCascadeError as error:
             self._hang_up(str(error))
             return
-        self._welcome, self._epoch_seen = welcome, welcome.epoch
+        self._welcome = welcome
+        self._hello = msgspec.structs.replace(self._hello, epoch=welcome.epoch)
         self._attempts = self._attempts.anew(self._clock())
         self.state = self._served_state
         self._resets.send_waiting()
-        self._means.tell(
-            NodeJoined(
-                self.state,
-                folder,
-                welcome.slots,
-                welcome.epoch,
-                welcome.options,
-            )
-        )
+        self._means.tell(NodeJoined(self.state, folder, welcome.slots, welcome.epoch))
         for text in welcome.notes:
             self._means.tell(NodeNote(self.state, text))
 
@@ -355,7 +324,7 @@ class PathNode:
         self._should_retire_it = is_other_version
 
     def _epoch(self, message: Epoch) -> None:
-        self._epoch_seen = message.epoch
+        self._hello = msgspec.structs.replace(self._hello, epoch=message.epoch)
         self._means.tell(message)
         if message.request:
             self._puts.reset_epoch = message.epoch

@@ -12,7 +12,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -146,7 +146,6 @@ class WriterService:
         roots: Sequence[Path],
         options: PathOptions | None,
         lock: FileLock,
-        clock: Callable[[], float] = time.monotonic,
         *,
         name: str = "kvcascade",
     ) -> None:
@@ -157,10 +156,10 @@ class WriterService:
         The lock belongs to the service from now on, and is released if this fails.
         """
         self._lock = lock
-        self._clock = clock
-        self._checked_s = clock()
+        self._checked_s = time.monotonic()
         self._is_stopping = False
         self._is_clean = True
+        """False if everything is to be left as a kill would leave it."""
         self.was_retired = False
         """True if a newer version asked this writer to close."""
         with ExitStack() as held:  # in reverse: a socket without a lock is nobody's
@@ -174,7 +173,7 @@ class WriterService:
             held.callback(listener.close)
             held.callback(hang_up, listener)  # a forked process may have a copy
             means = StartMeans(fs, time.time, open_block_table, boot_id())
-            self._writer = PathWriter(means, roots, options, clock, executor)
+            self._writer = PathWriter(means, roots, options, time.monotonic, executor)
             self._clients = ClientSockets(listener, self._writer)
             self._held = held.pop_all()
         self._thread = threading.Thread(target=self._run, name="kvcascade-writer", daemon=True)
@@ -184,12 +183,8 @@ class WriterService:
         """Return a connection for the node of this process. Any thread."""
         return self._clients.connect()
 
-    def stop(self, limit_s: float, *, is_clean: bool = True) -> bool:
-        """Close the writer; return True if it has ended. Any thread but its own.
-
-        Without `is_clean` everything is left as a kill would leave it.
-        """
-        self._is_clean = self._is_clean and is_clean
+    def stop(self, limit_s: float) -> bool:
+        """Close the writer; return True if it has ended. Any thread but its own."""
         self._is_stopping = True
         self._clients.wake()
         self._thread.join(limit_s)
@@ -222,7 +217,7 @@ class WriterService:
             self.was_retired = self._is_stopping = True
 
     def _check_place(self) -> None:
-        now_s = self._clock()
+        now_s = time.monotonic()
         if now_s - self._checked_s < PLACE_CHECK_INTERVAL_S:
             return
         self._checked_s = now_s

@@ -3,12 +3,15 @@
 The node is the process that moves the blocks of one engine and talks to the writer of the path.
 Both ends run the same version of the program. Jobs name blocks by key and by arena slot; arena
 slots are sent as the bytes of an int32 array. What the writer says about blocks is passed on as it
-came (`Removed`, `Stored`, `KeysListed`, `Epoch`, `TierFigures`), and so are `ListKeys` and `Chain`.
+came (`Removed`, `Stored`, `KeysListed`, `Epoch`, `TierFigures`), and so are `ListKeys`, `Chain` and
+`Touch`, of which the node splits long ones.
 """
 
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Sequence
 from enum import Enum
 
 import msgspec
@@ -19,13 +22,13 @@ from ...tiers.nvme.path.frames import WireError
 from ...tiers.nvme.path.path_messages import (
     Chain,
     Epoch,
+    Hello,
     KeysListed,
     ListKeys,
-    NamespaceSpec,
-    PathOptions,
     Removed,
     Stored,
     TierFigures,
+    Touch,
     Why,
 )
 
@@ -55,29 +58,21 @@ CAN_WRITE = frozenset({NodeState.LEADING, NodeState.FOLLOWING})
 
 
 class NodeSetup(msgspec.Struct, frozen=True, array_like=True, tag=64):
-    """First message to a node: the path, the namespace, and the arena to attach to."""
+    """First message to a node: what it tells the writer, and the arena to attach to."""
 
-    name: str
-    """Name of the node in the writer's log."""
-    paths: tuple[str, ...]
-    namespace: NamespaceSpec
-    options: PathOptions
+    hello: Hello
+    """Its epoch is that of the engine's blocks, if an earlier node of the engine has said it."""
     arena_offset: int
     """Offset of slot 0 in the arena's file."""
     arena_slots: int
     io_threads: int
     """Threads that may use the device at a time, per direction."""
-    wants_events: bool = False
     is_direct: bool = True
     """False if all I/O goes through the page cache."""
     has_prefault: bool = False
     """True if the node is to map every page of the arena in the background."""
     is_arena_huge: bool = False
     """True if the arena lies in huge pages. Direct I/O then needs no bounce buffers."""
-    is_reader: bool = False
-    """True if nothing will be stored; see `Hello`."""
-    epoch: int | None = None
-    """Epoch of the engine's blocks, if an earlier node of the engine has said it."""
     patience_s: float = math.inf
     """Time without a writer after which the scheduler's process wants to know the reason."""
 
@@ -108,14 +103,6 @@ class ResetJob(msgspec.Struct, frozen=True, array_like=True, tag=67):
     mark: int = 0
     is_passed_on: bool = False
     """See `Reset` for both."""
-
-
-class UseNote(msgspec.Struct, frozen=True, array_like=True, tag=68):
-    """A use of blocks, as in the writer's `Touch`; there is no answer."""
-
-    keys: list[bytes]
-    is_chain: bool = False
-    is_settle: bool = False
 
 
 class NodeReady(msgspec.Struct, frozen=True, array_like=True, tag=80):
@@ -153,11 +140,9 @@ class NodeJoined(msgspec.Struct, frozen=True, array_like=True, tag=83):
     slots: int
     """Final number of slots of the namespace."""
     epoch: int
-    options: PathOptions
-    """Options in force."""
 
 
-NodeOrder = PutJob | GetJob | ResetJob | UseNote | ListKeys | Chain
+NodeOrder = PutJob | GetJob | ResetJob | Touch | ListKeys | Chain
 FromNodeProcess = (
     NodeReady
     | JobDone
@@ -180,9 +165,9 @@ from_node_process: msgspec.msgpack.Decoder[FromNodeProcess] = msgspec.msgpack.De
 """Decoder of messages from a node."""
 
 
-def pack_slots(slots: SlotArray) -> bytes:
-    """Encode slots for a message."""
-    return slots.astype(np.int32, copy=False).tobytes()
+def pack_slots(slots: Sequence[int]) -> bytes:
+    """Encode slots of the arena or of the tier for a message."""
+    return array("i", slots).tobytes()
 
 
 def unpack_slots(data: bytes) -> SlotArray:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from ...errors import FINAL_ERRORS, ConfigError, KVCascadeError
@@ -63,8 +64,6 @@ class WriterSearch:
         self._place: PathDoor | None = None
         """Folder of the tier when it was first found. A mount point without it is another tier."""
         self._may_lead_s = 0.0
-        self._cannot_lead: str | None = None
-        """Reason why this process cannot be the writer; empty if there is none, None if unknown."""
         self._thread = ThreadPoolExecutor(1, "kvcascade-join")
 
     def begin(self) -> None:
@@ -108,7 +107,7 @@ class WriterSearch:
         if self._place is not None and not self._place.is_in_place():
             text = f"{root} was replaced or unmounted; put it back, or restart the engine"
             return Joined(None, text=text)
-        text = self._obstacle()
+        text = self._obstacle
         may_lead = not text and time.monotonic() >= self._may_lead_s
         lock = try_lead(self._fs, root) if may_lead else None
         if lock is not None:
@@ -124,19 +123,19 @@ class WriterSearch:
             )
         return Joined(self._place.connect(CONNECT_LIMIT_S), text=text)
 
+    @cached_property
     def _obstacle(self) -> str:
-        """Return why this process cannot be the writer with its options; empty if it can.
+        """Reason why this process cannot be the writer with its options; empty if it can.
 
         A policy of the user's own may be found by the engine's process and not by this one.
         """
-        if self._cannot_lead is None:
-            self._cannot_lead = ""
-            try:
-                check_options(self._options)
-            except ConfigError as error:
-                self._cannot_lead = f"this engine cannot write the path, others can: {error}"
-                self._on_obstacle(self._cannot_lead)
-        return self._cannot_lead
+        try:
+            check_options(self._options)
+        except ConfigError as error:
+            text = f"this engine cannot write the path, others can: {error}"
+            self._on_obstacle(text)
+            return text
+        return ""
 
     def _lead(self, lock: FileLock) -> Joined:
         """Serve the path from this process."""

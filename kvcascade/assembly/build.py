@@ -171,7 +171,7 @@ def _copier(
     from ..handlers.device.device_cpu import CpuDeviceCopier
 
     if has_prefault:
-        arena.prefault(executor)
+        arena.prefault()
     return CpuDeviceCopier([t.numpy() for t in tensors], layout, arena.slots, executor)
 
 

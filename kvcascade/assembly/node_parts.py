@@ -34,7 +34,7 @@ from ..tiers.cpu.header import HEADER_BYTES
 from ..tiers.cpu.slot_table import NO_EPOCH
 from ..tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ..tiers.nvme.namespace import NamespaceKey
-from ..tiers.nvme.path.path_messages import PathOptions, chain_of
+from ..tiers.nvme.path.path_messages import PROTOCOL, Hello, PathOptions, chain_of
 from ..tiers.nvme.path.presence_file import map_presence
 from ..tiers.nvme.path.presence_table import PresenceTable
 from ..tiers.nvme.path.writer.namespace_home import spec_of
@@ -231,15 +231,19 @@ def _node(
     on_note: Callable[[Any], None],
 ) -> NodeKeeper:
     memory = engine.memory
-    setup = NodeSetup(
+    hello = Hello(
+        PROTOCOL,
         f"{socket.gethostname()}:{os.getpid()}",
         tuple(map(str, options.path)),
         spec_of(engine.key, memory.slot_bytes, options.min_share.of(0) if options.min_share else 0),
         asked,
+        engine.with_events,
+    )
+    setup = NodeSetup(
+        hello,
         HEADER_BYTES,
         memory.slots,
         options.io_threads,
-        engine.with_events,
         options.direct_io is not DirectIO.OFF,
         engine.has_prefault,
         memory.is_huge,

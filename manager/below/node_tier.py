@@ -9,15 +9,14 @@ answered, nothing is found and reads end as GONE.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from ...handlers.node.path_wire import CAN_READ, JobDone, NodeState, PutJob, ResetJob, UseNote
+from ...handlers.node.path_wire import CAN_READ, JobDone, NodeState, PutJob, ResetJob, pack_slots
 from ...tiers.base import BlockHash, BlockOutcome
 from ...tiers.breaker import Breaker
-from ...tiers.nvme.path.path_messages import Why
+from ...tiers.nvme.path.path_messages import Touch, Why
 from ..admission import EnduranceWatch
 from ..base import BlockEvent
 from ..state import TierState
@@ -101,7 +100,7 @@ class NodeWrites(Traffic[NodeFeed]):
         started = new[:room]
         if len(started) < n:
             keys, slots = [keys[at] for at in started], [slots[at] for at in started]
-        packed, epoch = array("i", slots).tobytes(), flow.feed.epoch
+        packed, epoch = pack_slots(slots), flow.feed.epoch
         if started and self._submit(
             ticket, keys, lambda number: PutJob(number, list(keys), packed, epoch)
         ):
@@ -195,14 +194,14 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
         return self.writes.put(ticket, keys, slots)
 
     def touch(self, keys: Sequence[BlockHash]) -> None:
-        self._client.tell(UseNote(list(keys)))
+        self._client.tell(Touch(list(keys)))
 
     def settle(self, keys: Sequence[BlockHash]) -> None:
-        self._client.tell(UseNote(list(keys), is_settle=True))
+        self._client.tell(Touch(list(keys), is_settle=True))
 
     def chain(self, keys: Sequence[BlockHash]) -> bool:
         if self._wants_chains:
-            self._client.tell(UseNote(list(keys), is_chain=True))
+            self._client.tell(Touch(list(keys), is_chain=True))
         return self._wants_chains
 
     # -- outcomes --------------------------------------------------------------------------

@@ -7,14 +7,13 @@ method says otherwise.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from ...handlers.node.path_wire import GetJob, JobDone, unpack_outcomes
+from ...handlers.node.path_wire import GetJob, JobDone, pack_slots, unpack_outcomes
 from ...tiers.base import BlockHash, BlockOutcome
 from ...tiers.breaker import Breaker
 from ..counters import Departures, LinkCounters
@@ -177,7 +176,7 @@ class NodeReads(Traffic[Feed]):
 
     def get(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
         """Start reading blocks."""
-        order = self._order(keys, array("i", slots).tobytes())
+        order = self._order(keys, pack_slots(slots))
         if order is None or not self._submit(ticket, keys, order):
             self._flow.counters.promote_failed_blocks += len(keys)
             self.ended.append(Ended(ticket, True, 1, [BlockOutcome.CANCELLED] * len(keys)))

@@ -87,20 +87,8 @@ def test_all_roles_see_the_same_bytes(tmp_path: Path) -> None:
         row = scheduler.slots[4]
         assert (row[:3000] == 11).all() and (row[3000:6000] == 22).all()
         assert (row[6000:] == 0).all() and (scheduler.slots[3] == 0).all()
-        scheduler.slot_view(0)[:3] = b"abc"
-        assert bytes(second.slot_view(0)[:3]) == b"abc"
-        assert len(second.slot_view(0)) == GEOMETRY.slot_bytes == 8192
-        assert scheduler.base_address % 4096 == 0
-
-
-def test_replicated_ranks_share_one_part(tmp_path: Path) -> None:
-    geometry = ArenaGeometry(2, 4096, 2, replicated=True)
-    with (
-        open_arena(tmp_path, ArenaRole.worker(0), geometry) as first,
-        open_arena(tmp_path, ArenaRole.worker(1), geometry) as second,
-    ):
-        first.slots[:] = 7
-        assert second.slots.shape == (2, 4096) and (second.slots == 7).all()
+        assert len(row) == GEOMETRY.slot_bytes == 8192
+        assert scheduler.slots.ctypes.data % 4096 == 0
 
 
 def test_the_name_goes_when_all_have_mapped(tmp_path: Path) -> None:
@@ -197,7 +185,7 @@ def test_a_closed_arena_says_so(tmp_path: Path) -> None:
 
 def test_views_that_outlive_close_stay_valid(tmp_path: Path) -> None:
     arena = open_arena(tmp_path, ArenaRole.worker(0))
-    view = arena.slot_view(1)
+    view = memoryview(arena.slots[1])
     arena.close()
     view[:3] = b"xyz"
     assert bytes(view[:3]) == b"xyz"
@@ -364,7 +352,7 @@ def test_a_maker_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Monk
     real = files._reserve
     monkeypatch.setattr(files, "_reserve", reserve)
     open_arena(tmp_path, ArenaRole.worker(0)).close()
-    assert len(caught) == 1 and time.now >= MAKE_TIMEOUT_S
+    assert len(caught) == 1 and time.now == pytest.approx(MAKE_TIMEOUT_S)
 
 
 def test_a_peer_waits_until_the_maker_is_ready(
@@ -394,17 +382,12 @@ def test_a_peer_waits_until_the_maker_is_ready(
 
 
 @pytest.mark.parametrize("role", [ArenaRole.worker(1), ALONE], ids=["worker", "scheduler"])
-@pytest.mark.parametrize("with_pool", [True, False])
-def test_prefault_changes_no_byte(tmp_path: Path, role: ArenaRole, with_pool: bool) -> None:
+def test_prefault_changes_no_byte(tmp_path: Path, role: ArenaRole) -> None:
     geometry = ArenaGeometry(40, 5000, 2)
     with open_arena(tmp_path, role, geometry) as arena:
         data = np.random.default_rng(0).integers(0, 256, arena.slots.shape, dtype=np.uint8)
         arena.slots[:] = data
-        if with_pool:
-            with ThreadPoolExecutor(2) as pool:
-                arena.prefault(pool)
-        else:
-            arena.prefault()
+        arena.prefault()
         assert (arena.slots == data).all()
 
 

@@ -33,7 +33,6 @@ def page_of(sample: ArenaHeader = SAMPLE) -> bytearray:
 def test_slots_are_padded_to_pages() -> None:
     assert ArenaGeometry(1, 4096, 2).slot_bytes == 8192
     assert ArenaGeometry(1, 4097, 2).slot_bytes == 12288
-    assert ArenaGeometry(1, 4097, 2, replicated=True).slot_bytes == 8192
     assert ArenaGeometry.fit(10 * 8192 + 4095 + 4096, 4096, 2).slots == 10
 
 

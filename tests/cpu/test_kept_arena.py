@@ -150,7 +150,7 @@ def test_ranks_that_come_together_take_the_same_arena_over(
 
 def test_a_stopped_process_in_its_turn_holds_nobody_up(tmp_path: Path) -> None:
     waited = list[float]()
-    with turn_in(str(tmp_path), lambda: False):
+    with turn_in(str(tmp_path), iter(())):
         worker = Arena.open(
             GEOMETRY,
             "first",
@@ -161,7 +161,7 @@ def test_a_stopped_process_in_its_turn_holds_nobody_up(tmp_path: Path) -> None:
         )
     assert sum(waited) == pytest.approx(TURN_TIMEOUT_S)
     worker.close()
-    with turn_in(str(tmp_path), lambda: False):
+    with turn_in(str(tmp_path), iter(())):
         pass
     assert len(os.listdir(tmp_path)) <= 1, "a turn leaves nothing behind"
 

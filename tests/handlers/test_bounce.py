@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcascade.handlers.node.bounce import ArenaBounce, BounceBuffers, neighbours
+from kvcascade.handlers.node.bounce import ArenaBounce, neighbours
 from kvcascade.tiers.cpu.huge_pages import HUGE_PAGE_BYTES
 
 BLOCK = 4096
@@ -21,7 +21,7 @@ def address(block: memoryview) -> int:
 
 
 def test_blocks_lie_in_a_row_from_a_huge_page_on() -> None:
-    blocks = BounceBuffers(BLOCK).blocks(600)
+    blocks = ArenaBounce(memoryview(b""), BLOCK).blocks(600)
     first = address(blocks[0])
     assert first % HUGE_PAGE_BYTES == 0
     assert [address(block) - first for block in blocks] == [i * BLOCK for i in range(600)]
@@ -29,7 +29,7 @@ def test_blocks_lie_in_a_row_from_a_huge_page_on() -> None:
 
 
 def test_a_buffer_is_used_again_until_it_is_too_small() -> None:
-    buffers = BounceBuffers(BLOCK)
+    buffers = ArenaBounce(memoryview(b""), BLOCK)
     first = buffers.blocks(4)
     assert address(buffers.blocks(3)[0]) == address(first[0])
     assert buffers.blocks(0) == []
@@ -39,7 +39,7 @@ def test_a_buffer_is_used_again_until_it_is_too_small() -> None:
 
 
 def test_every_thread_has_its_own() -> None:
-    buffers = BounceBuffers(BLOCK)
+    buffers = ArenaBounce(memoryview(b""), BLOCK)
     mine = buffers.blocks(1)
     with ThreadPoolExecutor(1) as executor:
         theirs = executor.submit(buffers.blocks, 1).result()
@@ -48,7 +48,7 @@ def test_every_thread_has_its_own() -> None:
 
 def test_what_a_thread_made_before_is_there_when_it_is_used() -> None:
     blocks = 32 * HUGE_PAGE_BYTES // BLOCK
-    buffers = BounceBuffers(BLOCK)
+    buffers = ArenaBounce(memoryview(b""), BLOCK)
     with ThreadPoolExecutor(1) as executor:
         executor.submit(buffers.blocks, blocks).result()
         before = resident_bytes()

@@ -48,7 +48,7 @@ def check(case: Case, seed: int) -> None:
     rows = layout.rows(job.blocks, job.slots)
     copies = layout.copy_list(rows)
     assert bytes_of(copies) == expected_bytes(case, page_places(case, job))
-    assert copies.total_bytes == layout.total_bytes(rows)
+    assert int(copies.size.sum()) == layout.total_bytes(rows)
     bases = np.arange(len(case.pages), dtype=np.int64) << 40
     device, arena, size = merge_adjacent(
         bases[copies.tensor] + copies.device, copies.arena, copies.size

@@ -234,7 +234,7 @@ def test_no_block_is_wrong_or_older_than_a_reset_and_every_job_ends(seed: int, p
         assert engine.jobs == {} and len(engine.free) == ARENA_SLOTS
         for twin in engine.twins:
             assert twin.tier.writes.coming == set()
-            assert twin.node.state is NodeState.FOLLOWING and twin.node.is_idle
+            assert twin.node.state is NodeState.FOLLOWING and not twin.engine.jobs
         assert engine.generation == world.resets and not is_open(engine.port)
     for rig in world.rigs:
         assert not rig.twin.granted, "every grant ended"

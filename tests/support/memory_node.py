@@ -17,7 +17,6 @@ from kvcascade.handlers.node.path_wire import (
     NodeState,
     PutJob,
     ResetJob,
-    UseNote,
     pack_outcomes,
     unpack_slots,
 )
@@ -26,10 +25,10 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Epoch,
     KeysListed,
     ListKeys,
-    PathOptions,
     Removed,
     Stored,
     TierFigures,
+    Touch,
     Why,
 )
 
@@ -84,7 +83,7 @@ class MemoryNode:
     def start(self) -> None:
         """Join the path."""
         size = self._backend.capacity
-        self._on_note(NodeJoined(NodeState.LEADING, FOLDER, size, 0, PathOptions(0)))
+        self._on_note(NodeJoined(NodeState.LEADING, FOLDER, size, 0))
         self._tell_figures()
 
     # -- the client of a tier --------------------------------------------------------------------
@@ -109,11 +108,11 @@ class MemoryNode:
     def tell(self, message: Any) -> None:
         """See `NodeClient`."""
         match message:
-            case UseNote(keys, is_chain=True):
+            case Touch(keys, is_chain=True):
                 self._policy.note_chain([BlockHash(key) for key in keys])
-            case UseNote(keys, is_settle=True):
+            case Touch(keys, is_settle=True):
                 self._policy.settle([BlockHash(key) for key in keys])
-            case UseNote(keys):
+            case Touch(keys):
                 self._policy.touch([BlockHash(key) for key in keys])
             case ListKeys(after, limit):
                 known = sorted(key for key in self.presence.slots if key > after)

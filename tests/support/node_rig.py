@@ -220,10 +220,10 @@ class NodeTwin:
         self._cancels: dict[Callable[[], None], Callable[[], None]] = {}
         self.is_device_stalled = False
         """While true, no transfer ends."""
-        self.io = NodeIO(rig.files, rig.roots, namespace_spec(BLOCK), is_durable=False)
+        self.io = NodeIO(rig.files, rig.roots, namespace_spec(BLOCK), 1)
         paths = tuple(map(str, rig.roots))
         hello = Hello(PROTOCOL, f"node {number}", paths, namespace_spec(BLOCK), rig.options, True)
-        self.node = PathNode(hello, self, rig.clock)
+        self.node = PathNode(hello, self, self, rig.clock)
         facts = TierFacts("nvme", "NVME", BLOCK, slots)
         options = NodeTierOptions(
             facts,
@@ -237,10 +237,6 @@ class NodeTwin:
     def _client_of(self, take: Callable[[Any], None]) -> PumpedClient:
         self.engine = PumpedClient(self, take)
         return self.engine
-
-    @property
-    def workers(self) -> NodeTwin:
-        return self
 
     # -- the means of the node -------------------------------------------------------------------
 
@@ -259,7 +255,7 @@ class NodeTwin:
         self.told.append(message)
         self.answers.append(message)
 
-    def open_namespace(self, welcome: Welcome) -> str:
+    def open(self, welcome: Welcome) -> str:
         return self.io.open(welcome)
 
     def release_writes(self) -> None:
@@ -373,7 +369,7 @@ class PumpedClient:
         self._twin = twin
         self._take = take
         self._ticket = 0
-        self._jobs: dict[int, Callable[[Any], None]] = {}
+        self.jobs: dict[int, Callable[[Any], None]] = {}
         self.is_up = True
         self.is_eager = False
         """If true, everything that is waiting happens before each answer is looked for."""
@@ -382,7 +378,7 @@ class PumpedClient:
         if not self.is_up:
             return False
         self._ticket += 1
-        self._jobs[self._ticket] = on_end
+        self.jobs[self._ticket] = on_end
         self._twin.orders.append(msgspec.msgpack.encode(order(self._ticket)))
         return True
 
@@ -399,7 +395,7 @@ class PumpedClient:
             if ticket is None:
                 self._take(message)
             else:
-                self._jobs.pop(ticket)(message)
+                self.jobs.pop(ticket)(message)
 
     def flush(self) -> None:
         """Everything is sent already."""
@@ -415,7 +411,7 @@ class PumpedClient:
 
     def die(self) -> None:
         """The node's process dies, and another one is there at once."""
-        lost, self._jobs = self._jobs, {}
+        lost, self.jobs = self.jobs, {}
         self._twin.orders.clear()
         self._twin.answers.clear()
         for on_end in lost.values():
@@ -423,4 +419,4 @@ class PumpedClient:
         self._take(None)
 
     def kill(self) -> bool:
-        return not self._jobs
+        return not self.jobs

@@ -21,7 +21,7 @@ from kvcascade.manager.below.node_tier import NodeTier, NodeTierOptions
 from kvcascade.manager.below.port import Ended, TierFacts
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
-from kvcascade.tiers.nvme.path.path_messages import NamespaceSpec, PathOptions
+from kvcascade.tiers.nvme.path.path_messages import PROTOCOL, Hello, NamespaceSpec, PathOptions
 from kvcascade.tiers.nvme.path.presence_file import map_presence
 
 WAIT_S = 30.0
@@ -52,17 +52,9 @@ class PathEngine:
         os.ftruncate(self._fd, arena_slots * block_bytes)
         self.arena = memoryview(mmap.mmap(self._fd, arena_slots * block_bytes))
         fs = RealFileSystem(is_direct)
-        setup = NodeSetup(
-            name,
-            tuple(map(str, paths)),
-            spec or namespace_spec(block_bytes, label),
-            options,
-            0,
-            arena_slots,
-            io_threads,
-            wants_events=True,
-            is_direct=is_direct,
-        )
+        namespace = spec or namespace_spec(block_bytes, label)
+        hello = Hello(PROTOCOL, name, tuple(map(str, paths)), namespace, options, wants_events=True)
+        setup = NodeSetup(hello, 0, arena_slots, io_threads, is_direct)
         self.executor = ThreadPoolExecutor(1, "kvcascade-map")
 
         def client_of(take: Callable[[Any], None]) -> NodeKeeper:

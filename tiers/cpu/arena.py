@@ -28,7 +28,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -36,11 +35,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import ClosedError, ConfigError, InUseError, os_errors
-from .. import ofd_locks
 from . import header as layout
 from .arena_file import (
     JOIN_TIMEOUT_S,
-    POLL_S,
     ArenaFile,
     ArenaRequest,
     Clock,
@@ -50,12 +47,13 @@ from .arena_file import (
     check_dir,
     give_up_name,
     open_file,
+    polls,
     sweep,
 )
 from .arena_limits import probe_machine, process_start_ticks
 from .header import HEADER_BYTES, SCHEDULER_RECORD, ArenaGeometry, RankRecord, RecordState
 from .huge_pages import map_file
-from .locks import try_flock
+from .locks import held_by_other, try_flock, try_lock
 from .prefault import PIECE_BYTES, Span, prefault
 from .slot_table import SlotTable
 
@@ -108,9 +106,6 @@ class Arena:
         self._may_unlink = file.is_made  # set later as well, once this process holds its role
         with os_errors(f"mapping the CPU arena {file.path}"):
             self._map: memoryview | None = map_file(file.fd, file.size_bytes)
-        self._page: memoryview | None = self._map[:HEADER_BYTES]
-        flat = np.frombuffer(self._map, np.uint8, self.geometry.data_bytes, HEADER_BYTES)
-        self._slots: ByteArray | None = flat.reshape(self.geometry.slots, self.geometry.slot_bytes)
 
     @classmethod
     def open(
@@ -162,26 +157,14 @@ class Arena:
     @property
     def slots(self) -> ByteArray:
         """All slots: uint8 array over the shared memory, shape `(slots, slot_bytes)`."""
-        if self._slots is None:
-            raise ClosedError("the CPU arena is closed; open it again")
-        return self._slots
+        flat = np.frombuffer(self._mapped(), np.uint8, self.geometry.data_bytes, HEADER_BYTES)
+        return flat.reshape(self.geometry.slots, self.geometry.slot_bytes)
 
     def slot_table(self) -> SlotTable:
         """Return the slot table of a kept arena, over the shared memory."""
         assert self.geometry.kept, "only a kept arena has a table"
-        if self._map is None:
-            raise ClosedError("the CPU arena is closed; open it again")
         start = HEADER_BYTES + self.geometry.data_bytes
-        return SlotTable(np.frombuffer(self._map, np.uint8, self.geometry.table_bytes, start))
-
-    @property
-    def base_address(self) -> int:
-        """Address of slot 0 in this process, a multiple of 4096."""
-        return int(self.slots.ctypes.data)
-
-    def slot_view(self, slot: int) -> memoryview:
-        """Return the row of one slot, ranks and padding: `slot_bytes` writable bytes."""
-        return memoryview(self.slots[slot])
+        return SlotTable(np.frombuffer(self._mapped(), np.uint8, self.geometry.table_bytes, start))
 
     def duplicate(self) -> int:
         """Return a descriptor of the same memory for a helper process, which has no role.
@@ -189,7 +172,7 @@ class Arena:
         The descriptor holds the shared lock, so the arena counts as in use while the helper lives.
         Slot 0 begins at `HEADER_BYTES`. The caller closes the descriptor. Raises `TierIOError`.
         """
-        self._header()
+        self._mapped()  # the descriptor of a closed arena may be another file
         with os_errors(f"opening the CPU arena {self.path} once more"):
             fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
         try_flock(fd, exclusive=False)
@@ -207,7 +190,7 @@ class Arena:
     def layout_digests(self) -> list[bytes | None]:
         """Return the layout digest of each rank, by rank; None for a rank that published none."""
         records = [
-            layout.read_record(self._header(), rank) for rank in range(self.geometry.world_size)
+            layout.read_record(self._mapped(), rank) for rank in range(self.geometry.world_size)
         ]
         return [
             record.digest if record.state is RecordState.PUBLISHED else None for record in records
@@ -215,15 +198,14 @@ class Arena:
 
     def missing_ranks(self) -> list[int]:
         """Return the ranks that no live process holds, except the rank of this process."""
-        self._header()
+        self._mapped()
         return [
             rank
             for rank in range(self.geometry.world_size)
-            if rank != self.role.rank
-            and not ofd_locks.held_by_other(self._fd, layout.record_offset(rank))
+            if rank != self.role.rank and not held_by_other(self._fd, layout.record_offset(rank))
         ]
 
-    def prefault(self, executor: Executor | None = None) -> None:
+    def prefault(self) -> None:
         """Fault in the pages that this process will touch, in parallel. Never changes a byte.
 
         A worker faults in its own part of every slot and never touches the other parts. Page tables
@@ -234,19 +216,18 @@ class Arena:
         threads then fault pages in one by one, inside system calls. GPU registration faults in
         every page, so the call is not needed there either. Raises `NoSpaceError`, `TierIOError`.
         """
-        prefault(self._pieces(), executor)
+        prefault(self._pieces())
 
     def close(self) -> None:
         """Unmap the arena, release the role, and remove the name if it still leads to this file.
 
         Idempotent.
         """
-        if self._map is None or self._page is None:
+        if self._map is None:
             return
         if self._may_unlink:
             give_up_name(self.path, self._fd, self.geometry.kept)
-        self._page.release()
-        self._map = self._page = self._slots = None  # the last view unmaps
+        self._map = None  # the last view unmaps
         os.close(self._fd)
 
     def __enter__(self) -> Arena:
@@ -260,20 +241,16 @@ class Arena:
     ) -> None:
         self.close()
 
-    def _header(self) -> memoryview:
-        if self._page is None:
+    def _mapped(self) -> memoryview:
+        """Return the mapped file. Raises `ClosedError`."""
+        if self._map is None:
             raise ClosedError("the CPU arena is closed; open it again")
-        return self._page
-
-    def _part_offset(self, rank: int) -> int:
-        """Return the offset of a rank's part within a slot, in bytes."""
-        assert 0 <= rank < self.geometry.world_size
-        return 0 if self.geometry.replicated else rank * self.geometry.rank_bytes
+        return self._map
 
     def _claim(self) -> None:
         """Lock this process's role. Raises `InUseError` if a live process holds it."""
-        if not ofd_locks.try_lock(self._fd, layout.record_offset(self.role.record)):
-            holder = layout.read_record(self._header(), self.role.record).pid
+        if not try_lock(self._fd, layout.record_offset(self.role.record)):
+            holder = layout.read_record(self._mapped(), self.role.record).pid
             who = "scheduler" if self.role.rank is None else f"rank {self.role.rank}"
             raise InUseError(
                 f"{self.path}: the {who} is already there (process {holder}); two engines share "
@@ -285,22 +262,19 @@ class Arena:
     def _write_record(self, state: RecordState, digest: bytes) -> None:
         pid = os.getpid()
         record = RankRecord(pid, state, process_start_ticks(pid), digest)
-        layout.write_record(self._header(), self.role.record, record)
+        layout.write_record(self._mapped(), self.role.record, record)
 
     def _await_ranks(self, clock: Clock, wait: Wait) -> None:
         """Wait until live processes hold all ranks. Raises `InUseError` after the time limit."""
-        deadline = clock() + JOIN_TIMEOUT_S
-        missing = self.missing_ranks()
-        for _ in range(int(JOIN_TIMEOUT_S / POLL_S)):
-            if not missing or clock() >= deadline:
-                break
-            wait(POLL_S)
+        missing: list[int] = []
+        for _ in polls(clock, wait, JOIN_TIMEOUT_S):
             missing = self.missing_ranks()
-        if missing:
-            raise InUseError(
-                f"{self.path}: workers of rank {missing} have not mapped it within "
-                f"{JOIN_TIMEOUT_S:.0f} s; all must run on this host, share one arena_dir, and live"
-            )
+            if not missing:
+                return
+        raise InUseError(
+            f"{self.path}: workers of rank {missing} have not mapped it within "
+            f"{JOIN_TIMEOUT_S:.0f} s; all must run on this host, share one arena_dir, and live"
+        )
 
     def _drop_name_if_complete(self) -> None:
         """Remove the name if the scheduler and all ranks have mapped the file.
@@ -308,7 +282,7 @@ class Arena:
         Each process calls this after its claim, so the last one to join removes the name.
         """
         scheduler = layout.record_offset(SCHEDULER_RECORD)
-        if self.role.rank is not None and not ofd_locks.held_by_other(self._fd, scheduler):
+        if self.role.rank is not None and not held_by_other(self._fd, scheduler):
             return
         if not self.missing_ranks():
             give_up_name(self.path, self._fd, self.geometry.kept)
@@ -316,12 +290,12 @@ class Arena:
     def _pieces(self) -> Iterator[list[Span]]:
         """Yield the memory to fault in, in pieces of about `PIECE_BYTES`."""
         geometry = self.geometry
-        base = self.base_address
-        if self.role.rank is None or geometry.parts == 1:
+        base = int(self.slots.ctypes.data)
+        if self.role.rank is None or geometry.world_size == 1:
             for start in range(0, geometry.data_bytes, PIECE_BYTES):
                 yield [(base + start, min(PIECE_BYTES, geometry.data_bytes - start))]
             return
-        base += self._part_offset(self.role.rank)
+        base += self.role.rank * geometry.rank_bytes
         slots_per_piece = max(1, PIECE_BYTES // geometry.rank_bytes)
         for first in range(0, geometry.slots, slots_per_piece):
             last = min(first + slots_per_piece, geometry.slots)

@@ -37,18 +37,17 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
 from ...config.sizes import human
 from ...errors import ConfigError, FormatError, InUseError, NoSpaceError, os_errors
-from .. import ofd_locks
 from . import header as layout
 from .arena_limits import MachineMemory, check_capacity, process_start_ticks
 from .header import HEADER_BYTES, ArenaGeometry, ArenaHeader, Creator
 from .huge_pages import gather
-from .locks import try_flock, turn_in
+from .locks import held_by_other, try_flock, try_lock, turn_in
 from .nodes import spread
 
 Clock = Callable[[], float]
@@ -174,26 +173,32 @@ def open_file(request: ArenaRequest) -> ArenaFile:
     (other geometry or version), `InUseError` (file of another user, slow or missing maker),
     `TierIOError`.
     """
-    deadline = request.clock() + JOIN_TIMEOUT_S
-    patience = _Patience(request)
+    if not request.may_make:
+        return _join_in_time(request)
+    turn = polls(request.clock, request.wait, TURN_TIMEOUT_S)
     for _ in range(OPEN_ATTEMPTS_MAX):
-        if request.may_make:
-            file = _make(request, patience) or _join(request)
-        else:
-            file = _join(request)
+        file = _make(request, turn) or _join(request)
         if file is not None:
             return file
-        if not request.may_make and request.clock() >= deadline:
-            break
         request.wait(POLL_S)
     raise InUseError(
-        f"{request.path} could not be opened: "
-        + (
-            "other processes keep replacing it; give each engine its own engine_id"
-            if request.may_make
-            else "no worker of this engine made it; start workers first, on the same host"
-        )
+        f"{request.path} could not be opened: other processes keep replacing it; give each engine "
+        f"its own engine_id"
     )
+
+
+def polls(clock: Clock, wait: Wait, limit_s: float) -> Iterator[None]:
+    """Yield at once, and then after each wait of `POLL_S`, until the time is over.
+
+    The number of waits is limited as well.
+    """
+    deadline = clock() + limit_s
+    yield
+    for _ in range(int(limit_s / POLL_S)):
+        if clock() >= deadline:
+            return
+        wait(POLL_S)
+        yield
 
 
 def unlink_if_same(path: str, fd: int) -> bool:
@@ -267,23 +272,6 @@ def _clear_away(path: str, fd: int, page: bytes) -> bool:
     return unlink_if_same(path, fd)
 
 
-class _Patience:
-    """Limits the total wait for the directory lock, over all attempts of one opener."""
-
-    def __init__(self, request: ArenaRequest) -> None:
-        self._request = request
-        self._until_s = request.clock() + TURN_TIMEOUT_S
-        self._waits_left = int(TURN_TIMEOUT_S / POLL_S)
-
-    def wait(self) -> bool:
-        """Wait for `POLL_S`. Return False, without waiting, if the limit is reached."""
-        if self._waits_left == 0 or self._request.clock() >= self._until_s:
-            return False
-        self._waits_left -= 1
-        self._request.wait(POLL_S)
-        return True
-
-
 def _take_over(request: ArenaRequest) -> ArenaFile | None:
     """Take over a kept arena of the same geometry that no live process holds.
 
@@ -321,12 +309,15 @@ def _renamed(request: ArenaRequest, path: str, fd: int) -> ArenaFile | None:
     return ArenaFile(fd, request.path, size, made, is_made=True) if is_ours else None
 
 
-def _make(request: ArenaRequest, patience: _Patience) -> ArenaFile | None:
-    """Take a kept arena over, or create a new one. Return None if the name exists already."""
+def _make(request: ArenaRequest, turn: Iterator[None]) -> ArenaFile | None:
+    """Take a kept arena over, or create a new one. Return None if the name exists already.
+
+    `turn` limits the wait for the lock of the directory, over all attempts of this opener.
+    """
     taken, fd = None, None
     if request.geometry.kept:
         folder = os.path.dirname(request.path)
-        with os_errors(f"opening {folder}"), turn_in(folder, patience.wait):
+        with os_errors(f"opening {folder}"), turn_in(folder, turn):
             if not os.path.lexists(request.path):
                 # Another opener may give the first one its lasting name back meanwhile.
                 taken = _take_over(request) or _take_over(request)
@@ -372,7 +363,7 @@ def _is_ours_alone(path: str, fd: int) -> bool:
     exclusive lock of a renamed file before it gives the shared one.
     """
     with os_errors(f"locking {path}"):
-        if not ofd_locks.try_lock(fd, _MAKER_BYTE) or not try_flock(fd, exclusive=False):
+        if not try_lock(fd, _MAKER_BYTE) or not try_flock(fd, exclusive=False):
             unlink_if_same(path, fd)
             return False
         with suppress(FileNotFoundError):
@@ -428,6 +419,18 @@ def _reserve(request: ArenaRequest, fd: int, size: int, memory: MachineMemory) -
             raise
 
 
+def _join_in_time(request: ArenaRequest) -> ArenaFile:
+    """Wait for the file of another process, and open it. Raises `InUseError` after the limit."""
+    for _ in polls(request.clock, request.wait, JOIN_TIMEOUT_S):
+        file = _join(request)
+        if file is not None:
+            return file
+    raise InUseError(
+        f"{request.path} could not be opened: no worker of this engine made it; start workers "
+        f"first, on the same host"
+    )
+
+
 def _join(request: ArenaRequest) -> ArenaFile | None:
     """Open an existing file once it is ready. Return None if the caller must start again."""
     path = request.path
@@ -479,19 +482,15 @@ def _join_locked(request: ArenaRequest, fd: int) -> ArenaHeader | None:
 
 def _wait_ready(request: ArenaRequest, fd: int) -> bool:
     """Wait for the maker. Return False if it is dead or the file has no name any more."""
-    deadline = request.clock() + MAKE_TIMEOUT_S
-    for _ in range(int(MAKE_TIMEOUT_S / POLL_S) + 1):
+    for _ in polls(request.clock, request.wait, MAKE_TIMEOUT_S):
         if os.fstat(fd).st_nlink == 0:
             return False
-        if not ofd_locks.held_by_other(fd, _MAKER_BYTE):
+        if not held_by_other(fd, _MAKER_BYTE):
             if request.may_make:
                 unlink_if_same(request.path, fd)
             return False
         if layout.is_ready(os.pread(fd, HEADER_BYTES, 0)):
             return True
-        if request.clock() >= deadline:
-            break
-        request.wait(POLL_S)
     raise InUseError(
         f"{request.path} was not ready within {MAKE_TIMEOUT_S:.0f} s; is its maker stopped? "
         f"Start the engine again"

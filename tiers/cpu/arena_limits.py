@@ -6,10 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
-from ...config.cgroup import group_memory
-from ...config.machine import HUGETLBFS, file_system_of
+from ...config.machine import HUGETLBFS, ThisMachine
 from ...config.sizes import human
 from ...errors import ConfigError, os_errors
 from .huge_pages import may_share_huge_pages
@@ -39,16 +36,16 @@ class MachineMemory:
 
 def probe_machine(arena_dir: str) -> MachineMemory:
     """Read the limits of this machine. Raises a `KVCascadeError` if that fails."""
+    machine, folder = ThisMachine(), Path(arena_dir)
     with os_errors(f"asking for the free space of arena_dir {arena_dir}"):
-        free = psutil.disk_usage(arena_dir).free
-        block_bytes = os.statvfs(arena_dir).f_bsize
-    file_system = file_system_of(arena_dir)
+        free = machine.disk(folder).free
+        block_bytes = os.statvfs(folder).f_bsize
+    file_system = machine.file_system(folder)
     huge = file_system == HUGETLBFS
     may_gather = file_system == "tmpfs" and may_share_huge_pages()
-    available = min(int(psutil.virtual_memory().available), group_memory().available)
     page_bytes = block_bytes if huge else _PAGE_BYTES
     nodes = memory_nodes() if huge or file_system == "tmpfs" else ()
-    return MachineMemory(available, int(free), page_bytes, huge, may_gather, nodes)
+    return MachineMemory(machine.memory().available, free, page_bytes, huge, may_gather, nodes)
 
 
 def check_capacity(total_bytes: int, arena_dir: str, memory: MachineMemory) -> None:

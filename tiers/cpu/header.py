@@ -8,7 +8,7 @@ All integers are little-endian.
 | 8..12       | version, uint32                                                                 |
 | 12..16      | crc32 of bytes 16..128                                                          |
 | 16..40      | slots, slot_bytes, rank_bytes: uint64 each                                      |
-| 40..48      | world_size, flags (bit 0: replicated, 1: kept, 2: in huge pages): uint32 each    |
+| 40..48      | world_size, flags (bit 1: kept, 2: in huge pages): uint32 each                  |
 | 48..64      | creator: pid uint32, 4 zero bytes, start time uint64 (clock ticks since boot)   |
 | 64..80      | random token of this arena                                                      |
 | 80..128     | zero                                                                            |
@@ -51,7 +51,6 @@ _STATE_OFFSET = 128
 _RECORD = struct.Struct("<IIQ16s")
 _RECORDS_OFFSET = 512
 _RECORD_READS_MAX = 16
-_FLAG_REPLICATED = 1
 _FLAG_KEPT = 2
 _FLAG_HUGE = 4
 
@@ -80,8 +79,6 @@ class ArenaGeometry:
     """Bytes of one block that belong to one worker."""
     world_size: int
     """Number of worker processes that map the arena."""
-    replicated: bool = False
-    """True if all ranks hold the same bytes: a slot then has one part, shared by all ranks."""
     kept: bool = False
     """True if the arena outlives its processes: a slot table then lies behind the slots."""
 
@@ -98,14 +95,9 @@ class ArenaGeometry:
             )
 
     @property
-    def parts(self) -> int:
-        """Number of rank parts in a slot."""
-        return 1 if self.replicated else self.world_size
-
-    @property
     def slot_bytes(self) -> int:
-        """Bytes from one slot to the next: all parts, padded to a multiple of 4096."""
-        return round_up(self.rank_bytes * self.parts, SLOT_ALIGN_BYTES)
+        """Bytes from one slot to the next: all ranks' parts, padded to a multiple of 4096."""
+        return round_up(self.rank_bytes * self.world_size, SLOT_ALIGN_BYTES)
 
     @property
     def data_bytes(self) -> int:
@@ -124,18 +116,13 @@ class ArenaGeometry:
 
     @classmethod
     def fit(
-        cls,
-        capacity_bytes: int,
-        rank_bytes: int,
-        world_size: int,
-        replicated: bool = False,
-        kept: bool = False,
+        cls, capacity_bytes: int, rank_bytes: int, world_size: int, kept: bool = False
     ) -> ArenaGeometry:
         """Return the geometry with the most slots that fit in `capacity_bytes`, header included.
 
         Raises `ConfigError` if not even one block fits.
         """
-        slot_bytes = cls(1, rank_bytes, world_size, replicated).slot_bytes
+        slot_bytes = cls(1, rank_bytes, world_size).slot_bytes
         record_bytes = slot_table.RECORD_BYTES if kept else 0
         fixed_bytes, per_slot_bytes = HEADER_BYTES + record_bytes, slot_bytes + record_bytes
         slots = (capacity_bytes - fixed_bytes) // per_slot_bytes
@@ -144,7 +131,7 @@ class ArenaGeometry:
                 f"capacity: {capacity_bytes} bytes hold no block; one block of this model takes "
                 f"{slot_bytes} bytes, so give the cpu tier at least {per_slot_bytes + fixed_bytes}"
             )
-        return cls(slots, rank_bytes, world_size, replicated, kept)
+        return cls(slots, rank_bytes, world_size, kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +179,7 @@ def write_fixed(page: memoryview, header: ArenaHeader) -> None:
         geometry.slot_bytes,
         geometry.rank_bytes,
         geometry.world_size,
-        _FLAG_REPLICATED * geometry.replicated
-        | _FLAG_KEPT * geometry.kept
-        | _FLAG_HUGE * header.is_huge,
+        _FLAG_KEPT * geometry.kept | _FLAG_HUGE * header.is_huge,
         creator.pid,
         0,
         creator.start_ticks,
@@ -242,8 +227,7 @@ def read_fixed(page: bytes, name: str) -> ArenaHeader:
         page, _FIXED_START
     )
     try:
-        is_replicated, is_kept = bool(flags & _FLAG_REPLICATED), bool(flags & _FLAG_KEPT)
-        geometry = ArenaGeometry(slots, rank_bytes, world, is_replicated, is_kept)
+        geometry = ArenaGeometry(slots, rank_bytes, world, bool(flags & _FLAG_KEPT))
     except ConfigError as error:
         raise FormatError(f"{name} has an impossible header; remove the file: {error}") from error
     if geometry.slot_bytes != slot_bytes:

@@ -8,8 +8,9 @@ owner dies.
   process has the file open.
 - `flock` on the directory: serializes a step that one process at a time should do there. It leaves
   no file behind. It is advisory: a process that does not get it in time goes on without it.
-- Byte locks (`ofd_locks`): one byte per role (maker, each rank, scheduler), exclusive. Two opens of
-  one file conflict even inside one process, so a test needs no second process.
+- Byte locks (`F_OFD_SETLK`): one byte per role (maker, each rank, scheduler), exclusive. Two opens
+  of one file conflict even inside one process, so a test needs no second process. Locked bytes may
+  lie past the end of the file.
 
 A child made by `fork` shares its parent's locks until it exits or closes the descriptor.
 """
@@ -18,8 +19,30 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+import struct
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+
+_FLOCK = struct.Struct("@hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, len, pid
+
+
+def try_lock(fd: int, byte: int) -> bool:
+    """Lock a byte. Return False if another open file holds it. Raises `OSError`.
+
+    Locking a byte again that this file holds already changes nothing.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(byte))
+    except (BlockingIOError, PermissionError):  # EAGAIN, EACCES
+        return False
+    return True
+
+
+def held_by_other(fd: int, byte: int) -> bool:
+    """Return True if another open file, in any process, holds a byte. Raises `OSError`."""
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _request(byte))
+    assert isinstance(answer, bytes)
+    return int(_FLOCK.unpack(answer)[0]) != fcntl.F_UNLCK
 
 
 def try_flock(fd: int, exclusive: bool) -> bool:
@@ -35,20 +58,26 @@ def try_flock(fd: int, exclusive: bool) -> bool:
 
 
 @contextmanager
-def turn_in(folder: str, may_wait: Callable[[], bool]) -> Iterator[None]:
+def turn_in(folder: str, tries: Iterator[None]) -> Iterator[None]:
     """Hold the lock of a directory, so that one process at a time runs the body.
 
-    While another process holds the lock, `may_wait` is called. It waits a little and returns True,
-    or returns False to give up. The body then runs without the lock. It also does if the directory
-    cannot be locked. Raises `OSError` if the directory does not exist.
+    While another process holds the lock, it is tried again at each of `tries`, which may wait. The
+    body runs without the lock if they are over, or if the directory cannot be locked. Raises
+    `OSError` if the directory does not exist.
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with suppress(OSError):
-            while not try_flock(fd, exclusive=True) and may_wait():
-                pass
+            if not try_flock(fd, exclusive=True):
+                for _ in tries:
+                    if try_flock(fd, exclusive=True):
+                        break
         yield
     finally:
         with suppress(OSError):  # a child forked meanwhile would keep the lock
             fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
+
+
+def _request(byte: int) -> bytes:
+    return _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)

@@ -15,7 +15,7 @@ import ctypes
 import errno
 import os
 from collections.abc import Iterable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -37,18 +37,13 @@ madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 madvise.restype = ctypes.c_int
 
 
-def prefault(pieces: Iterable[list[Span]], executor: Executor | None = None) -> None:
+def prefault(pieces: Iterable[list[Span]]) -> None:
     """Fault in all spans, one task per piece; return when all pages are present.
 
-    Without an executor, the call creates a pool of its own.
     Raises `NoSpaceError` if memory runs out, `TierIOError` for any other error.
     """
-    if executor is not None:
-        for _ in executor.map(populate, pieces):
-            pass
-        return
-    with memory_threads() as own:
-        for _ in own.map(populate, pieces):
+    with memory_threads() as threads:
+        for _ in threads.map(populate, pieces):
             pass
 
 

@@ -120,10 +120,24 @@ class TransferLane:
 class VirtualWorkers(Workers):
     """Moves no bytes. A read finds the blocks that the tier holds when it ends."""
 
-    def __init__(self, options: VirtualTierOptions, clock: VirtualClock) -> None:
+    def __init__(
+        self, files: MemoryFiles, options: VirtualTierOptions, clock: VirtualClock
+    ) -> None:
+        self._files = files
         self.reads = TransferLane(options.read, options.moved_bytes, clock)
         self.writes = TransferLane(options.write, options.moved_bytes, clock)
-        self.presence: PresenceTable | None = None
+        self._presence: PresenceTable | None = None
+
+    def open(self, welcome: Welcome) -> str:
+        folder = ROOT / welcome.folder
+        self._presence = map_presence(self._files, folder, welcome.slots)
+        return str(folder)
+
+    def release_writes(self) -> None:
+        """Do nothing: no process shares the path."""
+
+    def forget_segments(self, numbers: Sequence[int]) -> None:
+        """Do nothing: no segment is open."""
 
     def write(
         self,
@@ -157,8 +171,8 @@ class VirtualWorkers(Workers):
         return has_read or has_written
 
     def _found(self, key: BlockHash) -> BlockOutcome:
-        assert self.presence is not None, "the node has joined"
-        return BlockOutcome.GONE if self.presence.find(key) < 0 else BlockOutcome.OK
+        assert self._presence is not None, "the node has joined"
+        return BlockOutcome.GONE if self._presence.find(key) < 0 else BlockOutcome.OK
 
 
 class VirtualPath:
@@ -171,9 +185,9 @@ class VirtualPath:
         to_scheduler: Callable[[msgspec.Struct], None],
     ) -> None:
         """`to_scheduler` gets the messages of the node."""
-        self.workers = VirtualWorkers(options, clock)
         self.files = MemoryFiles()
         self.files.make_dir(ROOT)
+        self.workers = VirtualWorkers(self.files, options, clock)
         self._to_scheduler = to_scheduler
         self._clock = clock
         self._has_mail = False
@@ -189,7 +203,7 @@ class VirtualPath:
         self.writer = PathWriter(means, [ROOT], asked, clock, InlineExecutor())
         namespace = NamespaceSpec("replay", b"{}", b"{}", size)
         hello = Hello(PROTOCOL, "replay", (str(ROOT),), namespace, asked)
-        self.node = PathNode(hello, self, clock)
+        self.node = PathNode(hello, self, self.workers, clock)
         self.node.start()
         self.work()
 
@@ -234,18 +248,6 @@ class VirtualPath:
     def tell(self, message: msgspec.Struct) -> None:
         """See `NodeMeans`."""
         self._to_scheduler(message)
-
-    def open_namespace(self, welcome: Welcome) -> str:
-        """See `NodeMeans`."""
-        folder = ROOT / welcome.folder
-        self.workers.presence = map_presence(self.files, folder, welcome.slots)
-        return str(folder)
-
-    def release_writes(self) -> None:
-        """Do nothing: no process shares the path."""
-
-    def forget_segments(self, numbers: Sequence[int]) -> None:
-        """See `NodeMeans`."""
 
 
 class VirtualNode:

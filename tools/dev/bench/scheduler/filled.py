@@ -186,8 +186,7 @@ class StalledNode:
 
     def __init__(self, take: Callable[[Any], None], folder: Path, slots: int) -> None:
         self.jobs: list[int] = []
-        options = PathOptions(0)
-        take(NodeJoined(NodeState.FOLLOWING, str(folder), slots, 0, options))
+        take(NodeJoined(NodeState.FOLLOWING, str(folder), slots, 0))
 
     def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
         """Encode a job as for a process, and keep it."""
