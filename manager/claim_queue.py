@@ -140,7 +140,6 @@ class ClaimQueue:
                     return PENDING
                 self._admitted.pop(claim, None)  # its pins last until the end of the step
             claim = request.claim = Claim(request, self._flow.clock(), dict.fromkeys(before(), 0))
-            request.is_plain = False
             self._queue[claim] = None
             self._asked.append(claim)
             self._has_new = True

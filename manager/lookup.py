@@ -211,7 +211,7 @@ class Lookups:
             self.begin_asking(request, block_hash)
         status = self.top_get(block_hash)
         if status is not None and status.ref_cnt >= 0:
-            if request.is_plain:
+            if request.claim is None and request.allowed_media is None:  # no further checks
                 self.answers.hit(block_hash, status.block_id)
                 return HIT
             if block_hash in request.holds:

@@ -75,12 +75,6 @@ class Request:
     deferred: set[BlockHash] = field(default_factory=set)
     """Blocks of deferred stores that were not offered again. They are lost if the request ends."""
 
-    is_plain: bool = True
-    """True while every ready block is a hit without further checks."""
-
-    def __post_init__(self) -> None:
-        self.is_plain = self.allowed_media is None
-
     def in_prompt_order(self, block_hashes: Collection[BlockHash]) -> list[BlockHash]:
         """Return the blocks in the order of the prompt.
 
@@ -104,7 +98,6 @@ class Request:
         self.claim = None
         self.storing_since_s = None
         self.pending.clear()
-        self.is_plain = self.allowed_media is None
 
     def note_deferred(self, block_hashes: Sequence[BlockHash]) -> None:
         """Record a deferred store. The engine should offer its blocks again.
