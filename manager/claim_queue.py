@@ -26,7 +26,7 @@ Used under the manager's lock.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import islice
 
 from ..tiers.base import BlockHash
@@ -186,7 +186,7 @@ class ClaimQueue:
             self._queue = dict.fromkeys(first) | self._queue
             self._asked.clear()
 
-    def maintain(self, hits: Callable[[], list[BlockHash]]) -> None:
+    def maintain(self, hits: Callable[[], Set[BlockHash]]) -> None:
         """Drop expired pins, admit claims, and read their blocks.
 
         `hits` returns the hits of this step, which must stay in the first tier.
@@ -196,7 +196,7 @@ class ClaimQueue:
         if self._queue and (self._has_new or self._is_time()):
             self._admit_waiting()
         if self._promoter.is_queued:  # a slot or a job may be free now
-            self._promoter.flush(set(hits()), may_displace=bool(self._queue))
+            self._promoter.flush(hits(), may_displace=bool(self._queue))
 
     def _admit_waiting(self) -> None:
         """Admit waiting claims that fit, and give up those that are better computed."""

@@ -142,7 +142,7 @@ class Stores:
     ) -> int | None:
         """Make room. Return the number of slots for new blocks; None if a short wait gives more."""
         need, top = len(new), self._top
-        protected = _Protected(set(offered), self._answers.protected())
+        protected = _Protected(set(offered), self._answers.hits())
         may_drop = self._below.is_blocked
         if need <= top.capacity and top.make_all_room(need, protected, may_drop):
             return need
