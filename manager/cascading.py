@@ -255,7 +255,9 @@ class CascadingOffloadingManager:
             if self.options.on_transfer is not None:
                 name = self.counters.tier_names[ended.tier]
                 self.options.on_transfer(name, ended, job.created_s)
-        demoter.collect_lost()
+        lost = flow.below.take_lost()
+        if lost:  # before any of these blocks is evicted
+            flow.top.note_lost_below(lost)
         if ended_jobs:
             flow.collect_events()
         if flow.clock() >= promoter.late_s:
