@@ -228,7 +228,8 @@ class ClaimQueue:
                 if admitted >= MAX_ADMITTED_PER_STEP:
                     self._has_new = True  # the next step goes on
                     return
-            ahead = [a + b for a, b in zip(ahead, claim.blocks, strict=True)]
+            for level, blocks in enumerate(claim.blocks):
+                ahead[level] += blocks
 
     def _is_time(self) -> bool:
         """True if a check of the queue may change something although no claim is new."""
@@ -324,7 +325,7 @@ class ClaimQueue:
             room = max(0, self.room.left(self.room.budget()))
             for block_hash in missed[: min(room, self._worth.probe_blocks(level, now_s))]:
                 if block_hash not in self._promoter.pending:
-                    self._promoter.begin(block_hash, claim.wanted[block_hash], None)
+                    self._promoter.begin(block_hash, claim.wanted[block_hash], is_probe=True)
             self._flow.counters.promotion_probes += 1
         self._miss(request, missed, Reason.NOT_WORTH)
         self._worth.expect_computing(request, missed)
@@ -383,11 +384,10 @@ class ClaimQueue:
                 room -= 1
             if status is not None and status.ref_cnt >= 0:
                 holds.pin(request, block_hash, status)
-            elif pending is None:
-                if status is None:  # otherwise a worker is storing it
-                    promoter.begin(block_hash, claim.wanted[block_hash], request)
-            elif pending.is_late:
+            elif pending is not None and pending.is_late:
                 request.missed.add(block_hash)
-            else:
-                promoter.join(block_hash, pending, request)
+            elif status is None or pending is not None:  # otherwise a worker is storing it
+                pending = pending or promoter.begin(block_hash, claim.wanted[block_hash])
+                pending.waiters[request] = None
+                request.pending.add(block_hash)
         return len(block_hashes)

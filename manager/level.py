@@ -72,9 +72,10 @@ class Dirt:
         self._is_last = is_last
         self.dirty = bytearray(capacity)
         """1 for each slot whose block should be written to the next tier."""
-        self._settled = bytearray(capacity)
+        self.settled = bytearray(capacity)
+        """1 for each slot whose block may be evicted."""
         self.dirty_mask: SlotMask = np.frombuffer(self.dirty, dtype=np.bool_)
-        self.settled_mask: SlotMask = np.frombuffer(self._settled, dtype=np.bool_)
+        self.settled_mask: SlotMask = np.frombuffer(self.settled, dtype=np.bool_)
         if is_last:  # nothing below: every block may be evicted
             self.settled_mask[:] = True
 
@@ -92,7 +93,7 @@ class Dirt:
 
     def set_settled(self, slots: Sequence[int]) -> None:
         """Mark these slots settled: their blocks may be evicted."""
-        dirty, settled = self.dirty, self._settled
+        dirty, settled = self.dirty, self.settled
         for slot in slots:
             dirty[slot] = 0
             settled[slot] = 1
