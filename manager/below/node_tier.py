@@ -10,7 +10,7 @@ answered, nothing is found and reads end as GONE.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -197,13 +197,20 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
     def touch(self, keys: Sequence[BlockHash]) -> None:
         self._client.tell(UseNote(list(keys)))
 
-    def settle(self, keys: Sequence[BlockHash]) -> None:
-        self._client.tell(UseNote(list(keys), is_settle=True))
+    def note_request(self, keys: Sequence[BlockHash], counted: Container[BlockHash]) -> None:
+        """Report the blocks of a request that ended, in prefix order, for another manager's jobs.
 
-    def chain(self, keys: Sequence[BlockHash]) -> bool:
+        The use of the blocks in `counted` was counted when they were stored or loaded.
+        """
         if self._wants_chains:
-            self._client.tell(UseNote(list(keys), is_chain=True))
-        return self._wants_chains
+            notes = [UseNote(list(keys), is_chain=True)]
+        else:
+            stored: list[bytes] = [key for key in keys if key in counted]
+            used: list[bytes] = [key for key in keys if key not in counted]
+            notes = [UseNote(stored, is_settle=True), UseNote(used)]
+        for note in notes:
+            if note.keys:
+                self._client.tell(note)
 
     # -- outcomes --------------------------------------------------------------------------
 
