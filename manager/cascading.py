@@ -29,7 +29,7 @@ from .demotion import Aging, Demoter
 from .flow import Clock, Flow
 from .flush import Closing
 from .level import Tier, Transfer
-from .lookup import Lookups
+from .lookup import Answers, Lookups
 from .promotion import Promoter
 from .request import Request, RequestEnds
 from .resets import Resets
@@ -128,11 +128,13 @@ class CascadingOffloadingManager:
         promoter = self._promoter = Promoter(flow, demoter, holds, workers, deadline_s, worth)
         room = PromotionRoom(flow.top, promoter, holds, workers, options.promotion_budget_slots)
         served_end = options.served_end
-        claims = ClaimQueue(flow, promoter, holds, room, worth, deadline_s, served_end)
-        self._claims = claims
+        answers = Answers(flow.top.policy.ready_at)
+        claims = self._claims = ClaimQueue(
+            flow, promoter, holds, room, worth, answers, deadline_s, served_end
+        )
         store_wait_s = deadline_s if options.waits_for_stores else None
         lookups = self.lookups = Lookups(
-            self.lock, flow, promoter, claims, workers, worth, store_wait_s, self._collect
+            self.lock, flow, promoter, claims, workers, worth, answers, store_wait_s, self._collect
         )
         """Lookups of the current step, by single blocks, too. Adapters inline the plain hit."""
         self._stores = Stores(
@@ -141,7 +143,7 @@ class CascadingOffloadingManager:
             promoter,
             claims,
             workers,
-            lookups.answers,
+            answers,
             worth,
             self._collect,
             options.offered_once,
@@ -242,7 +244,7 @@ class CascadingOffloadingManager:
 
     def _maintain(self) -> None:
         self._collect()
-        self._claims.maintain(self.lookups.answers.hits)
+        self._claims.maintain()
         self._demoter.maintain()
         self._maintain_below()
 

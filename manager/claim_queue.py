@@ -26,8 +26,9 @@ Used under the manager's lock.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from ..tiers.base import BlockHash
 from .base import MISS, PENDING, LookupState
@@ -37,6 +38,9 @@ from .flow import Flow
 from .promotion import Promoter
 from .request import Request
 from .worth import Worth
+
+if TYPE_CHECKING:
+    from .lookup import Answers
 
 HOLD_DEADLINES = 2
 """Number of deadlines for which ready blocks stay pinned for a request that does not load them."""
@@ -58,18 +62,20 @@ class ClaimQueue:
         holds: Holds,
         room: PromotionRoom,
         worth: Worth | None,
+        answers: Answers,
         deadline_s: float,
         served_end: bytes,
     ) -> None:
-        """`served_end`: end of the hashes of blocks by which tokens are counted."""
+        """`answers` has the hits of this step. `served_end`: end of the hashes of blocks by which
+        tokens are counted."""
         self._flow = flow
         self._promoter = promoter
         self._holds = holds
         self.room = room
         self._worth = worth
+        self._answers = answers
         self._deadline_s = deadline_s
         self._served_end = served_end
-        self._top = flow.top
         self._below = flow.below
         self._asked: list[Claim] = []
         """Waiting claims whose requests asked in this step, in that order."""
@@ -119,17 +125,11 @@ class ClaimQueue:
         self._asked.append(claim)
         return True
 
-    def want(
-        self,
-        block_hash: BlockHash,
-        level: int,
-        request: Request,
-        before: Callable[[], Iterable[BlockHash]],
-    ) -> LookupState:
-        """Add a block to the request's claim.
+    def want(self, block_hash: BlockHash, level: int, request: Request) -> LookupState:
+        """Add a block to the request's claim. A new claim begins with its hits of this step.
 
         `level` is the tier that holds it; 0 means that it is in flight, or that a worker is storing
-        it. `before` returns the request's hits of this step; a new claim begins with them.
+        it.
         """
         if level and not self._may_be_worth(level, request):
             return MISS
@@ -139,7 +139,8 @@ class ClaimQueue:
                 if not level and block_hash in claim.wanted:
                     return PENDING
                 self._admitted.pop(claim, None)  # its pins last until the end of the step
-            claim = request.claim = Claim(request, self._flow.clock(), dict.fromkeys(before(), 0))
+            hits = dict.fromkeys(self._answers.of_request(), 0)
+            claim = request.claim = Claim(request, self._flow.clock(), hits)
             self._queue[claim] = None
             self._asked.append(claim)
             self._has_new = True
@@ -186,17 +187,14 @@ class ClaimQueue:
             self._queue = dict.fromkeys(first) | self._queue
             self._asked.clear()
 
-    def maintain(self, hits: Callable[[], Set[BlockHash]]) -> None:
-        """Drop expired pins, admit claims, and read their blocks.
-
-        `hits` returns the hits of this step, which must stay in the first tier.
-        """
+    def maintain(self) -> None:
+        """Drop expired pins, admit claims, and read their blocks."""
         if self._admitted:
             self._release_expired()
         if self._queue and (self._has_new or self._is_time()):
             self._admit_waiting()
         if self._promoter.is_queued:  # a slot or a job may be free now
-            self._promoter.flush(hits(), may_displace=bool(self._queue))
+            self._promoter.flush(self._answers.hits(), may_displace=bool(self._queue))
 
     def _admit_waiting(self) -> None:
         """Admit waiting claims that fit, and give up those that are better computed."""
@@ -274,7 +272,7 @@ class ClaimQueue:
 
     def _count(self, claim: Claim) -> None:
         """Count the slots and reads that the claim needs now, and the blocks that it would save."""
-        users, get = self._holds.users, self._top.policy.get
+        users, get = self._holds.users, self._flow.top.policy.get
         pending = self._promoter.pending
         blocks = [0] * len(self._flow.counters.tier_names)
         to_read: list[BlockHash] = []
@@ -371,7 +369,7 @@ class ClaimQueue:
     def _take_first(self, block_hashes: Sequence[BlockHash], claim: Claim, room: int) -> int:
         """Take blocks in order while `room` slots are left. Return the number taken."""
         holds, promoter, request = self._holds, self._promoter, claim.request
-        get, find = self._top.policy.get, promoter.pending.get
+        get, find = self._flow.top.policy.get, promoter.pending.get
         for at, block_hash in enumerate(block_hashes):
             status, pending = get(block_hash), find(block_hash)
             if status is not None and status.ref_cnt >= 0:

@@ -164,8 +164,10 @@ class Demoter:
         if self._level.taken_blocks - self._taken_at_scan >= self._slack:
             self._keep_ahead()
         aging = self.aging
+        if aging is None or not aging.stored:
+            return
         free_jobs = MAX_JOBS_IN_FLIGHT - self._counted_jobs
-        if aging is None or not aging.stored or free_jobs <= 0 or not self._below.takes_puts:
+        if free_jobs <= 0 or not self._below.takes_puts:
             return
         due = aging.take_due(free_jobs * self._batch)
         left = self.demote(due) if due else 0

@@ -127,6 +127,7 @@ class Lookups:
         claims: ClaimQueue,
         workers: WorkerTransfers,
         worth: Worth | None,
+        answers: Answers,
         store_wait_s: float | None,
         collect: Callable[[], object],
     ) -> None:
@@ -150,7 +151,7 @@ class Lookups:
         self.top_get = flow.top.policy.get
         """Function that returns the status of a block in the first tier. Adapters use it to inline
         the plain hit."""
-        self.answers = Answers(flow.top.policy.ready_at)
+        self.answers = answers
         self.asking: Request | None = None
         """Request of the last lookup in this step. While there is one, blocks must stay in the
         first tier."""
@@ -290,7 +291,7 @@ class Lookups:
             medium = self._flow.below.tiers[pending.tier - 1].medium
             if pending.is_late or not request.may_read(medium):
                 return MISS
-            return self._claims.want(block_hash, 0, request, self.answers.of_request)
+            return self._claims.want(block_hash, 0, request)
         if status is not None:
             return self._wait_for_store(block_hash, request)
         if self._looks >= MAX_LOOKS_PER_STEP and request.claim is None:
@@ -299,7 +300,7 @@ class Lookups:
         owner = None if request.recomputes else request
         tier = self._flow.below.may_hold(block_hash, request.allowed_media, owner)
         if tier > 0:
-            return self._claims.want(block_hash, tier, request, self.answers.of_request)
+            return self._claims.want(block_hash, tier, request)
         if tier != ASKING:
             return MISS
         if request.asked is None:
@@ -323,7 +324,7 @@ class Lookups:
         if request.storing_since_s is None:
             request.storing_since_s = now_s
         if now_s < request.storing_since_s + self._store_wait_s:
-            return self._claims.want(block_hash, 0, request, self.answers.of_request)
+            return self._claims.want(block_hash, 0, request)
         request.missed.add(block_hash)
         self._flow.counters.recomputed_blocks[Reason.DEADLINE] += 1
         return MISS
