@@ -257,11 +257,11 @@ class ClaimQueue:
             return False
         if request.recomputes:
             return False
-        worth, now_s = self._worth, self._flow.clock()
-        is_new = request.claim is None or request.claim.is_admitted
-        if worth is None or not is_new or not worth.is_hopeless(level, now_s):
+        worth, claim = self._worth, request.claim
+        if worth is None or (claim is not None and not claim.is_admitted):
             return True
-        if worth.may_probe(level, now_s):
+        now_s = self._flow.clock()
+        if not worth.is_hopeless(level, now_s) or worth.may_probe(level, now_s):
             return True
         self._recompute(request)
         return False

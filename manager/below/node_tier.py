@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from ...handlers.node.path_wire import CAN_READ, JobDone, NodeState, PutJob, ResetJob, UseNote
+from ...handlers.node.path_wire import JobDone, NodeState, PutJob, ResetJob, UseNote
 from ...tiers.base import BlockHash, BlockOutcome
 from ...tiers.breaker import Breaker
 from ...tiers.nvme.path.path_messages import Why
@@ -237,7 +237,7 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
         return self.writes.breaker.is_resting or self.feed.state is NodeState.OFF
 
     def rests(self, tier: int) -> bool:
-        return self.reads.breaker.is_open or self.feed.state not in CAN_READ
+        return self.reads.breaker.is_open or not self.feed.can_read
 
     def write_state(self) -> WriteState:
         breaker, feed = self.writes.breaker, self.feed
