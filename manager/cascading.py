@@ -277,8 +277,12 @@ class CascadingOffloadingManager:
             return self._claims.waiting
 
     def has_pending_work(self) -> bool:
-        """Return True if requests wait for progress that further calls make."""
-        return self._claims.is_waited_for
+        """Return True if a request waits for a block in flight: further calls make progress.
+
+        Requests that wait for their turn do not count. The ticker admits them, and an engine that
+        was paused would wait for their turns, though it schedules none of them.
+        """
+        return bool(self._promoter.pending and self._claims.admitted)
 
     def take_events(self) -> list[BlockEvent]:
         """Return the blocks stored or removed since the last call, in order."""

@@ -81,7 +81,8 @@ class ClaimQueue:
         """Waiting claims whose requests asked in this step, in that order."""
         self._queue: dict[Claim, None] = {}
         """Waiting claims, in the order of their turns."""
-        self._admitted: dict[Claim, None] = {}
+        self.admitted: dict[Claim, None] = {}
+        """Claims whose blocks are pinned or being read."""
         self._has_new = False
         """True if a claim was made or shortened since the last check of the queue."""
         self._look_again_s = -math.inf
@@ -92,15 +93,6 @@ class ClaimQueue:
     def waiting(self) -> int:
         """Number of requests that have waited for their turn for at least one step."""
         return sum(claim.has_waited for claim in self._queue)
-
-    @property
-    def is_waited_for(self) -> bool:
-        """True if a request waits for a block in flight.
-
-        Requests that wait for their turn do not count. The ticker admits them, and an engine that
-        was paused would wait for their turns, though it schedules none of them.
-        """
-        return bool(self._promoter.pending and self._admitted)
 
     # ---- lookups -------------------------------------------------------------------------
 
@@ -138,7 +130,7 @@ class ClaimQueue:
             if claim is not None:
                 if not level and block_hash in claim.wanted:
                     return PENDING
-                self._admitted.pop(claim, None)  # its pins last until the end of the step
+                self.admitted.pop(claim, None)  # its pins last until the end of the step
             hits = dict.fromkeys(self._answers.of_request(), 0)
             claim = request.claim = Claim(request, self._flow.clock(), hits)
             self._queue[claim] = None
@@ -158,7 +150,7 @@ class ClaimQueue:
         claim = request.claim
         if claim is not None:
             self._queue.pop(claim, None)
-            self._admitted.pop(claim, None)
+            self.admitted.pop(claim, None)
             if request.pending:
                 self._promoter.leave(request)
             request.end_wait()
@@ -167,10 +159,10 @@ class ClaimQueue:
     def orphan(self) -> None:
         """Drop every claim and pin, after a reset of the first tier. Waiting requests ask anew."""
         self._holds.forget_all()
-        for claim in (*self._queue, *self._admitted):
+        for claim in (*self._queue, *self.admitted):
             claim.request.end_wait()
         self._queue.clear()
-        self._admitted.clear()
+        self.admitted.clear()
         self._asked.clear()
 
     # ---- the end of a step -----------------------------------------------------------------
@@ -189,7 +181,7 @@ class ClaimQueue:
 
     def maintain(self) -> None:
         """Drop expired pins, admit claims, and read their blocks."""
-        if self._admitted:
+        if self.admitted:
             self._release_expired()
         if self._queue and (self._has_new or self._is_time()):
             self._admit_waiting()
@@ -239,7 +231,7 @@ class ClaimQueue:
     def _release_expired(self) -> None:
         """Unpin ready blocks that their request did not load in time."""
         now_s = self._flow.clock()
-        for claim in list(self._admitted):
+        for claim in list(self.admitted):
             if claim.request.pending:
                 claim.ready_s = None
             elif claim.ready_s is None:
@@ -347,7 +339,7 @@ class ClaimQueue:
             self._take_part(claim, room)
         claim.is_admitted = True
         del self._queue[claim]
-        self._admitted[claim] = None
+        self.admitted[claim] = None
 
     def _take_part(self, claim: Claim, room: int) -> None:
         """Take the part of a claim that fits. The request computes the rest.

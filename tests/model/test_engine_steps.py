@@ -331,7 +331,7 @@ class Engine:
             self.cascade.run_transfers()
         promoter, claims = self.manager._promoter, self.manager._claims
         assert not (self.jobs or promoter.pending or self.manager._claims._holds.users)
-        assert not (claims._queue or claims._admitted)
+        assert not (claims._queue or claims.admitted)
         self.check()
         self.manager.shutdown()
         self.check()
