@@ -35,7 +35,7 @@ from .request import Request, RequestEnds
 from .resets import Resets
 from .state import TierState
 from .stores import Stores
-from .workers import Loads, WorkerTransfers
+from .workers import WorkerTransfers
 from .worth import PrefillSpeed, Worth
 
 STEPS_UNTIL_FLUSHED = 8
@@ -123,11 +123,11 @@ class CascadingOffloadingManager:
             high_watermark=options.high_watermark,
         )
         worth = _worth_of(flow, options)
-        workers = self._workers = WorkerTransfers(flow.top.backend, options.steps_until_flushed)
+        served_end = options.served_end
+        workers = self._workers = WorkerTransfers(flow, options.steps_until_flushed, served_end)
         holds = self._holds = Holds()
         promoter = self._promoter = Promoter(flow, demoter, holds, workers, deadline_s, worth)
         room = PromotionRoom(flow.top, promoter, holds, workers, options.promotion_budget_slots)
-        served_end = options.served_end
         answers = Answers(flow.top.policy.ready_at)
         claims = self._claims = ClaimQueue(
             flow, promoter, holds, room, worth, answers, deadline_s, served_end
@@ -148,7 +148,6 @@ class CascadingOffloadingManager:
             self._collect,
             options.offered_once,
         )
-        self._loads = Loads(flow, claims, workers, served_end)
         counts_uses = admission.counts_uses
         self._request_ends = RequestEnds(flow, claims, worth, aging, counts_uses=counts_uses)
         self._resets = Resets(flow, demoter, promoter, claims, lookups, workers, options.on_reset)
@@ -180,7 +179,10 @@ class CascadingOffloadingManager:
     ) -> LoadStoreSpec:
         """Pin blocks that were hits. Return the slots that the worker reads."""
         with self.lock:
-            return self._loads.prepare(block_hashes, request)
+            spec = self._workers.begin_loads(block_hashes, request)
+            if request is not None and request.claim is not None:
+                self._claims.release(request)
+            return spec
 
     def complete_load(self, block_hashes: Collection[BlockHash]) -> None:
         """Undo one `prepare_load`, because the worker has read the blocks."""
