@@ -172,8 +172,8 @@ class ClaimQueue:
         lookups."""
         if self._worth is not None:
             self._worth.prefill.end_step(self._flow.clock())
-        if self.room.is_pressed:
-            self.room.end_step()
+        room = self.room
+        room.store_need, room.refused_store = room.refused_store, 0
         if self._asked:
             first = [c for c in self._asked if c in self._queue]
             self._queue = dict.fromkeys(first) | self._queue

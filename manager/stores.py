@@ -91,7 +91,8 @@ class Stores:
             self._worth.note_offer(block_hashes, request, room is not None, flow.clock())
         if room is None:
             flow.counters.store_refused_busy += 1
-            self._claims.room.note_refused_store(len(new))
+            promotions = self._claims.room
+            promotions.refused_store = max(promotions.refused_store, len(new))
             if request is not None:
                 request.note_deferred(new)
             return None
