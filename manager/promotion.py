@@ -209,7 +209,8 @@ class Promoter:
         free_jobs = MAX_JOBS_IN_FLIGHT - len(queue.jobs)
         wanted = min(len(queued), free_jobs * batch)
         may_drop = self._below.is_blocked
-        top.policy.expect(queued[:wanted])
+        if top.policy.expects:
+            top.policy.expect(queued[:wanted])
         if may_displace:
             top.make_room_of_spent(wanted, protected)
         room = top.make_room(wanted, protected, may_drop_dirty=may_drop)

@@ -83,7 +83,8 @@ class Stores:
             new = [h for h in new if h not in self._workers.outdated]
         if new:
             flow.counters.store_sizes.append(len(new))
-        top.policy.expect(new)
+        if top.policy.expects:
+            top.policy.expect(new)
         room: int | None = len(new)
         if len(new) > top.backend.get_num_free_blocks():
             room = self._make_room(new, block_hashes, request)
