@@ -29,13 +29,13 @@ from .demotion import Aging, Demoter
 from .flow import Clock, Flow
 from .flush import Closing
 from .level import Tier, Transfer
-from .lookup import Lookups
+from .lookup import Answers, Lookups
 from .promotion import Promoter
 from .request import Request, RequestEnds
 from .resets import Resets
 from .state import TierState
 from .stores import Stores
-from .workers import Loads, WorkerTransfers
+from .workers import WorkerTransfers
 from .worth import PrefillSpeed, Worth
 
 STEPS_UNTIL_FLUSHED = 8
@@ -123,16 +123,18 @@ class CascadingOffloadingManager:
             high_watermark=options.high_watermark,
         )
         worth = _worth_of(flow, options)
-        workers = self._workers = WorkerTransfers(flow.top.backend, options.steps_until_flushed)
+        served_end = options.served_end
+        workers = self._workers = WorkerTransfers(flow, options.steps_until_flushed, served_end)
         holds = self._holds = Holds()
         promoter = self._promoter = Promoter(flow, demoter, holds, workers, deadline_s, worth)
         room = PromotionRoom(flow.top, promoter, holds, workers, options.promotion_budget_slots)
-        served_end = options.served_end
-        claims = ClaimQueue(flow, promoter, holds, room, worth, deadline_s, served_end)
-        self._claims = claims
+        answers = Answers(flow.top.policy.ready_at)
+        claims = self._claims = ClaimQueue(
+            flow, promoter, holds, room, worth, answers, deadline_s, served_end
+        )
         store_wait_s = deadline_s if options.waits_for_stores else None
         lookups = self.lookups = Lookups(
-            self.lock, flow, promoter, claims, workers, worth, store_wait_s, self._collect
+            self.lock, flow, promoter, claims, workers, worth, answers, store_wait_s, self._collect
         )
         """Lookups of the current step, by single blocks, too. Adapters inline the plain hit."""
         self._stores = Stores(
@@ -141,12 +143,11 @@ class CascadingOffloadingManager:
             promoter,
             claims,
             workers,
-            lookups.answers,
+            answers,
             worth,
             self._collect,
             options.offered_once,
         )
-        self._loads = Loads(flow, claims, workers, served_end)
         counts_uses = admission.counts_uses
         self._request_ends = RequestEnds(flow, claims, worth, aging, counts_uses=counts_uses)
         self._resets = Resets(flow, demoter, promoter, claims, lookups, workers, options.on_reset)
@@ -178,7 +179,10 @@ class CascadingOffloadingManager:
     ) -> LoadStoreSpec:
         """Pin blocks that were hits. Return the slots that the worker reads."""
         with self.lock:
-            return self._loads.prepare(block_hashes, request)
+            spec = self._workers.begin_loads(block_hashes, request)
+            if request is not None and request.claim is not None:
+                self._claims.release(request)
+            return spec
 
     def complete_load(self, block_hashes: Collection[BlockHash]) -> None:
         """Undo one `prepare_load`, because the worker has read the blocks."""
@@ -242,7 +246,7 @@ class CascadingOffloadingManager:
 
     def _maintain(self) -> None:
         self._collect()
-        self._claims.maintain(self.lookups.answers.hits)
+        self._claims.maintain()
         self._demoter.maintain()
         self._maintain_below()
 
@@ -255,7 +259,9 @@ class CascadingOffloadingManager:
             if self.options.on_transfer is not None:
                 name = self.counters.tier_names[ended.tier]
                 self.options.on_transfer(name, ended, job.created_s)
-        demoter.collect_lost()
+        lost = flow.below.take_lost()
+        if lost:  # before any of these blocks is evicted
+            flow.top.note_lost_below(lost)
         if ended_jobs:
             flow.collect_events()
         if flow.clock() >= promoter.late_s:
@@ -273,8 +279,12 @@ class CascadingOffloadingManager:
             return self._claims.waiting
 
     def has_pending_work(self) -> bool:
-        """Return True if requests wait for progress that further calls make."""
-        return self._claims.is_waited_for
+        """Return True if a request waits for a block in flight: further calls make progress.
+
+        Requests that wait for their turn do not count. The ticker admits them, and an engine that
+        was paused would wait for their turns, though it schedules none of them.
+        """
+        return bool(self._promoter.pending and self._claims.admitted)
 
     def take_events(self) -> list[BlockEvent]:
         """Return the blocks stored or removed since the last call, in order."""

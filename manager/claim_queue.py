@@ -26,8 +26,9 @@ Used under the manager's lock.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from ..tiers.base import BlockHash
 from .base import MISS, PENDING, LookupState
@@ -37,6 +38,9 @@ from .flow import Flow
 from .promotion import Promoter
 from .request import Request
 from .worth import Worth
+
+if TYPE_CHECKING:
+    from .lookup import Answers
 
 HOLD_DEADLINES = 2
 """Number of deadlines for which ready blocks stay pinned for a request that does not load them."""
@@ -58,24 +62,27 @@ class ClaimQueue:
         holds: Holds,
         room: PromotionRoom,
         worth: Worth | None,
+        answers: Answers,
         deadline_s: float,
         served_end: bytes,
     ) -> None:
-        """`served_end`: end of the hashes of blocks by which tokens are counted."""
+        """`answers` has the hits of this step. `served_end`: end of the hashes of blocks by which
+        tokens are counted."""
         self._flow = flow
         self._promoter = promoter
         self._holds = holds
         self.room = room
         self._worth = worth
+        self._answers = answers
         self._deadline_s = deadline_s
         self._served_end = served_end
-        self._top = flow.top
         self._below = flow.below
         self._asked: list[Claim] = []
         """Waiting claims whose requests asked in this step, in that order."""
         self._queue: dict[Claim, None] = {}
         """Waiting claims, in the order of their turns."""
-        self._admitted: dict[Claim, None] = {}
+        self.admitted: dict[Claim, None] = {}
+        """Claims whose blocks are pinned or being read."""
         self._has_new = False
         """True if a claim was made or shortened since the last check of the queue."""
         self._look_again_s = -math.inf
@@ -86,15 +93,6 @@ class ClaimQueue:
     def waiting(self) -> int:
         """Number of requests that have waited for their turn for at least one step."""
         return sum(claim.has_waited for claim in self._queue)
-
-    @property
-    def is_waited_for(self) -> bool:
-        """True if a request waits for a block in flight.
-
-        Requests that wait for their turn do not count. The ticker admits them, and an engine that
-        was paused would wait for their turns, though it schedules none of them.
-        """
-        return bool(self._promoter.pending and self._admitted)
 
     # ---- lookups -------------------------------------------------------------------------
 
@@ -119,17 +117,11 @@ class ClaimQueue:
         self._asked.append(claim)
         return True
 
-    def want(
-        self,
-        block_hash: BlockHash,
-        level: int,
-        request: Request,
-        before: Callable[[], Iterable[BlockHash]],
-    ) -> LookupState:
-        """Add a block to the request's claim.
+    def want(self, block_hash: BlockHash, level: int, request: Request) -> LookupState:
+        """Add a block to the request's claim. A new claim begins with its hits of this step.
 
         `level` is the tier that holds it; 0 means that it is in flight, or that a worker is storing
-        it. `before` returns the request's hits of this step; a new claim begins with them.
+        it.
         """
         if level and not self._may_be_worth(level, request):
             return MISS
@@ -138,9 +130,9 @@ class ClaimQueue:
             if claim is not None:
                 if not level and block_hash in claim.wanted:
                     return PENDING
-                self._admitted.pop(claim, None)  # its pins last until the end of the step
-            claim = request.claim = Claim(request, self._flow.clock(), dict.fromkeys(before(), 0))
-            request.is_plain = False
+                self.admitted.pop(claim, None)  # its pins last until the end of the step
+            hits = dict.fromkeys(self._answers.of_request(), 0)
+            claim = request.claim = Claim(request, self._flow.clock(), hits)
             self._queue[claim] = None
             self._asked.append(claim)
             self._has_new = True
@@ -158,7 +150,7 @@ class ClaimQueue:
         claim = request.claim
         if claim is not None:
             self._queue.pop(claim, None)
-            self._admitted.pop(claim, None)
+            self.admitted.pop(claim, None)
             if request.pending:
                 self._promoter.leave(request)
             request.end_wait()
@@ -167,10 +159,10 @@ class ClaimQueue:
     def orphan(self) -> None:
         """Drop every claim and pin, after a reset of the first tier. Waiting requests ask anew."""
         self._holds.forget_all()
-        for claim in (*self._queue, *self._admitted):
+        for claim in (*self._queue, *self.admitted):
             claim.request.end_wait()
         self._queue.clear()
-        self._admitted.clear()
+        self.admitted.clear()
         self._asked.clear()
 
     # ---- the end of a step -----------------------------------------------------------------
@@ -180,24 +172,21 @@ class ClaimQueue:
         lookups."""
         if self._worth is not None:
             self._worth.prefill.end_step(self._flow.clock())
-        if self.room.is_pressed:
-            self.room.end_step()
+        room = self.room
+        room.store_need, room.refused_store = room.refused_store, 0
         if self._asked:
             first = [c for c in self._asked if c in self._queue]
             self._queue = dict.fromkeys(first) | self._queue
             self._asked.clear()
 
-    def maintain(self, hits: Callable[[], list[BlockHash]]) -> None:
-        """Drop expired pins, admit claims, and read their blocks.
-
-        `hits` returns the hits of this step, which must stay in the first tier.
-        """
-        if self._admitted:
+    def maintain(self) -> None:
+        """Drop expired pins, admit claims, and read their blocks."""
+        if self.admitted:
             self._release_expired()
         if self._queue and (self._has_new or self._is_time()):
             self._admit_waiting()
         if self._promoter.is_queued:  # a slot or a job may be free now
-            self._promoter.flush(set(hits()), may_displace=bool(self._queue))
+            self._promoter.flush(self._answers.hits(), may_displace=bool(self._queue))
 
     def _admit_waiting(self) -> None:
         """Admit waiting claims that fit, and give up those that are better computed."""
@@ -229,7 +218,8 @@ class ClaimQueue:
                 if admitted >= MAX_ADMITTED_PER_STEP:
                     self._has_new = True  # the next step goes on
                     return
-            ahead = [a + b for a, b in zip(ahead, claim.blocks, strict=True)]
+            for level, blocks in enumerate(claim.blocks):
+                ahead[level] += blocks
 
     def _is_time(self) -> bool:
         """True if a check of the queue may change something although no claim is new."""
@@ -241,7 +231,7 @@ class ClaimQueue:
     def _release_expired(self) -> None:
         """Unpin ready blocks that their request did not load in time."""
         now_s = self._flow.clock()
-        for claim in list(self._admitted):
+        for claim in list(self.admitted):
             if claim.request.pending:
                 claim.ready_s = None
             elif claim.ready_s is None:
@@ -259,11 +249,11 @@ class ClaimQueue:
             return False
         if request.recomputes:
             return False
-        worth, now_s = self._worth, self._flow.clock()
-        is_new = request.claim is None or request.claim.is_admitted
-        if worth is None or not is_new or not worth.is_hopeless(level, now_s):
+        worth, claim = self._worth, request.claim
+        if worth is None or (claim is not None and not claim.is_admitted):
             return True
-        if worth.may_probe(level, now_s):
+        now_s = self._flow.clock()
+        if not worth.is_hopeless(level, now_s) or worth.may_probe(level, now_s):
             return True
         self._recompute(request)
         return False
@@ -274,7 +264,7 @@ class ClaimQueue:
 
     def _count(self, claim: Claim) -> None:
         """Count the slots and reads that the claim needs now, and the blocks that it would save."""
-        users, get = self._holds.users, self._top.policy.get
+        users, get = self._holds.users, self._flow.top.policy.get
         pending = self._promoter.pending
         blocks = [0] * len(self._flow.counters.tier_names)
         to_read: list[BlockHash] = []
@@ -325,7 +315,7 @@ class ClaimQueue:
             room = max(0, self.room.left(self.room.budget()))
             for block_hash in missed[: min(room, self._worth.probe_blocks(level, now_s))]:
                 if block_hash not in self._promoter.pending:
-                    self._promoter.begin(block_hash, claim.wanted[block_hash], None)
+                    self._promoter.begin(block_hash, claim.wanted[block_hash], is_probe=True)
             self._flow.counters.promotion_probes += 1
         self._miss(request, missed, Reason.NOT_WORTH)
         self._worth.expect_computing(request, missed)
@@ -349,7 +339,7 @@ class ClaimQueue:
             self._take_part(claim, room)
         claim.is_admitted = True
         del self._queue[claim]
-        self._admitted[claim] = None
+        self.admitted[claim] = None
 
     def _take_part(self, claim: Claim, room: int) -> None:
         """Take the part of a claim that fits. The request computes the rest.
@@ -371,7 +361,7 @@ class ClaimQueue:
     def _take_first(self, block_hashes: Sequence[BlockHash], claim: Claim, room: int) -> int:
         """Take blocks in order while `room` slots are left. Return the number taken."""
         holds, promoter, request = self._holds, self._promoter, claim.request
-        get, find = self._top.policy.get, promoter.pending.get
+        get, find = self._flow.top.policy.get, promoter.pending.get
         for at, block_hash in enumerate(block_hashes):
             status, pending = get(block_hash), find(block_hash)
             if status is not None and status.ref_cnt >= 0:
@@ -384,11 +374,10 @@ class ClaimQueue:
                 room -= 1
             if status is not None and status.ref_cnt >= 0:
                 holds.pin(request, block_hash, status)
-            elif pending is None:
-                if status is None:  # otherwise a worker is storing it
-                    promoter.begin(block_hash, claim.wanted[block_hash], request)
-            elif pending.is_late:
+            elif pending is not None and pending.is_late:
                 request.missed.add(block_hash)
-            else:
-                promoter.join(block_hash, pending, request)
+            elif status is None or pending is not None:  # otherwise a worker is storing it
+                pending = pending or promoter.begin(block_hash, claim.wanted[block_hash])
+                pending.waiters[request] = None
+                request.pending.add(block_hash)
         return len(block_hashes)

@@ -123,23 +123,10 @@ class PromotionRoom:
         most = max(1, top.capacity - top.capacity // STORE_SHARE)
         self._most = min(budget_slots or most, most)
         """Slots that promotions may take or hold if no slot is dirty."""
-        self.is_pressed = False
-        """True if a store was refused in this step or the previous one."""
-        self._store_need = 0
-        """Size in blocks of the largest store that was refused in the previous step."""
-        self._refused_stores = 0
-        """Size in blocks of the largest store that was refused in this step."""
-
-    def note_refused_store(self, blocks: int) -> None:
-        """Note a store that was refused for lack of slots. Its blocks take precedence over
-        promotions."""
-        self.is_pressed = True
-        self._refused_stores = max(self._refused_stores, blocks)
-
-    def end_step(self) -> None:
-        """End the step: its largest refused store counts for the next one."""
-        self._store_need, self._refused_stores = self._refused_stores, 0
-        self.is_pressed = self._store_need > 0
+        self.refused_store = 0
+        """Size in blocks of the largest store that was refused in this step for lack of slots."""
+        self.store_need = 0
+        """The same of the previous step. Its blocks take precedence over promotions."""
 
     def room_for(self, claim: Claim, budget: int, blocked: Claim | None) -> int | None:
         """Return the slots that the claim may take now; None if it must wait.
@@ -167,7 +154,7 @@ class PromotionRoom:
         """Return the number of slots that promotions may take or hold now."""
         if self._given_budget is not None:
             return self._given_budget
-        kept = self._top.dirt.dirty_blocks + self._store_need
+        kept = self._top.dirt.dirty_blocks + self.store_need
         return max(1, self._top.capacity // 2, self._most - kept)
 
     def taken(self) -> int:

@@ -90,13 +90,13 @@ class ColdSearch:
 
     def dirty_among(self, block_hashes: Iterable[BlockHash]) -> Pairs:
         """Return those blocks that are in the level, ready and dirty."""
-        get, is_dirty = self._level.policy.get, self._level.dirt.is_dirty
+        get, dirty = self._level.policy.get, self._level.dirt.dirty
         return [
             (block_hash, status)
             for block_hash in block_hashes
             if (status := get(block_hash)) is not None
             and status.ref_cnt >= 0
-            and is_dirty(status.block_id)
+            and dirty[status.block_id]
         ]
 
     def most_useful(self, n: int, in_use: Sequence[BlockHash]) -> list[BlockHash]:
@@ -164,9 +164,12 @@ class Demoter:
         if self._level.taken_blocks - self._taken_at_scan >= self._slack:
             self._keep_ahead()
         aging = self.aging
-        if aging is None or not aging.stored or not self._may_start():
+        if aging is None or not aging.stored:
             return
-        due = aging.take_due((MAX_JOBS_IN_FLIGHT - self._counted_jobs) * self._batch)
+        free_jobs = MAX_JOBS_IN_FLIGHT - self._counted_jobs
+        if free_jobs <= 0 or not self._below.takes_puts:
+            return
+        due = aging.take_due(free_jobs * self._batch)
         left = self.demote(due) if due else 0
         if left:
             aging.put_back(due[-left:])
@@ -219,7 +222,7 @@ class Demoter:
         """
         self.may_find_room = False
         left = len(block_hashes)
-        while left and self._may_start() and (size := self._next_size(left)):
+        while left and (size := self._next_size(left)):
             start = len(block_hashes) - left
             part = block_hashes[start : start + size]
             if self._send(self.search.dirty_among(reversed(part))) is None:
@@ -253,12 +256,6 @@ class Demoter:
             self._retry_later(again)
         return job
 
-    def collect_lost(self) -> None:
-        """Mark blocks dirty that the port lost. Call it before the level evicts any block."""
-        lost = self._below.take_lost()
-        if lost:
-            self._level.note_lost_below(lost)
-
     def orphan(self) -> list[Transfer]:
         """Mark all writes in flight as orphans, because the level was reset. Return them."""
         if self.aging is not None:
@@ -271,25 +268,21 @@ class Demoter:
         """Search only the `window` coldest blocks; None: all."""
         started = settled = 0
         self.was_cut_short = self.may_find_room = False
-        while started < n and self._may_start():
-            self.was_cut_short = settled >= max_settled
-            if self.was_cut_short:
-                break
-            limit = self._next_size(n - started)
-            if limit == 0:
-                break
+        while started < n and not self.was_cut_short and (limit := self._next_size(n - started)):
             cold = self.search.next_cold(limit, window)
             sent = self._send(cold)
             if sent is None or not cold:
                 break
             started += sent
             settled += len(cold) - sent
+            self.was_cut_short = started < n and settled >= max_settled
         return started
 
     def _next_size(self, n: int) -> int:
         """Return how many of `n` blocks the next job may contain; 0: try again in a later step."""
-        n = min(n, self._batch)
-        room = self._below.room(n)
+        if self._counted_jobs >= MAX_JOBS_IN_FLIGHT or not self._below.takes_puts:
+            return 0
+        room = self._below.room(min(n, self._batch))
         self.may_find_room = room == 0
         return room
 
@@ -298,9 +291,6 @@ class Demoter:
         """Number of writes in flight that count against the limit. A slow tier far below must not
         hold up the nearest one."""
         return len(self.jobs) - self._below.late_puts
-
-    def _may_start(self) -> bool:
-        return self._counted_jobs < MAX_JOBS_IN_FLIGHT and self._below.takes_puts
 
     def _retry_later(self, block_hashes: Iterable[BlockHash]) -> None:
         if self.aging is not None:
@@ -331,7 +321,6 @@ class Demoter:
                 status.ref_cnt += 1
             self._level.dirt.set_arriving(slots)
             self.jobs[ticket] = Transfer(ticket, hashes, statuses, self._flow.clock())
-        self.collect_lost()  # the port may have evicted blocks
         return started if started or Put.ALREADY in answers else None
 
     def _sort(self, wanted: Pairs, answers: Sequence[Put]) -> Pairs:

@@ -82,9 +82,9 @@ class Flow:
         self.emit(hashes, removed=True)
         self.evicted += hashes
         if not self.is_single:
-            is_dirty, may_hold = self.top.dirt.is_dirty, self.below.may_hold
+            dirty, may_hold = self.top.dirt.dirty, self.below.may_hold
             self._departures.lost_dirty_blocks += sum(
-                is_dirty(status.block_id) and not may_hold(block_hash)
+                dirty[status.block_id] and not may_hold(block_hash)
                 for block_hash, status in evicted
             )
             self.below.touch(hashes[::-1])

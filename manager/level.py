@@ -70,10 +70,12 @@ class Dirt:
 
     def __init__(self, capacity: int, is_last: bool) -> None:
         self._is_last = is_last
-        self._dirty = bytearray(capacity)
-        self._settled = bytearray(capacity)
-        self.dirty_mask: SlotMask = np.frombuffer(self._dirty, dtype=np.bool_)
-        self.settled_mask: SlotMask = np.frombuffer(self._settled, dtype=np.bool_)
+        self.dirty = bytearray(capacity)
+        """1 for each slot whose block should be written to the next tier."""
+        self.settled = bytearray(capacity)
+        """1 for each slot whose block may be evicted."""
+        self.dirty_mask: SlotMask = np.frombuffer(self.dirty, dtype=np.bool_)
+        self.settled_mask: SlotMask = np.frombuffer(self.settled, dtype=np.bool_)
         if is_last:  # nothing below: every block may be evicted
             self.settled_mask[:] = True
 
@@ -81,10 +83,6 @@ class Dirt:
     def dirty_blocks(self) -> int:
         """Number of dirty blocks; none in the last tier."""
         return 0 if self._is_last else int(np.count_nonzero(self.dirty_mask))
-
-    def is_dirty(self, slot: int) -> bool:
-        """True if the block in this slot should be written to the next tier."""
-        return bool(self._dirty[slot])
 
     def set_dirty(self, slots: Sequence[int] | Slots) -> None:
         """Mark these slots dirty: the next tier lacks their blocks. No effect in the last tier."""
@@ -95,7 +93,7 @@ class Dirt:
 
     def set_settled(self, slots: Sequence[int]) -> None:
         """Mark these slots settled: their blocks may be evicted."""
-        dirty, settled = self._dirty, self._settled
+        dirty, settled = self.dirty, self.settled
         for slot in slots:
             dirty[slot] = 0
             settled[slot] = 1
@@ -221,11 +219,12 @@ class Level:
     def make_room(self, n: int, protected: Container[BlockHash], may_drop_dirty: bool) -> int:
         """Evict until `n` slots are free, or as many as possible. Return the free slots, at most
         `n`."""
-        if not self.make_all_room(n, protected, may_drop_dirty):
-            free = self.backend.get_num_free_blocks()
-            mask = self._evictable(may_drop_dirty)
-            possible = len(self.policy.coldest(n - free, protected, mask))
-            self.make_all_room(free + possible, protected, may_drop_dirty)
+        if self.make_all_room(n, protected, may_drop_dirty):
+            return n
+        free = self.backend.get_num_free_blocks()
+        mask = self._evictable(may_drop_dirty)
+        possible = len(self.policy.coldest(n - free, protected, mask))
+        self.make_all_room(free + possible, protected, may_drop_dirty)
         return min(n, self.backend.get_num_free_blocks())
 
     def make_room_of_spent(self, n: int, protected: Container[BlockHash]) -> None:

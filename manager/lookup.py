@@ -40,8 +40,8 @@ class Answers:
     dictionary, and its cost does not grow with the tier. The hits of such a run are recorded by its
     two ends only.
 
-    The scheduler's thread writes these objects. A background thread may read them under the
-    manager's lock while no request is asking.
+    The scheduler's thread writes these objects. A background thread may call `hits` under the
+    manager's lock while no request is asking, when there are none.
 
     The adapter of vLLM inlines the hit in a run: if `ready_at[at]` equals the hash, the block is a
     hit, and `at` grows by one.
@@ -51,8 +51,8 @@ class Answers:
         "_hits",
         "_mark",
         "_nowhere",
-        "_protected",
-        "_protected_hits",
+        "_hit_set",
+        "_hits_in_set",
         "_start",
         "at",
         "misses",
@@ -72,9 +72,9 @@ class Answers:
         self._start = self._nowhere
         self._hits: list[BlockHash] = []
         self._mark = 0
-        self._protected: set[BlockHash] = set()
-        self._protected_hits = 0
-        """Number of hits that are in `_protected`."""
+        self._hit_set: set[BlockHash] = set()
+        self._hits_in_set = 0
+        """Number of hits that are in `_hit_set`."""
 
     def begin(self) -> None:
         """Start the lookups of another request."""
@@ -93,17 +93,15 @@ class Answers:
             self._hits += self.ready_at[self._start : self.at]
         self.at = self._start = self._nowhere
 
-    def hits(self) -> list[BlockHash]:
-        """Return all hits of this step. These blocks must stay until the step ends."""
-        return [*self._hits, *self.ready_at[self._start : self.at]]
+    def hits(self) -> Set[BlockHash]:
+        """Return all hits of this step, and end the run. These blocks must stay until it ends.
 
-    def protected(self) -> Set[BlockHash]:
-        """Return `hits` as a set, and end the run. Each hit is added once, however many stores
-        ask."""
+        Each hit is added to the set once, however many stores ask.
+        """
         self._end_run()
-        self._protected.update(self._hits[self._protected_hits :])
-        self._protected_hits = len(self._hits)
-        return self._protected
+        self._hit_set.update(self._hits[self._hits_in_set :])
+        self._hits_in_set = len(self._hits)
+        return self._hit_set
 
     def of_request(self) -> list[BlockHash]:
         """Return the hits since `begin`, and end the run: the next block is searched."""
@@ -114,31 +112,8 @@ class Answers:
         """End the step: forget its hits."""
         self.at = self._start = self._nowhere
         self._hits.clear()
-        self._mark = self._protected_hits = 0
-        self._protected.clear()
-
-
-class Arrivals:
-    """Transfers and answers that end below while the model computes.
-
-    They are taken in once a step for the requests that wait. The step's end would do it too late:
-    its requests would see them one step of the model later.
-    """
-
-    def __init__(self, collect: Callable[[], object]) -> None:
-        """`collect` takes in what ended below."""
-        self._collect = collect
-        self._is_due = True
-
-    def take_in(self) -> None:
-        """Take in what ended, at the first call of a step."""
-        if self._is_due:
-            self._is_due = False
-            self._collect()
-
-    def end_step(self) -> None:
-        """Let the next step take in again."""
-        self._is_due = True
+        self._mark = self._hits_in_set = 0
+        self._hit_set.clear()
 
 
 class Lookups:
@@ -152,11 +127,12 @@ class Lookups:
         claims: ClaimQueue,
         workers: WorkerTransfers,
         worth: Worth | None,
+        answers: Answers,
         store_wait_s: float | None,
         collect: Callable[[], object],
     ) -> None:
-        """`collect`: see `Arrivals`. `worth` receives the misses of requests, because the requests
-        compute these blocks.
+        """`collect` takes in what ended below. `worth` receives the misses of requests, because the
+        requests compute these blocks.
 
         `store_wait_s`: longest wait for a block that a worker is storing; None: such a block is a
         miss.
@@ -168,13 +144,14 @@ class Lookups:
         self._workers = workers
         self._worth = worth
         self._store_wait_s = store_wait_s
-        self._arrivals = Arrivals(collect)
-        self.is_single = flow.is_single
-        """True if every block outside the first tier is a miss."""
+        self._collect = collect
+        self._has_collected = False
+        """True if this step has taken in what ended below, for the requests that wait. The end of
+        the step would do it too late: its requests would see them one step of the model later."""
         self.top_get = flow.top.policy.get
         """Function that returns the status of a block in the first tier. Adapters use it to inline
         the plain hit."""
-        self.answers = Answers(flow.top.policy.ready_at)
+        self.answers = answers
         self.asking: Request | None = None
         """Request of the last lookup in this step. While there is one, blocks must stay in the
         first tier."""
@@ -184,6 +161,11 @@ class Lookups:
         """Number of blocks searched below in this step."""
         self._missing: list[Request] = []
         """Requests that missed a block in this step and need not wait for others."""
+
+    @property
+    def is_single(self) -> bool:
+        """True if every block outside the first tier is a miss."""
+        return self._flow.is_single
 
     def lookup(self, block_hashes: Iterable[BlockHash], request: Request) -> int | None:
         """Return the length of the longest prefix of hits; None: ask again."""
@@ -211,7 +193,7 @@ class Lookups:
             self.begin_asking(request, block_hash)
         status = self.top_get(block_hash)
         if status is not None and status.ref_cnt >= 0:
-            if request.is_plain:
+            if request.claim is None and request.allowed_media is None:  # no further checks
                 self.answers.hit(block_hash, status.block_id)
                 return HIT
             if block_hash in request.holds:
@@ -229,8 +211,10 @@ class Lookups:
         """
         with self._lock:  # from here on, the background removes no block of the first tier
             self.asking = request
-            if request.pending or request.asked is not None:
-                self._arrivals.take_in()
+            is_waiting = bool(request.pending) or request.asked is not None
+            if is_waiting and not self._has_collected:
+                self._has_collected = True
+                self._collect()
         request.missed_at = None
         self.answers.begin()
         if request.claim is not None:
@@ -247,7 +231,7 @@ class Lookups:
 
         RETRY means that the whole request waits; it need not be looked up again in this step.
         """
-        if status is None and self.is_single:
+        if status is None and self._flow.is_single:
             self.answers.misses += 1
             return MISS
         with self._lock:
@@ -266,7 +250,7 @@ class Lookups:
         self.answers.misses = 0
         self.answers.clear()
         self.asking = None
-        self._arrivals.end_step()
+        self._has_collected = False
         self._looks = 0
 
     def _note_miss(self, block_hash: BlockHash, request: Request) -> None:
@@ -292,8 +276,9 @@ class Lookups:
     def _state_below(
         self, block_hash: BlockHash, status: BlockStatus | None, request: Request
     ) -> LookupState:
-        may_read_top = request.may_read(self._flow.top.medium)
-        if status is not None and status.ref_cnt >= 0 and may_read_top:
+        if status is not None and not request.may_read(self._flow.top.medium):
+            status = None
+        if status is not None and status.ref_cnt >= 0:
             self.answers.hit(block_hash)
             self._claims.note_hit(block_hash, request)
             return HIT
@@ -306,8 +291,8 @@ class Lookups:
             medium = self._flow.below.tiers[pending.tier - 1].medium
             if pending.is_late or not request.may_read(medium):
                 return MISS
-            return self._claims.want(block_hash, 0, request, self.answers.of_request)
-        if status is not None and may_read_top:
+            return self._claims.want(block_hash, 0, request)
+        if status is not None:
             return self._wait_for_store(block_hash, request)
         if self._looks >= MAX_LOOKS_PER_STEP and request.claim is None:
             return RETRY
@@ -315,7 +300,7 @@ class Lookups:
         owner = None if request.recomputes else request
         tier = self._flow.below.may_hold(block_hash, request.allowed_media, owner)
         if tier > 0:
-            return self._claims.want(block_hash, tier, request, self.answers.of_request)
+            return self._claims.want(block_hash, tier, request)
         if tier != ASKING:
             return MISS
         if request.asked is None:
@@ -339,7 +324,7 @@ class Lookups:
         if request.storing_since_s is None:
             request.storing_since_s = now_s
         if now_s < request.storing_since_s + self._store_wait_s:
-            return self._claims.want(block_hash, 0, request, self.answers.of_request)
+            return self._claims.want(block_hash, 0, request)
         request.missed.add(block_hash)
         self._flow.counters.recomputed_blocks[Reason.DEADLINE] += 1
         return MISS

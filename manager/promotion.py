@@ -125,22 +125,16 @@ class Promoter:
         self.late_s = math.inf
         """Earliest time at which a block or job may become late."""
 
-    def begin(self, block_hash: BlockHash, tier: int, request: Request | None) -> None:
-        """Queue a block that `tier` holds. Without a request the read is a probe."""
-        pending = self.pending[block_hash] = Pending(tier, is_probe=request is None)
-        if request is not None:
-            self.join(block_hash, pending, request)
+    def begin(self, block_hash: BlockHash, tier: int, *, is_probe: bool = False) -> Pending:
+        """Queue a block that `tier` holds."""
+        pending = self.pending[block_hash] = Pending(tier, is_probe=is_probe)
         queue = self.queues[tier - 1]
         if not queue.queued:
             queue.moved_s = self._flow.clock()
             self.late_s = min(self.late_s, queue.moved_s + queue.deadline_s)
         queue.queued.append(block_hash)
         self.is_queued = True
-
-    def join(self, block_hash: BlockHash, pending: Pending, request: Request) -> None:
-        """Let the request wait for a block that is being promoted."""
-        pending.waiters[request] = None
-        request.pending.add(block_hash)
+        return pending
 
     def leave(self, request: Request) -> None:
         """End the request's waits. Queued blocks without a waiting request are not read."""
@@ -215,7 +209,8 @@ class Promoter:
         free_jobs = MAX_JOBS_IN_FLIGHT - len(queue.jobs)
         wanted = min(len(queued), free_jobs * batch)
         may_drop = self._below.is_blocked
-        top.policy.expect(queued[:wanted])
+        if top.policy.expects:
+            top.policy.expect(queued[:wanted])
         if may_displace:
             top.make_room_of_spent(wanted, protected)
         room = top.make_room(wanted, protected, may_drop_dirty=may_drop)

@@ -75,12 +75,6 @@ class Request:
     deferred: set[BlockHash] = field(default_factory=set)
     """Blocks of deferred stores that were not offered again. They are lost if the request ends."""
 
-    is_plain: bool = True
-    """True while every ready block is a hit without further checks."""
-
-    def __post_init__(self) -> None:
-        self.is_plain = self.allowed_media is None
-
     def in_prompt_order(self, block_hashes: Collection[BlockHash]) -> list[BlockHash]:
         """Return the blocks in the order of the prompt.
 
@@ -104,7 +98,6 @@ class Request:
         self.claim = None
         self.storing_since_s = None
         self.pending.clear()
-        self.is_plain = self.allowed_media is None
 
     def note_deferred(self, block_hashes: Sequence[BlockHash]) -> None:
         """Record a deferred store. The engine should offer its blocks again.
@@ -177,24 +170,29 @@ class RequestEnds:
             for is_new, run in runs_from_the_end(in_order, used.__getitem__):
                 (policy.settle if is_new else policy.touch)(run)
         if not self._flow.is_single and not all(used.values()):
-            self._note_reuse([h for h in used if not used[h]])
+            self._note_reuse(used)
 
-    def _note_reuse(self, reused: list[BlockHash]) -> None:
-        """Count the uses, and mark blocks dirty that a tier below may take now.
+    def _note_reuse(self, used: dict[BlockHash, bool]) -> None:
+        """Count the uses of reused blocks. Mark those dirty that a tier below may take now.
 
         If tier 1 lacks a settled block, admission refused it, and may accept it now.
         """
         top, below, counts = self._top, self._flow.below, self._counts_uses
-        found = [(h, s) for h in reused if (s := top.policy.get(h)) is not None and s.ref_cnt >= 0]
-        top.uses.note_reuse([status for _, status in found])
-        settled = top.dirt.settled_mask
-        wanted = [
-            (h, s.block_id)
-            for h, s in found
-            if settled[s.block_id] and ((counts and below.may_hold(h) != 1) or below.wants_again(h))
-        ]
-        if not wanted:
-            return
-        top.dirt.set_dirty([slot for _, slot in wanted])
-        if self._aging is not None:
-            self._aging.note([h for h, _ in wanted])
+        get, settled = top.policy.get, top.dirt.settled
+        found: list[BlockStatus] = []
+        wanted: list[BlockHash] = []
+        slots: list[int] = []
+        for block_hash, is_new in used.items():
+            status = None if is_new else get(block_hash)
+            if status is None or status.ref_cnt < 0:
+                continue
+            found.append(status)
+            if not settled[status.block_id]:
+                continue
+            if (counts and below.may_hold(block_hash) != 1) or below.wants_again(block_hash):
+                wanted.append(block_hash)
+                slots.append(status.block_id)
+        top.uses.note_reuse(found)
+        top.dirt.set_dirty(slots)
+        if self._aging is not None and wanted:
+            self._aging.note(wanted)

@@ -83,7 +83,8 @@ class Stores:
             new = [h for h in new if h not in self._workers.outdated]
         if new:
             flow.counters.store_sizes.append(len(new))
-        top.policy.expect(new)
+        if top.policy.expects:
+            top.policy.expect(new)
         room: int | None = len(new)
         if len(new) > top.backend.get_num_free_blocks():
             room = self._make_room(new, block_hashes, request)
@@ -91,7 +92,8 @@ class Stores:
             self._worth.note_offer(block_hashes, request, room is not None, flow.clock())
         if room is None:
             flow.counters.store_refused_busy += 1
-            self._claims.room.note_refused_store(len(new))
+            promotions = self._claims.room
+            promotions.refused_store = max(promotions.refused_store, len(new))
             if request is not None:
                 request.note_deferred(new)
             return None
@@ -142,7 +144,7 @@ class Stores:
     ) -> int | None:
         """Make room. Return the number of slots for new blocks; None if a short wait gives more."""
         need, top = len(new), self._top
-        protected = _Protected(set(offered), self._answers.protected())
+        protected = _Protected(set(offered), self._answers.hits())
         may_drop = self._below.is_blocked
         if need <= top.capacity and top.make_all_room(need, protected, may_drop):
             return need

@@ -10,22 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING
 
-from ..tiers.base import Backend, BlockHash, BlockStatus, LoadStoreSpec
+from ..tiers.base import BlockHash, BlockStatus, LoadStoreSpec
 from .flow import Flow
 from .level import SPENT
 from .request import Request
-
-if TYPE_CHECKING:
-    from .claim_queue import ClaimQueue
 
 
 class WorkerTransfers:
     """Stores and loads of workers in flight, and the quarantine. Used under the manager's lock."""
 
-    def __init__(self, backend: Backend, steps_until_flushed: int) -> None:
-        self._backend = backend
+    def __init__(self, flow: Flow, steps_until_flushed: int, served_end: bytes) -> None:
+        """`served_end`: last bytes of the hashes of those blocks by which tokens are counted."""
+        self._counters = flow.counters
+        self._top = flow.top
+        self._media = [flow.top.medium, *(facts.medium for facts in flow.below.tiers)]
+        self._served_end = served_end
         self._steps_until_flushed = steps_until_flushed
         self._step = 0
         """Number of steps in which slots were in quarantine."""
@@ -44,6 +44,35 @@ class WorkerTransfers:
     def is_busy(self) -> bool:
         """True if transfers in flight will free or unpin slots."""
         return bool(self.stores or self.loads or self.outdated or self.quarantine)
+
+    def begin_loads(
+        self, block_hashes: Collection[BlockHash], request: Request | None
+    ) -> LoadStoreSpec:
+        """Pin blocks that a worker reads, and return their slots."""
+        hashes = list(block_hashes)
+        loads, origin, served_end = self.loads, self._top.origin, self._served_end
+        loaded, served = self._counters.loaded_blocks, self._counters.served_blocks
+        pinned: list[BlockStatus] = []
+        for block_hash, status in zip(hashes, self._top.policy.get_many(hashes), strict=True):
+            assert status is not None and status.ref_cnt >= 0, "only hits can be loaded"
+            status.ref_cnt += 1
+            pinned.append(status)
+            entry = loads.get(block_hash)
+            loads[block_hash] = (status, 1 if entry is None else entry[1] + 1)
+            slot = status.block_id
+            source = origin[slot]
+            if source:  # the first load counts for the tier below, later ones for the first tier
+                origin[slot] = 0 if source == SPENT else SPENT
+                source = 0 if source == SPENT else source
+                if source and request is not None:
+                    request.sources[block_hash] = self._media[source]
+            loaded[source] += 1
+            served[source] += block_hash.endswith(served_end)
+        if request is None:
+            self._top.policy.touch(hashes)
+        else:
+            request.keys.update(dict.fromkeys(hashes, False))
+        return self._top.backend.get_load_store_spec(hashes, pinned)
 
     def end_loads(self, block_hashes: Collection[BlockHash]) -> None:
         """Remove one pin of each block, because a worker has read them."""
@@ -134,55 +163,4 @@ class WorkerTransfers:
         """Drop one count of a slot, and free the slot at zero."""
         status.ref_cnt -= 1
         if status.ref_cnt == 0:
-            self._backend.free(status)
-
-
-class Loads:
-    """Pin the blocks that workers read. Used under the manager's lock."""
-
-    def __init__(
-        self,
-        flow: Flow,
-        claims: ClaimQueue,
-        workers: WorkerTransfers,
-        served_end: bytes,
-    ) -> None:
-        """`served_end`: last bytes of the hashes of those blocks by which tokens are counted."""
-        self._flow = flow
-        self._top = flow.top
-        self._claims = claims
-        self._workers = workers
-        self._served_end = served_end
-        self._media = [flow.top.medium, *(facts.medium for facts in flow.below.tiers)]
-
-    def prepare(
-        self, block_hashes: Collection[BlockHash], request: Request | None
-    ) -> LoadStoreSpec:
-        """Implement `CascadingOffloadingManager.prepare_load`."""
-        hashes = list(block_hashes)
-        counters, loads = self._flow.counters, self._workers.loads
-        origin, served_end = self._top.origin, self._served_end
-        loaded, served = counters.loaded_blocks, counters.served_blocks
-        pinned: list[BlockStatus] = []
-        for block_hash, status in zip(hashes, self._top.policy.get_many(hashes), strict=True):
-            assert status is not None and status.ref_cnt >= 0, "only hits can be loaded"
-            status.ref_cnt += 1
-            pinned.append(status)
-            entry = loads.get(block_hash)
-            loads[block_hash] = (status, 1 if entry is None else entry[1] + 1)
-            slot = status.block_id
-            source = origin[slot]
-            if source:  # the first load counts for the tier below, later ones for the first tier
-                origin[slot] = 0 if source == SPENT else SPENT
-                source = 0 if source == SPENT else source
-                if source and request is not None:
-                    request.sources[block_hash] = self._media[source]
-            loaded[source] += 1
-            served[source] += block_hash.endswith(served_end)
-        if request is None:
-            self._top.policy.touch(hashes)
-        else:
-            request.keys.update(dict.fromkeys(hashes, False))
-            if request.claim is not None:
-                self._claims.release(request)
-        return self._top.backend.get_load_store_spec(hashes, pinned)
+            self._top.backend.free(status)

@@ -151,6 +151,9 @@ class CachePolicy(ABC):
     wants_chains: bool = False
     """Whether the policy uses `note_chain`; it need not be called otherwise."""
 
+    expects: bool = False
+    """Whether the policy uses `expect`; it need not be called otherwise."""
+
     ref_counts: RefCounts | None = None
     """View of the backend's slots, if it has one; set by the owner of both."""
 

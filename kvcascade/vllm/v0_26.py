@@ -137,10 +137,9 @@ class CascadeManager(OffloadingManager):
             answers.at = at + 1
             return _HIT
         request = self._request
-        if not request.is_plain:
-            if key in request.holds:  # type: ignore[comparison-overlap]
-                answers.hit(key)  # type: ignore[arg-type]
-                return _HIT
+        if request.holds and key in request.holds:  # type: ignore[comparison-overlap]
+            answers.hit(key)  # type: ignore[arg-type]
+            return _HIT
         status = self._top_get(key)  # type: ignore[arg-type]
         if status is not None:
             state = self._lookups.lookup_block(key, request)  # type: ignore[arg-type]

@@ -303,13 +303,6 @@ class BelowChain(Below):
     def touch(self, keys: Sequence[BlockHash]) -> None:
         self._touch_from(0, keys)
 
-    def settle(self, keys: Sequence[BlockHash]) -> None:
-        for port in self._ports:
-            port.settle(keys)
-
-    def chain(self, keys: Sequence[BlockHash]) -> bool:
-        return [port.chain(keys) for port in self._ports][0]
-
     # -- outcomes --------------------------------------------------------------------------
 
     def poll(self) -> Sequence[Ended]:

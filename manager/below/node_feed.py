@@ -82,6 +82,8 @@ class NodeFeed(NodeInbox):
         self.find: Find = find_nothing
         """Search in the presence table."""
         self.state = NodeState.JOINING
+        self.can_read = False
+        """True if the node can read blocks."""
         self.can_write = False
         """True if the node has a writer that answers, and its blocks are found."""
         self.misconfigured = ""
@@ -196,11 +198,12 @@ class NodeFeed(NodeInbox):
         self._look()
 
     def _look(self) -> None:
-        """Set `find` and `can_write` by the state."""
+        """Set `find`, `can_read` and `can_write` by the state."""
         table = self._presence.table
         self.can_write = self.state in CAN_WRITE and table is not None
-        is_readable = self.state in CAN_READ and not self._is_resetting
-        self.find = table.find if is_readable and table is not None else find_nothing
+        self.can_read = self.state in CAN_READ
+        is_found = self.can_read and not self._is_resetting
+        self.find = table.find if is_found and table is not None else find_nothing
 
     def _mapped(self, mapping: Future[PresenceTable]) -> None:
         table = self._presence.end(mapping)

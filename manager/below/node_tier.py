@@ -9,11 +9,11 @@ answered, nothing is found and reads end as GONE.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from ...handlers.node.path_wire import CAN_READ, JobDone, NodeState, PutJob, ResetJob, pack_slots
+from ...handlers.node.path_wire import JobDone, NodeState, PutJob, ResetJob, pack_slots
 from ...tiers.base import BlockHash, BlockOutcome
 from ...tiers.breaker import Breaker
 from ...tiers.nvme.path.path_messages import Touch, Why
@@ -196,13 +196,20 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
     def touch(self, keys: Sequence[BlockHash]) -> None:
         self._client.tell(Touch(list(keys)))
 
-    def settle(self, keys: Sequence[BlockHash]) -> None:
-        self._client.tell(Touch(list(keys), is_settle=True))
+    def note_request(self, keys: Sequence[BlockHash], counted: Container[BlockHash]) -> None:
+        """Report the blocks of a request that ended, in prefix order, for another manager's jobs.
 
-    def chain(self, keys: Sequence[BlockHash]) -> bool:
+        The use of the blocks in `counted` was counted when they were stored or loaded.
+        """
         if self._wants_chains:
-            self._client.tell(Touch(list(keys), is_chain=True))
-        return self._wants_chains
+            notes = [Touch(list(keys), is_chain=True)]
+        else:
+            stored: list[bytes] = [key for key in keys if key in counted]
+            used: list[bytes] = [key for key in keys if key not in counted]
+            notes = [Touch(stored, is_settle=True), Touch(used)]
+        for note in notes:
+            if note.keys:
+                self._client.tell(note)
 
     # -- outcomes --------------------------------------------------------------------------
 
@@ -229,7 +236,7 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
         return self.writes.breaker.is_resting or self.feed.state is NodeState.OFF
 
     def rests(self, tier: int) -> bool:
-        return self.reads.breaker.is_open or self.feed.state not in CAN_READ
+        return self.reads.breaker.is_open or not self.feed.can_read
 
     def write_state(self) -> WriteState:
         breaker, feed = self.writes.breaker, self.feed

@@ -161,17 +161,6 @@ class Below(ABC):
         """Count a use of these blocks in the nearest tier that holds them, in prefix order;
         unknown blocks are ignored."""
 
-    def settle(self, keys: Sequence[BlockHash]) -> None:  # noqa: B027 - optional for implementers
-        """Report blocks that one request stored in several parts, in prompt order. Not a use."""
-
-    def chain(self, keys: Sequence[BlockHash]) -> bool:
-        """Report all blocks of a request that ended, in prefix order.
-
-        Return False if the policy of tier 1 ignores the report. The caller then uses `touch` and
-        `settle`.
-        """
-        return False
-
     # -- outcomes --------------------------------------------------------------------------
 
     @abstractmethod

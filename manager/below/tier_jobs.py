@@ -1,4 +1,4 @@
-"""Jobs of another manager over the port: its stores and loads, with one answer per block.
+"""Jobs of another manager over one tier: its stores and loads, with one answer per block.
 
 The other manager decides what it offers and when. Admission, room and write budget may refuse
 blocks, at once or in the outcome. A store leaves these blocks out and does not fail. A block that
@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from ...tiers.base import BlockHash, BlockOutcome
 from ..admission import Admission, PastUses
 from ..base import BlockEvent
-from .port import Below, Ended, Put
+from .node_tier import NodeTier
+from .port import Ended, Put
 
 FORGET_FAILED_S = 30.0
 MAX_FAILED = 65_536
@@ -70,7 +71,7 @@ class _EndedRequest:
 class TierJobs:
     """Stores and loads of slots that another manager owns."""
 
-    def __init__(self, below: Below, admission: Admission, clock: Callable[[], float]) -> None:
+    def __init__(self, below: NodeTier, admission: Admission, clock: Callable[[], float]) -> None:
         """`clock` returns monotonic seconds."""
         self.below = below
         self._admission = admission
@@ -197,15 +198,9 @@ class TierJobs:
         excess = len(unreported) - MAX_UNREPORTED
         for number, request in enumerate(unreported):
             if number < excess or not request.waits_for(self._storing):
-                self._report(request)
+                self.below.note_request(request.keys, request.counted)
             else:
                 self._unreported.append(request)
-
-    def _report(self, request: _EndedRequest) -> None:
-        keys, counted = request.keys, request.counted
-        if not self.below.chain(keys):
-            self.below.settle([h for h in keys if h in counted])
-            self.below.touch([h for h in keys if h not in counted])
 
     def _land(self, asked: _Asked, ended: Ended) -> tuple[tuple[BlockHash, ...], bool]:
         if not ended.is_get:

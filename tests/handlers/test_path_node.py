@@ -319,7 +319,7 @@ def test_uses_and_bytes_read_are_reported(rig: NodesRig, node: NodeTwin) -> None
     put(node, range(3))
     end(node)
     node.tier.touch(keys(3))
-    node.tier.settle(keys(2))
+    node.tier.note_request(keys(2), keys(2))
     node.tier.get(2, 1, keys(3), [8, 9, 10])
     end(node)
     node.tick(2.0)

@@ -313,7 +313,7 @@ class Engine:
         is_behind = any(feed.incoming or feed.lost for feed in feeds)
         for block_hash, status in evicted:
             assert status.ref_cnt == 0, "in use"
-            is_counted = level.is_last or level.dirt.is_dirty(status.block_id)
+            is_counted = level.is_last or level.dirt.dirty[status.block_id]
             if not (self.may_lose or is_behind or is_counted):
                 below = self.cascade.policies[index + 1 :]
                 assert any(policy.get(block_hash) for policy in below), "lost and not counted"
@@ -331,7 +331,7 @@ class Engine:
             self.cascade.run_transfers()
         promoter, claims = self.manager._promoter, self.manager._claims
         assert not (self.jobs or promoter.pending or self.manager._claims._holds.users)
-        assert not (claims._queue or claims._admitted)
+        assert not (claims._queue or claims.admitted)
         self.check()
         self.manager.shutdown()
         self.check()

@@ -78,12 +78,6 @@ class BelowTwin(Below):
             if key in self._held:
                 self._held[key] = self._held.pop(key)
 
-    def settle(self, keys: Sequence[BlockHash]) -> None:
-        """The order of coming is kept."""
-
-    def chain(self, keys: Sequence[BlockHash]) -> bool:
-        return False
-
     def run(self) -> None:
         """Let every transfer end, unless the twin is stalled."""
         while self._queued and not self.is_stalled:

@@ -107,4 +107,4 @@ class Books:
     def _may_leave_some_day(self, index: int, status: BlockStatus) -> bool:
         level, slot = levels(self._manager)[index], status.block_id
         is_settled = bool(level.dirt.settled_mask[slot])
-        return is_settled or level.dirt.is_dirty(slot) or slot in self.leaving[index]
+        return is_settled or bool(level.dirt.dirty[slot]) or slot in self.leaving[index]

@@ -37,8 +37,7 @@ class OrderedPolicy(CachePolicy):
         self._directory = directory
         self._order = order
         self.wants_chains = order.wants_chains
-        self._expects = order.wants_tags and type(order).expect is not EvictionOrder.expect
-        """Whether the order uses `expect`; if not, no tags are computed for it."""
+        self.expects = order.wants_tags and type(order).expect is not EvictionOrder.expect
         self.ready_at = directory.ready_at
         # The directory answers alone, so the manager calls its methods directly.
         for name in ("get", "get_many", "mark_ready"):
@@ -48,7 +47,7 @@ class OrderedPolicy(CachePolicy):
         return self._directory.get(block_hash)
 
     def expect(self, block_hashes: Iterable[BlockHash]) -> None:
-        if self._expects:
+        if self.expects:
             self._order.expect(list(map(tag_of, block_hashes)))
 
     def insert(self, block_hash: BlockHash, status: BlockStatus) -> None:
