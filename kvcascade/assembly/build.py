@@ -16,7 +16,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..config import sizes
-from ..config.machine import ThisMachine, cpu_capacity, settled, writing
+from ..config.machine import Machine, cpu_capacity, settled, writing
 from ..config.schema import (
     DEFAULT_FLUSH_S,
     CascadeConfig,
@@ -131,7 +131,7 @@ def open_worker(
     """
     from ..handlers.device.staging import torch_layouts
 
-    settings = settled(settings, ThisMachine(), geometry.world_size)
+    settings = settled(settings, Machine(), geometry.world_size)
     arena_geometry = _arena_geometry(settings, geometry)
     refs = [[PageRef(tensor, size) for tensor, size in group] for group in groups]
     layout = WorkerLayout(
@@ -263,7 +263,7 @@ def open_cascade(
     of the namespace for people; `about` is written beside it. `file_system` returns the file system
     of an NVMe tier. For the rest see `ManagerOptions`. Raises one of our errors.
     """
-    settings = settled(settings, ThisMachine(), geometry.world_size)
+    settings = settled(settings, Machine(), geometry.world_size)
     arena_geometry = _arena_geometry(settings, geometry)
     role = ArenaRole.scheduler(expect_workers=expect_workers)
     with ExitStack() as undo:
@@ -355,14 +355,14 @@ def _recorder(settings: CascadeConfig, geometry: Geometry, block_bytes: int) -> 
 
 
 def _arena_geometry(settings: CascadeConfig, geometry: Geometry) -> ArenaGeometry:
-    capacity = cpu_capacity(settings.cpu, ThisMachine())
+    capacity = cpu_capacity(settings.cpu, Machine())
     return ArenaGeometry.fit(
         capacity, geometry.rank_bytes, geometry.world_size, kept=settings.cpu.persist
     )
 
 
 def _manager_options(settings: CascadeConfig, top: CpuBackend) -> ManagerOptions:
-    written = writing(settings, ThisMachine())
+    written = writing(settings, Machine())
     if written is not None:
         logger.info("kvcascade: %s", written)
     return ManagerOptions(

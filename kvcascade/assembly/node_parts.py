@@ -18,7 +18,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from ..config.machine import ThisMachine
+from ..config.machine import Machine
 from ..config.schema import DirectIO, Movers, NvmeTierOptions
 from ..errors import ConfigError
 from ..handlers.node.node_keeper import KeeperOptions, NodeKeeper
@@ -175,7 +175,7 @@ def open_node_tier(
     errors if the path refuses the engine's configuration.
     """
     make_folders(options.path, f"{options.key}.path")
-    asked = path_options(options, ThisMachine())
+    asked = path_options(options, Machine())
     block_bytes = engine.memory.slot_bytes
     slots = slots_of_segment(asked.segment_bytes, block_bytes)
     plan = plan_segments(asked.capacity_bytes, block_bytes, len(options.path), slots)

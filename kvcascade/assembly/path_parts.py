@@ -16,7 +16,6 @@ import msgspec
 
 from ..config.machine import (
     Machine,
-    ThisMachine,
     check_nvme,
     nearest_existing,
     nvme_capacity,
@@ -71,7 +70,6 @@ def path_parts(
     path: GivenPath,
     given: Mapping[str, object],
     key: str,
-    machine: Machine | None = None,
 ) -> PathParts:
     """Return a path with its options: those `given`, else those recorded, else the defaults.
 
@@ -79,7 +77,7 @@ def path_parts(
     messages. If the path has several folders and is open for the first time, all are needed; later
     the first is enough. Raises `ConfigError`, `CorruptionError` or `TierIOError`.
     """
-    machine = machine or ThisMachine()
+    machine = Machine()
     at = At(key, policies=known_names())
     tier = read_options(NvmeTierOptions, at, {"path": _absolute(path), **given}, also=())
     roots = tier.path

@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from ..assembly.named import admission_rule, checked_tier
 from ..assembly.node_parts import EngineFacts, SlotMemory, open_node_tier
-from ..config.machine import ThisMachine
+from ..config.machine import Machine
 from ..config.schema import CascadeConfig, NvmeTierOptions, OnReset
 from ..logs import get_logger
 from ..manager.below.single_tier import STALLED_S
@@ -82,7 +82,7 @@ class KVCascadeTier(SecondaryTierManager):
         self._rows = primary_kv_view.cast("B")
         assert primary_kv_view.strides is not None, "a view has strides"
         self._row_bytes = primary_kv_view.strides[0]  # up to 0.28 nothing else states it
-        settings = checked_tier(options, ThisMachine())
+        settings = checked_tier(options, Machine())
         key = _namespace_key(offloading_spec.config, settings, self._row_bytes)
         self._on_reset = settings.on_reset
         with_events = bool(offloading_spec.kv_events_config.enable_kv_cache_events)
