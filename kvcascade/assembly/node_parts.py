@@ -109,10 +109,9 @@ class OpenTier:
         self.node.close()
         self.mapper.shutdown()
 
-    def note_chain(self, keys: Sequence[bytes], fresh: int, tokens: int) -> tuple[()]:
+    def note_chain(self, keys: Sequence[bytes], fresh: int, tokens: int) -> None:
         """Have the writer log the order of a prompt's blocks: a `Write` of `ChainNotes`."""
         self.node.tell(chain_of(keys, fresh, tokens))
-        return ()
 
     @property
     def folder(self) -> Path | None:
