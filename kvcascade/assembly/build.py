@@ -20,8 +20,6 @@ from ..config.machine import Machine, cpu_capacity, settled, writing
 from ..config.schema import (
     DEFAULT_FLUSH_S,
     CascadeConfig,
-    DirectIO,
-    NvmeTierOptions,
     WriteMode,
 )
 from ..errors import ConfigError
@@ -39,7 +37,6 @@ from ..tiers.cpu.arena import Arena, ArenaRole
 from ..tiers.cpu.cpu_backend import CpuBackend
 from ..tiers.cpu.header import ArenaGeometry
 from ..tiers.cpu.slot_table import KeptDirectory
-from ..tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ..tiers.nvme.namespace import NamespaceKey
 from ..tiers.policies import create
 from .chain_notes import ChainNotes
@@ -62,15 +59,6 @@ logger = get_logger(__name__)
 
 COPY_THREADS = 2
 """Threads of a worker on the CPU platform that copy pages, one per direction."""
-
-
-FileSystemOf = Callable[[NvmeTierOptions], FileSystem]
-"""Returns the file system for an NVMe tier with these options."""
-
-
-def real_file_system(options: NvmeTierOptions) -> FileSystem:
-    """Return the machine's file system, with direct I/O if the options allow it."""
-    return RealFileSystem(direct=options.direct_io is not DirectIO.OFF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,14 +242,13 @@ def open_cascade(
     waits_for_stores: bool = True,
     expect_workers: bool = True,
     about: Mapping[str, Any] | None = None,
-    file_system: FileSystemOf = real_file_system,
     on_transfer: OnTransfer | None = None,
 ) -> Cascade:
     """Open the scheduler's side; the workers have opened theirs.
 
     `facts`: fields of the fingerprint; the workers' tensor layouts are added to them. `label`: name
-    of the namespace for people; `about` is written beside it. `file_system` returns the file system
-    of an NVMe tier. For the rest see `ManagerOptions`. Raises one of our errors.
+    of the namespace for people; `about` is written beside it. For the rest see `ManagerOptions`.
+    Raises one of our errors.
     """
     settings = settled(settings, Machine(), geometry.world_size)
     arena_geometry = _arena_geometry(settings, geometry)
@@ -279,7 +266,7 @@ def open_cascade(
         top = Tier("cpu", backend, create(settings.cpu.policy, backend.capacity, directory))
         replicas = _replicas(geometry, digests)
         engine = _engine_facts(settings, arena, key, replicas, with_events)
-        open_node_tiers(settings.nvme, engine, _own_file_system(file_system), nodes, undo)
+        open_node_tiers(settings.nvme, engine, nodes, undo)
         remote: OpenRemote | None = None
         if settings.remote is not None:
             remote = open_remote_tier(settings.remote, engine)
@@ -340,11 +327,6 @@ def _manager(
     rule = admission_rule(settings.nvme[0].admission)
     port = port_of(nodes, settings.nvme, top.backend.capacity, lowest)
     return CascadingOffloadingManager(top, port, options, admission=rule)
-
-
-def _own_file_system(file_system: FileSystemOf) -> FileSystemOf | None:
-    """Return the function if it gives file systems that only this process has, else None."""
-    return None if file_system is real_file_system else file_system
 
 
 def _recorder(settings: CascadeConfig, geometry: Geometry, block_bytes: int) -> Recorder | None:

@@ -1,8 +1,7 @@
 """Open NVMe tiers: one node, which moves the blocks, and one port for each tier.
 
-A node is a process. It is a thread of this process with `"movers": "threads"`, or if the file
-system exists in this process only, as in tests. It joins the writer of the path, or becomes the
-writer.
+A node is a process. With `"movers": "threads"`, or for memory that no process can share, it is a
+thread of this process. It joins the writer of the path, or becomes the writer.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -32,7 +30,7 @@ from ..manager.below.port import Below, TierFacts
 from ..tiers.cpu.arena import Arena
 from ..tiers.cpu.header import HEADER_BYTES
 from ..tiers.cpu.slot_table import NO_EPOCH
-from ..tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
+from ..tiers.nvme.disk.filesystem import RealFileSystem
 from ..tiers.nvme.namespace import NamespaceKey
 from ..tiers.nvme.path.path_messages import PathOptions, chain_of
 from ..tiers.nvme.path.presence_file import map_presence
@@ -122,18 +120,16 @@ class OpenTier:
 def open_node_tiers(
     tiers: Sequence[NvmeTierOptions],
     engine: EngineFacts,
-    file_system_of: Callable[[NvmeTierOptions], FileSystem] | None,
     opened: list[OpenTier],
     undo: ExitStack,
 ) -> None:
     """Open the tiers, nearest first, and append them to `opened`; `undo` closes them.
 
-    `file_system_of`: see `open_node_tier`. Raises one of our errors.
+    Raises one of our errors.
     """
     for number, options in enumerate(tiers):
         name = "nvme" if len(tiers) == 1 else f"nvme{number}"
-        file_system = None if file_system_of is None else file_system_of(options)
-        opened.append(open_node_tier(name, options, engine, file_system))
+        opened.append(open_node_tier(name, options, engine))
         undo.callback(opened[-1].close)
 
 
@@ -165,13 +161,10 @@ def epoch_below(tiers: Sequence[OpenTier]) -> int:
     return sum(known) if len(known) == len(epochs) else NO_EPOCH
 
 
-def open_node_tier(
-    name: str, options: NvmeTierOptions, engine: EngineFacts, file_system: FileSystem | None
-) -> OpenTier:
+def open_node_tier(name: str, options: NvmeTierOptions, engine: EngineFacts) -> OpenTier:
     """Start the node of a tier and wait until it has joined, at most `JOIN_LIMIT_S`.
 
-    `file_system`: one that only this process has; None for that of the machine. Raises one of our
-    errors if the path refuses the engine's configuration.
+    Raises one of our errors if the path refuses the engine's configuration.
     """
     make_folders(options.path, f"{options.key}.path")
     asked = path_options(options, Machine())
@@ -182,14 +175,14 @@ def open_node_tier(
     nodes: list[NodeKeeper] = []
 
     def client_of(on_note: Callable[[Any], None]) -> NodeKeeper:
-        nodes.append(_node(options, asked, engine, file_system, on_note))
+        nodes.append(_node(options, asked, engine, on_note))
         return nodes[0]
 
     port = NodeTier(
         client_of,
         NodeTierOptions(
             TierFacts(name, "NVME", block_bytes, plan.slots),
-            partial(_map_presence, file_system),
+            _map_presence,
             mapper,
             engine.stall_s,
             engine.with_events,
@@ -226,7 +219,6 @@ def _node(
     options: NvmeTierOptions,
     asked: PathOptions,
     engine: EngineFacts,
-    file_system: FileSystem | None,
     on_note: Callable[[Any], None],
 ) -> NodeKeeper:
     memory = engine.memory
@@ -243,13 +235,11 @@ def _node(
         engine.has_prefault,
         memory.is_huge,
     )
-    is_process = file_system is None and options.movers is Movers.PROCESS
     batched = KeeperOptions(is_batched=True)
-    if is_process and memory.duplicate is not None:
+    if options.movers is Movers.PROCESS and memory.duplicate is not None:
         return node_process(setup, memory.duplicate, on_note, batched)
-    fs = file_system or RealFileSystem(setup.is_direct)
-    return node_thread(setup, memory.view, fs, on_note, batched)
+    return node_thread(setup, memory.view, RealFileSystem(setup.is_direct), on_note, batched)
 
 
-def _map_presence(file_system: FileSystem | None, folder: str, slots: int) -> PresenceTable:
-    return map_presence(file_system or RealFileSystem(), Path(folder), slots)
+def _map_presence(folder: str, slots: int) -> PresenceTable:
+    return map_presence(RealFileSystem(), Path(folder), slots)

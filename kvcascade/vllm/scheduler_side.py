@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..assembly.build import Cascade, FileSystemOf, Geometry, open_cascade, real_file_system
+from ..assembly.build import Cascade, Geometry, open_cascade
 from ..config.schema import DEFAULT_FLUSH_S, CascadeConfig
 from ..identity import is_shareable, private_identity, weights_identity
 from ..logs import get_logger, json_handler, wants_json
@@ -126,7 +126,6 @@ def open_scheduler_side(
     with_events: bool,
     waits_for_stores: bool = True,
     about: Mapping[str, Any] | None = None,
-    file_system: FileSystemOf = real_file_system,
 ) -> Cascade:
     """Open the cascade in the scheduler process, and warn if its blocks cannot outlive it.
 
@@ -147,7 +146,6 @@ def open_scheduler_side(
         with_events=with_events,
         waits_for_stores=waits_for_stores,
         about=about,
-        file_system=file_system,
         on_transfer=transfer_spans(engine_config),
     )
 

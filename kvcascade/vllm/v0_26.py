@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
-from ..assembly.build import Cascade, Geometry, WorkerSide, open_worker, real_file_system
+from ..assembly.build import Cascade, Geometry, WorkerSide, open_worker
 from ..assembly.named import configured
 from ..config.schema import CascadeConfig
 from ..handlers.device.copier import GpuBlocks
@@ -337,10 +337,6 @@ class CascadeOffloadingSpec(OffloadingSpec):
         """Return the label names of the info metric, from 0.33 on."""
         return Cascade.INFO_KEYS
 
-    file_system = staticmethod(real_file_system)
-    """Returns the file system of an NVMe tier. If a subclass returns another one, all I/O stays in
-    the scheduler's process, whatever `movers` is set to."""
-
     manager_type: type[CascadeManager] = CascadeManager
     """Class of the manager; 0.24 needs another one."""
 
@@ -370,7 +366,6 @@ class CascadeOffloadingSpec(OffloadingSpec):
                 config.model.name,
                 with_events=self.kv_events_config.enable_kv_cache_events,
                 about=about_blocks(config),
-                file_system=self.file_system,
             )
             self._manager = self.manager_type(cascade, self._geometry.tokens_per_block)
         return self._manager
