@@ -372,21 +372,23 @@ class CascadeOffloadingSpec(OffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
-            config = self.config
-            layers = layer_names(config)
-            pages = from_canonical(kv_caches)
-            require_whole(pages, layers, config.worker_kv_bytes_per_block)
-            side = open_worker(
-                self._settings,
-                self._geometry,
-                config.engine_id,
-                rank=config.parallel.rank,
-                tensors=pages.tensors,
-                groups=pages.groups,
-                packing=packing_of_layers(self._engine_config, layers, pages.num_blocks),
-            )
-            self._worker = CascadeWorker(side)
+            self._worker = CascadeWorker(self._open_worker(kv_caches))
         return self._worker
+
+    def _open_worker(self, kv_caches: CanonicalKVCaches) -> WorkerSide:
+        config = self.config
+        layers = layer_names(config)
+        pages = from_canonical(kv_caches)
+        require_whole(pages, layers, config.worker_kv_bytes_per_block)
+        return open_worker(
+            self._settings,
+            self._geometry,
+            config.engine_id,
+            rank=config.parallel.rank,
+            tensors=pages.tensors,
+            groups=pages.groups,
+            packing=packing_of_layers(self._engine_config, layers, pages.num_blocks),
+        )
 
 
 def _geometry(config: OffloadingConfig, engine_config: Any | None = None) -> Geometry:
