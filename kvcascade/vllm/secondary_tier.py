@@ -182,12 +182,12 @@ class KVCascadeTier(SecondaryTierManager):
 
 
 def _namespace_key(config: Any, settings: CascadeConfig, row_bytes: int) -> NamespaceKey:
-    engine_config = engine_facts.engine_config()
+    engine_config, kv_config = engine_facts.engine_config(), engine_facts.kv_cache_config()
     refuse_useless(engine_config)
-    refuse_wrong_stores(config)
+    refuse_wrong_stores(config, kv_config)
     cache = getattr(engine_config, "cache_config", None)
     shape = {
-        **shape_facts(config),
+        **shape_facts(config, kv_config),
         "rows": f"vLLM's tiering, {row_bytes} bytes",
         # None of our code runs in workers. Their attention backends are known only if the one
         # worker lives in this process; otherwise `shape_facts` must suffice.
