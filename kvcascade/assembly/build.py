@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ..config import sizes
 from ..config.machine import Machine, cpu_capacity, settled, writing
@@ -234,20 +234,17 @@ def open_cascade(
     settings: CascadeConfig,
     geometry: Geometry,
     engine_id: str,
-    facts: Mapping[str, str],
+    key: NamespaceKey,
     *,
-    label: str,
     steps_until_flushed: int,
     with_events: bool,
     waits_for_stores: bool = True,
     expect_workers: bool = True,
-    about: Mapping[str, Any] | None = None,
     on_transfer: OnTransfer | None = None,
 ) -> Cascade:
     """Open the scheduler's side; the workers have opened theirs.
 
-    `facts`: fields of the fingerprint; the workers' tensor layouts are added to them. `label`: name
-    of the namespace for people; `about` is written beside it. For the rest see `ManagerOptions`.
+    The workers' tensor layouts are added to the fields of `key`. For the rest see `ManagerOptions`.
     Raises one of our errors.
     """
     settings = settled(settings, Machine(), geometry.world_size)
@@ -257,15 +254,21 @@ def open_cascade(
         arena = Arena.open(arena_geometry, engine_id, role, arena_dir=str(settings.cpu.arena_dir))
         undo.callback(arena.close)
         digests = [d.hex() if d else "none" for d in arena.layout_digests()]
-        key = NamespaceKey(label, {**facts, "tensors": ",".join(digests)}, about or {})
+        key = replace(key, fields={**key.fields, "tensors": ",".join(digests)})
         backend = CpuBackend.over(arena)
         table = arena.slot_table() if arena.geometry.kept else None
         nodes: list[OpenTier] = []
         epoch_of = partial(epoch_below, nodes)
         directory = None if table is None else KeptDirectory(backend.capacity, table, epoch_of)
         top = Tier("cpu", backend, create(settings.cpu.policy, backend.capacity, directory))
-        replicas = _replicas(geometry, digests)
-        engine = _engine_facts(settings, arena, key, replicas, with_events)
+        engine = EngineFacts(
+            key,
+            SlotMemory.of(arena),
+            settings.cpu.prefault,
+            with_events,
+            settings.promotion_deadline_s,
+            _replicas(geometry, digests),
+        )
         open_node_tiers(settings.nvme, engine, nodes, undo)
         remote: OpenRemote | None = None
         if settings.remote is not None:
@@ -291,18 +294,6 @@ def open_cascade(
         undo.pop_all()
     _log_start(cascade)
     return cascade
-
-
-def _engine_facts(
-    settings: CascadeConfig,
-    arena: Arena,
-    key: NamespaceKey,
-    replicas: Replicas | None,
-    with_events: bool,
-) -> EngineFacts:
-    memory, prefault = SlotMemory.of(arena), settings.cpu.prefault
-    stall_s = settings.promotion_deadline_s
-    return EngineFacts(key, memory, prefault, with_events, stall_s, replicas)
 
 
 def _replicas(geometry: Geometry, digests: Sequence[str]) -> Replicas | None:

@@ -42,8 +42,8 @@ from . import engine_facts
 from .generation import chunk_rows, known_fields, set_state, state_of
 from .kv_layers import layer_names
 from .packing import packing_of_layers
-from .refusals import refuse_useless, refuse_wrong_stores
-from .scheduler_side import log_beside_vllm, namespace_facts, warn_of_privacy
+from .refusals import refuse_wrong_stores
+from .scheduler_side import log_beside_vllm, namespace_key
 from .v0_26 import in_prompt_order, shape_facts, to_vllm_event
 
 logger = get_logger(__name__)
@@ -183,7 +183,6 @@ class KVCascadeTier(SecondaryTierManager):
 
 def _namespace_key(config: Any, settings: CascadeConfig, row_bytes: int) -> NamespaceKey:
     engine_config, kv_config = engine_facts.engine_config(), engine_facts.kv_cache_config()
-    refuse_useless(engine_config)
     refuse_wrong_stores(config, kv_config)
     cache = getattr(engine_config, "cache_config", None)
     shape = {
@@ -195,9 +194,7 @@ def _namespace_key(config: Any, settings: CascadeConfig, row_bytes: int) -> Name
             engine_config, layer_names(config), getattr(cache, "num_gpu_blocks", 0) or 1
         ),
     }
-    facts = namespace_facts(settings, engine_config, config.model.name, shape)
-    warn_of_privacy(settings, engine_config, facts, config.model.name)
-    return NamespaceKey(settings.label or config.model.name, facts)
+    return namespace_key(settings, engine_config, config.model.name, shape)
 
 
 def _used_by(context: ReqContext) -> dict[BlockHash, bool]:

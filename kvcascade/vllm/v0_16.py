@@ -45,7 +45,7 @@ from .copy_handler import CascadeHandler
 from .kv_layers import group_specs
 from .packing import group_facts, packing_of_layers
 from .refusals import keeps_every_block
-from .scheduler_side import log_beside_vllm, namespace_facts, open_scheduler_side
+from .scheduler_side import log_beside_vllm, namespace_key, open_scheduler_side
 
 log_beside_vllm()
 logger = get_logger(__name__)
@@ -135,15 +135,14 @@ class CascadeOffloadingSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             config = self.vllm_config
-            model = str(config.model_config.model)
             events = config.kv_events_config
+            model = str(config.model_config.model)
             cascade = open_scheduler_side(
                 self._settings,
                 self._geometry,
                 self._engine_id,
-                namespace_facts(self._settings, config, model, self._shape()),
+                namespace_key(self._settings, config, model, self._shape()),
                 config,
-                model,
                 with_events=events is not None and events.enable_kv_cache_events,
                 waits_for_stores=False,
             )

@@ -62,7 +62,7 @@ from .kv_layers import (
 from .kv_pages import from_canonical, require_whole
 from .packing import group_facts, packing_of_layers
 from .refusals import refuse_wrong_stores
-from .scheduler_side import log_beside_vllm, namespace_facts, open_scheduler_side
+from .scheduler_side import log_beside_vllm, namespace_key, open_scheduler_side
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import ScheduleEndContext
@@ -355,20 +355,20 @@ class CascadeOffloadingSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             config, engine_config = self.config, self._engine_config
+            key = namespace_key(
+                self._settings,
+                engine_config,
+                config.model.name,
+                shape_facts(config, self._kv_config),
+                about_blocks(config, self._kv_config),
+            )
             cascade = open_scheduler_side(
                 self._settings,
                 self._geometry,
                 config.engine_id,
-                namespace_facts(
-                    self._settings,
-                    engine_config,
-                    config.model.name,
-                    shape_facts(config, self._kv_config),
-                ),
+                key,
                 engine_config,
-                config.model.name,
                 with_events=self.kv_events_config.enable_kv_cache_events,
-                about=about_blocks(config, self._kv_config),
             )
             self._manager = self.manager_type(cascade, self._geometry.tokens_per_block)
         return self._manager

@@ -11,11 +11,12 @@ import pytest
 from kvcascade.assembly.build import Cascade, Geometry, open_cascade
 from kvcascade.assembly.node_parts import OpenTier
 from kvcascade.config.schema import parse
+from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.policies import known_names
 
 BLOCK = 4096
 GEOMETRY = Geometry(rank_bytes=BLOCK, world_size=1, blocks_per_chunk=1)
-FACTS = {"weights": "files:x", "vllm": "none"}
+KEY = NamespaceKey("closing", {"weights": "files:x", "vllm": "none"})
 
 
 class FailsToClose(OpenTier):
@@ -39,8 +40,7 @@ def opened(path: Path) -> Cascade:
         parse({"tiers": tiers}, known_names()),
         GEOMETRY,
         "engine",
-        FACTS,
-        label="closing",
+        KEY,
         steps_until_flushed=3,
         with_events=False,
         expect_workers=False,
