@@ -187,7 +187,7 @@ class Cascade:
         """Recording of requests; None: requests are not recorded."""
         self.arena = arena
         self.manager = manager
-        self._ticker = Ticker(manager.maintain)
+        self._ticker = Ticker(self._tick)
         self._is_closed = False
 
     def info(self) -> dict[str, str]:
@@ -204,6 +204,11 @@ class Cascade:
             self.manager.counters.recorded_requests = self.recorder.recorded_requests
             self.manager.counters.record_dropped_requests = self.recorder.dropped_requests
 
+    def _tick(self) -> None:
+        self.manager.maintain()
+        if self.chains is not None:
+            self.chains.send()
+
     def close(self) -> None:
         """Write dirty blocks within `shutdown_flush_s`, then close every tier; idempotent."""
         if self._is_closed:
@@ -213,7 +218,7 @@ class Cascade:
         if self.recorder is not None:
             self.recorder.close()
         if self.chains is not None:
-            self.chains.close()
+            self.chains.send()
         if not self.manager.shutdown():
             logger.warning(
                 "kvcascade: the disk did not end its transfers within shutdown_flush_s; what was "

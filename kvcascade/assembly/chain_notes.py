@@ -1,61 +1,52 @@
 """Note the order of a request's blocks when it ends: see `tiers/nvme/segments/chains`.
 
-The scheduler only puts the request's blocks into a queue. A thread puts them in order, a few
-hundred at a time, so that it never holds the interpreter lock for long. If the queue is full, the
-request is left out.
+The scheduler only puts the request's blocks into a queue. The background thread puts them in order,
+a few hundred at a time, so that it never holds the interpreter lock for long. If the queue is full,
+the request is left out.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 
 from ..tiers.nvme.segments.chains import MAX_RUN_BLOCKS
 
 MAX_QUEUED = 256
 """Limit on requests that wait to be logged."""
-STOP_WAIT_S = 5.0
 GROUP_BYTES = 4
 """Length of the KV group's number, with which a key ends."""
 
 Write = Callable[[Sequence[bytes], int, int], None]
 """Writes a chain: its keys in prefix order, the number of them that earlier requests stored, and
 tokens per block."""
-_Noted = tuple[Mapping[bytes, int], Mapping[bytes, bool]]
 
 
 class ChainNotes:
-    """Notes chains of blocks. The scheduler's thread calls `note` and `close`."""
+    """Notes chains of blocks."""
 
     def __init__(self, write: Write) -> None:
-        """`write` is called on a thread of its own."""
         self._write = write
-        self._queue: queue.Queue[_Noted | None] = queue.Queue(MAX_QUEUED)
-        self._thread = threading.Thread(target=self._run, name="kvcascade-chains", daemon=True)
-        self._thread.start()
+        self._queue: deque[tuple[Mapping[bytes, int], Mapping[bytes, bool]]] = deque()
 
     def note(self, ends: Mapping[bytes, int], used: Mapping[bytes, bool]) -> None:
-        """Queue a request that has ended. Never waits.
+        """Queue a request that has ended. Called by the scheduler's thread; never waits.
 
         `ends`: every block of it, to the number of tokens up to the block's end. `used`: blocks
         that the cache was asked for, and whether the request stored them. Both may still grow, but
         entries are neither changed nor removed.
         """
-        with suppress(queue.Full):
-            self._queue.put_nowait((ends, used))
+        if len(self._queue) < MAX_QUEUED:
+            self._queue.append((ends, used))
 
-    def close(self) -> None:
-        """Write what is queued, `STOP_WAIT_S` at most; idempotent."""
-        with suppress(queue.Full):
-            self._queue.put(None, timeout=STOP_WAIT_S)
-        self._thread.join(STOP_WAIT_S)
-
-    def _run(self) -> None:
-        while (noted := self._queue.get()) is not None:
-            ends, used = noted
+    def send(self) -> None:
+        """Write what is queued. Any thread."""
+        while True:
+            try:
+                ends, used = self._queue.popleft()
+            except IndexError:
+                return
             chain, tokens = finest_chain(ends)
             fresh = next((i for i, key in enumerate(chain) if used.get(key, False)), len(chain))
             self._write(chain, fresh, tokens)

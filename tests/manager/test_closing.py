@@ -12,6 +12,7 @@ from kvcascade.assembly.build import Cascade, Geometry, open_cascade
 from kvcascade.assembly.node_parts import OpenTier
 from kvcascade.config.schema import parse
 from kvcascade.tiers.nvme.namespace import NamespaceKey
+from kvcascade.tiers.nvme.path.saved_state import SavedState
 from kvcascade.tiers.policies import known_names
 
 BLOCK = 4096
@@ -61,3 +62,14 @@ def test_a_tier_that_fails_to_close_leaves_no_other_open(
     again = opened(tmp_path)
     assert [tier.port.feed.can_write for tier in again.nodes] == [True, True]
     again.close()
+
+
+def test_the_order_of_prompts_that_ended_is_logged(tmp_path: Path) -> None:
+    cascade = opened(tmp_path)
+    assert cascade.chains is not None
+    ends = {bytes([n]) * 32 + bytes(4): 16 * n for n in range(1, 4)}  # of one KV group
+    cascade.chains.note(ends, dict.fromkeys(ends, True))
+    folder = cascade.nodes[0].folder
+    assert folder is not None
+    cascade.close()
+    assert len(SavedState(folder / "state").chains()) == len(ends)
