@@ -26,7 +26,6 @@ from ..errors import ConfigError
 from ..handlers.device.copier import DeviceCopier
 from ..handlers.device.geometry import PageRef, WorkerLayout
 from ..logs import get_logger
-from ..manager.below.port import NoTierBelow
 from ..manager.cascading import CascadingOffloadingManager, ManagerOptions, OnTransfer
 from ..manager.level import Tier
 from ..manager.request import Request
@@ -290,7 +289,10 @@ def open_cascade(
             on_transfer=on_transfer,
         )
         recorder = _recorder(settings, geometry, arena_geometry.slot_bytes)
-        manager = _manager(settings, top, nodes, remote, options_)
+        lowest = None if remote is None else remote.port
+        port = port_of(nodes, settings.nvme, backend.capacity, lowest)
+        rule = admission_rule(settings.nvme[0].admission) if nodes else None
+        manager = CascadingOffloadingManager(top, port, options_, admission=rule)
         if table is not None and table.begin(key.digest, epoch_of()):
             found, slots = table.complete()
             manager.adopt(found, backend.adopt(slots))
@@ -307,22 +309,6 @@ def _replicas(geometry: Geometry, digests: Sequence[str]) -> Replicas | None:
         return None
     facts = {**geometry.replicated, "tensors": digests[0]}
     return Replicas(geometry.world_size, geometry.rank_bytes, facts)
-
-
-def _manager(
-    settings: CascadeConfig,
-    top: Tier,
-    nodes: Sequence[OpenTier],
-    remote: OpenRemote | None,
-    options: ManagerOptions,
-) -> CascadingOffloadingManager:
-    """Return the manager over the first tier and the tiers behind nodes."""
-    lowest = None if remote is None else remote.port
-    if not nodes:
-        return CascadingOffloadingManager(top, lowest or NoTierBelow(), options)
-    rule = admission_rule(settings.nvme[0].admission)
-    port = port_of(nodes, settings.nvme, top.backend.capacity, lowest)
-    return CascadingOffloadingManager(top, port, options, admission=rule)
 
 
 def _recorder(settings: CascadeConfig, geometry: Geometry, block_bytes: int) -> Recorder | None:

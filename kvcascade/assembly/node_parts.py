@@ -26,7 +26,7 @@ from ..logs import get_logger
 from ..manager.admission import AdmitAll
 from ..manager.below.chain import BelowChain, ChainedTier
 from ..manager.below.node_tier import NodeTier, NodeTierOptions
-from ..manager.below.port import Below, TierFacts
+from ..manager.below.port import Below, NoTierBelow, TierFacts
 from ..tiers.cpu.arena import Arena
 from ..tiers.cpu.header import HEADER_BYTES
 from ..tiers.cpu.slot_table import NO_EPOCH
@@ -137,21 +137,21 @@ def port_of(
     tiers: Sequence[OpenTier],
     options: Sequence[NvmeTierOptions],
     slots: int,
-    remote: Below | None = None,
+    remote: Below | None,
 ) -> Below:
     """Return one port for open tiers, nearest first, and perhaps a remote tier below them.
 
     `slots`: those of the first tier.
     """
-    if len(tiers) == 1 and remote is None:
-        return tiers[0].port
     chained = [
         ChainedTier(tier.port, admission_rule(each.admission))
         for tier, each in zip(tiers, options, strict=True)
     ]
     if remote is not None:  # it decides itself what it takes
         chained.append(ChainedTier(remote, AdmitAll()))
-    return BelowChain(chained, slots, monotonic)
+    if not chained:
+        return NoTierBelow()
+    return chained[0].port if len(chained) == 1 else BelowChain(chained, slots, monotonic)
 
 
 def epoch_below(tiers: Sequence[OpenTier]) -> int:
