@@ -13,22 +13,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ..config import sizes
-from ..config.machine import ThisMachine, cpu_capacity, settled, writing
+from ..config.machine import Machine, cpu_capacity, settled, writing
 from ..config.schema import (
     DEFAULT_FLUSH_S,
     CascadeConfig,
-    DirectIO,
-    NvmeTierOptions,
     WriteMode,
 )
 from ..errors import ConfigError
 from ..handlers.device.copier import DeviceCopier
 from ..handlers.device.geometry import PageRef, WorkerLayout
 from ..logs import get_logger
-from ..manager.below.port import NoTierBelow
 from ..manager.cascading import CascadingOffloadingManager, ManagerOptions, OnTransfer
 from ..manager.level import Tier
 from ..manager.request import Request
@@ -39,7 +36,6 @@ from ..tiers.cpu.arena import Arena, ArenaRole
 from ..tiers.cpu.cpu_backend import CpuBackend
 from ..tiers.cpu.header import ArenaGeometry
 from ..tiers.cpu.slot_table import KeptDirectory
-from ..tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ..tiers.nvme.namespace import NamespaceKey
 from ..tiers.policies import create
 from .chain_notes import ChainNotes
@@ -62,15 +58,6 @@ logger = get_logger(__name__)
 
 COPY_THREADS = 2
 """Threads of a worker on the CPU platform that copy pages, one per direction."""
-
-
-FileSystemOf = Callable[[NvmeTierOptions], FileSystem]
-"""Returns the file system for an NVMe tier with these options."""
-
-
-def real_file_system(options: NvmeTierOptions) -> FileSystem:
-    """Return the machine's file system, with direct I/O if the options allow it."""
-    return RealFileSystem(direct=options.direct_io is not DirectIO.OFF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +118,7 @@ def open_worker(
     """
     from ..handlers.device.staging import torch_layouts
 
-    settings = settled(settings, ThisMachine(), geometry.world_size)
+    settings = settled(settings, Machine(), geometry.world_size)
     arena_geometry = _arena_geometry(settings, geometry)
     refs = [[PageRef(tensor, size) for tensor, size in group] for group in groups]
     layout = WorkerLayout(
@@ -199,7 +186,7 @@ class Cascade:
         """Recording of requests; None: requests are not recorded."""
         self.arena = arena
         self.manager = manager
-        self._ticker = Ticker(manager.maintain)
+        self._ticker = Ticker(self._tick)
         self._is_closed = False
 
     def info(self) -> dict[str, str]:
@@ -216,6 +203,11 @@ class Cascade:
             self.manager.counters.recorded_requests = self.recorder.recorded_requests
             self.manager.counters.record_dropped_requests = self.recorder.dropped_requests
 
+    def _tick(self) -> None:
+        self.manager.maintain()
+        if self.chains is not None:
+            self.chains.send()
+
     def close(self) -> None:
         """Write dirty blocks within `shutdown_flush_s`, then close every tier; idempotent."""
         if self._is_closed:
@@ -225,7 +217,7 @@ class Cascade:
         if self.recorder is not None:
             self.recorder.close()
         if self.chains is not None:
-            self.chains.close()
+            self.chains.send()
         if not self.manager.shutdown():
             logger.warning(
                 "kvcascade: the disk did not end its transfers within shutdown_flush_s; what was "
@@ -246,40 +238,42 @@ def open_cascade(
     settings: CascadeConfig,
     geometry: Geometry,
     engine_id: str,
-    facts: Mapping[str, str],
+    key: NamespaceKey,
     *,
-    label: str,
     steps_until_flushed: int,
     with_events: bool,
     waits_for_stores: bool = True,
     expect_workers: bool = True,
-    about: Mapping[str, Any] | None = None,
-    file_system: FileSystemOf = real_file_system,
     on_transfer: OnTransfer | None = None,
 ) -> Cascade:
     """Open the scheduler's side; the workers have opened theirs.
 
-    `facts`: fields of the fingerprint; the workers' tensor layouts are added to them. `label`: name
-    of the namespace for people; `about` is written beside it. `file_system` returns the file system
-    of an NVMe tier. For the rest see `ManagerOptions`. Raises one of our errors.
+    The workers' tensor layouts are added to the fields of `key`. For the rest see `ManagerOptions`.
+    Raises one of our errors.
     """
-    settings = settled(settings, ThisMachine(), geometry.world_size)
+    settings = settled(settings, Machine(), geometry.world_size)
     arena_geometry = _arena_geometry(settings, geometry)
     role = ArenaRole.scheduler(expect_workers=expect_workers)
     with ExitStack() as undo:
         arena = Arena.open(arena_geometry, engine_id, role, arena_dir=str(settings.cpu.arena_dir))
         undo.callback(arena.close)
         digests = [d.hex() if d else "none" for d in arena.layout_digests()]
-        key = NamespaceKey(label, {**facts, "tensors": ",".join(digests)}, about or {})
+        key = replace(key, fields={**key.fields, "tensors": ",".join(digests)})
         backend = CpuBackend.over(arena)
         table = arena.slot_table() if arena.geometry.kept else None
         nodes: list[OpenTier] = []
         epoch_of = partial(epoch_below, nodes)
         directory = None if table is None else KeptDirectory(backend.capacity, table, epoch_of)
         top = Tier("cpu", backend, create(settings.cpu.policy, backend.capacity, directory))
-        replicas = _replicas(geometry, digests)
-        engine = _engine_facts(settings, arena, key, replicas, with_events)
-        open_node_tiers(settings.nvme, engine, _own_file_system(file_system), nodes, undo)
+        engine = EngineFacts(
+            key,
+            SlotMemory.of(arena),
+            settings.cpu.prefault,
+            with_events,
+            settings.promotion_deadline_s,
+            _replicas(geometry, digests),
+        )
+        open_node_tiers(settings.nvme, engine, nodes, undo)
         remote: OpenRemote | None = None
         if settings.remote is not None:
             remote = open_remote_tier(settings.remote, engine)
@@ -295,7 +289,10 @@ def open_cascade(
             on_transfer=on_transfer,
         )
         recorder = _recorder(settings, geometry, arena_geometry.slot_bytes)
-        manager = _manager(settings, top, nodes, remote, options_)
+        lowest = None if remote is None else remote.port
+        port = port_of(nodes, settings.nvme, backend.capacity, lowest)
+        rule = admission_rule(settings.nvme[0].admission) if nodes else None
+        manager = CascadingOffloadingManager(top, port, options_, admission=rule)
         if table is not None and table.begin(key.digest, epoch_of()):
             found, slots = table.complete()
             manager.adopt(found, backend.adopt(slots))
@@ -306,45 +303,12 @@ def open_cascade(
     return cascade
 
 
-def _engine_facts(
-    settings: CascadeConfig,
-    arena: Arena,
-    key: NamespaceKey,
-    replicas: Replicas | None,
-    with_events: bool,
-) -> EngineFacts:
-    memory, prefault = SlotMemory.of(arena), settings.cpu.prefault
-    stall_s = settings.promotion_deadline_s
-    return EngineFacts(key, memory, prefault, with_events, stall_s, replicas)
-
-
 def _replicas(geometry: Geometry, digests: Sequence[str]) -> Replicas | None:
     """Return what all workers hold alike; None if the engine or their layouts say otherwise."""
     if geometry.replicated is None or len(set(digests)) > 1:
         return None
     facts = {**geometry.replicated, "tensors": digests[0]}
     return Replicas(geometry.world_size, geometry.rank_bytes, facts)
-
-
-def _manager(
-    settings: CascadeConfig,
-    top: Tier,
-    nodes: Sequence[OpenTier],
-    remote: OpenRemote | None,
-    options: ManagerOptions,
-) -> CascadingOffloadingManager:
-    """Return the manager over the first tier and the tiers behind nodes."""
-    lowest = None if remote is None else remote.port
-    if not nodes:
-        return CascadingOffloadingManager(top, lowest or NoTierBelow(), options)
-    rule = admission_rule(settings.nvme[0].admission)
-    port = port_of(nodes, settings.nvme, top.backend.capacity, lowest)
-    return CascadingOffloadingManager(top, port, options, admission=rule)
-
-
-def _own_file_system(file_system: FileSystemOf) -> FileSystemOf | None:
-    """Return the function if it gives file systems that only this process has, else None."""
-    return None if file_system is real_file_system else file_system
 
 
 def _recorder(settings: CascadeConfig, geometry: Geometry, block_bytes: int) -> Recorder | None:
@@ -355,14 +319,14 @@ def _recorder(settings: CascadeConfig, geometry: Geometry, block_bytes: int) -> 
 
 
 def _arena_geometry(settings: CascadeConfig, geometry: Geometry) -> ArenaGeometry:
-    capacity = cpu_capacity(settings.cpu, ThisMachine())
+    capacity = cpu_capacity(settings.cpu, Machine())
     return ArenaGeometry.fit(
         capacity, geometry.rank_bytes, geometry.world_size, kept=settings.cpu.persist
     )
 
 
 def _manager_options(settings: CascadeConfig, top: CpuBackend) -> ManagerOptions:
-    written = writing(settings, ThisMachine())
+    written = writing(settings, Machine())
     if written is not None:
         logger.info("kvcascade: %s", written)
     return ManagerOptions(

@@ -1,75 +1,55 @@
 """Note the order of a request's blocks when it ends: see `tiers/nvme/segments/chains`.
 
-The scheduler only puts the request's blocks into a queue. A thread passes on a few hundred blocks
-at a time, so that it never holds the interpreter lock for long. If the queue is full, the request
-is left out.
+The scheduler only puts the request's blocks into a queue. The background thread puts them in order,
+a few hundred at a time, so that it never holds the interpreter lock for long. If the queue is full,
+the request is left out.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
 from ..tiers.nvme.segments.chains import MAX_RUN_BLOCKS
 
 MAX_QUEUED = 256
 """Limit on requests that wait to be logged."""
-STOP_WAIT_S = 5.0
 GROUP_BYTES = 4
 """Length of the KV group's number, with which a key ends."""
 
-Write = Callable[[Sequence[bytes], int, int], Iterable[object]]
-"""Writes a chain, such as `ChainBook.write`: its keys in prefix order, the number of them that
-earlier requests stored, and tokens per block. What it returns may pause."""
-_Noted = tuple[Mapping[bytes, int], Mapping[bytes, bool]]
+Write = Callable[[Sequence[bytes], int, int], None]
+"""Writes a chain: its keys in prefix order, the number of them that earlier requests stored, and
+tokens per block."""
 
 
 class ChainNotes:
-    """Notes chains of blocks. The scheduler's thread calls `note` and `close`."""
+    """Notes chains of blocks."""
 
     def __init__(self, write: Write) -> None:
-        """`write` is called on a thread of its own."""
-        self.left_out = 0
-        """Number of requests that found the queue full."""
         self._write = write
-        self._queue: queue.Queue[_Noted | None] = queue.Queue(MAX_QUEUED)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvcascade-chains", daemon=True)
-        self._thread.start()
+        self._queue: deque[tuple[Mapping[bytes, int], Mapping[bytes, bool]]] = deque()
 
     def note(self, ends: Mapping[bytes, int], used: Mapping[bytes, bool]) -> None:
-        """Queue a request that has ended. Never waits.
+        """Queue a request that has ended. Called by the scheduler's thread; never waits.
 
         `ends`: every block of it, to the number of tokens up to the block's end. `used`: blocks
         that the cache was asked for, and whether the request stored them. Both may still grow, but
         entries are neither changed nor removed.
         """
-        try:
-            self._queue.put_nowait((ends, used))
-        except queue.Full:
-            self.left_out += 1
+        if len(self._queue) < MAX_QUEUED:
+            self._queue.append((ends, used))
 
-    def close(self) -> None:
-        """Write what is queued, `STOP_WAIT_S` at most; idempotent."""
-        if not self._stopped.is_set():
-            with suppress(queue.Full):
-                self._queue.put(None, timeout=STOP_WAIT_S)
-            self._thread.join(STOP_WAIT_S)
-            self._stopped.set()
-            self._thread.join(STOP_WAIT_S)
-
-    def _run(self) -> None:
-        while not self._stopped.is_set() and (noted := self._queue.get()) is not None:
-            ends, used = noted
+    def send(self) -> None:
+        """Write what is queued. Any thread."""
+        while True:
+            try:
+                ends, used = self._queue.popleft()
+            except IndexError:
+                return
             chain, tokens = finest_chain(ends)
             fresh = next((i for i, key in enumerate(chain) if used.get(key, False)), len(chain))
-            for _ in self._write(chain, fresh, tokens):
-                _let_others_in()
-                if self._stopped.is_set():
-                    return
+            self._write(chain, fresh, tokens)
 
 
 def finest_chain(ends: Mapping[bytes, int]) -> tuple[list[bytes], int]:
@@ -82,14 +62,9 @@ def finest_chain(ends: Mapping[bytes, int]) -> tuple[list[bytes], int]:
     for begin in range(0, len(blocks), MAX_RUN_BLOCKS):
         for key, end in blocks[begin : begin + MAX_RUN_BLOCKS]:
             groups.setdefault(key[-GROUP_BYTES:], []).append((key, end))
-        _let_others_in()
+        time.sleep(0)  # the scheduler's thread may be waiting for the interpreter lock
     longest: list[tuple[bytes, int]] = max(groups.values(), key=len, default=[])
     longest.sort(key=lambda pair: pair[1])
     tokens = longest[0][1] if longest else 0
     gap = (i for i, (_, end) in enumerate(longest) if end != (i + 1) * tokens)
     return [key for key, _ in longest[: next(gap, len(longest))]], tokens
-
-
-def _let_others_in() -> None:
-    """Yield the interpreter lock, which the scheduler's thread may be waiting for."""
-    time.sleep(0)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ..config.environment import misspelt, naming_variables, variables_of, with_environment
+from ..config.environment import misspelt, naming_variables, with_environment
 from ..config.machine import Machine, check_machine, check_nvme, settled
 from ..config.options import noting
 from ..config.remote import RemoteTierOptions
@@ -61,10 +61,8 @@ def configured(
     """
     for said in misspelt(environment):
         _log.warning("kvcascade: %s", said)
-    given: Mapping[str, object] = extra_config
-    with naming_variables(variables_of(extra_config, environment), noted):
-        with noting(noted):
-            given = with_environment(extra_config, environment)
+    given, variables = with_environment(extra_config, environment)
+    with naming_variables(variables, noted):
         return parse(given, known_names(), noted)
 
 
@@ -80,7 +78,8 @@ def checked(
     collects all in `noted`.
     """
     config = settled(configured(extra_config, noted), machine, workers)
-    with naming_variables(variables_of(extra_config, os.environ), noted):
+    _, variables = with_environment(extra_config, os.environ)
+    with naming_variables(variables, noted):
         check_names(config, noted)
         check_machine(config, machine, noted)
     return config

@@ -1,8 +1,7 @@
 """Open NVMe tiers: one node, which moves the blocks, and one port for each tier.
 
-A node is a process. It is a thread of this process with `"movers": "threads"`, or if the file
-system exists in this process only, as in tests. It joins the writer of the path, or becomes the
-writer.
+A node is a process. With `"movers": "threads"`, or for memory that no process can share, it is a
+thread of this process. It joins the writer of the path, or becomes the writer.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from ..config.machine import ThisMachine
+from ..config.machine import Machine
 from ..config.schema import DirectIO, Movers, NvmeTierOptions
 from ..errors import ConfigError
 from ..handlers.node.node_keeper import KeeperOptions, NodeKeeper
@@ -28,11 +26,11 @@ from ..logs import get_logger
 from ..manager.admission import AdmitAll
 from ..manager.below.chain import BelowChain, ChainedTier
 from ..manager.below.node_tier import NodeTier, NodeTierOptions
-from ..manager.below.port import Below, TierFacts
+from ..manager.below.port import Below, NoTierBelow, TierFacts
 from ..tiers.cpu.arena import Arena
 from ..tiers.cpu.header import HEADER_BYTES
 from ..tiers.cpu.slot_table import NO_EPOCH
-from ..tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
+from ..tiers.nvme.disk.filesystem import RealFileSystem
 from ..tiers.nvme.namespace import NamespaceKey
 from ..tiers.nvme.path.path_messages import PROTOCOL, Hello, PathOptions, chain_of
 from ..tiers.nvme.path.presence_file import map_presence
@@ -109,10 +107,9 @@ class OpenTier:
         self.node.close()
         self.mapper.shutdown()
 
-    def note_chain(self, keys: Sequence[bytes], fresh: int, tokens: int) -> tuple[()]:
+    def note_chain(self, keys: Sequence[bytes], fresh: int, tokens: int) -> None:
         """Have the writer log the order of a prompt's blocks: a `Write` of `ChainNotes`."""
         self.node.tell(chain_of(keys, fresh, tokens))
-        return ()
 
     @property
     def folder(self) -> Path | None:
@@ -123,18 +120,16 @@ class OpenTier:
 def open_node_tiers(
     tiers: Sequence[NvmeTierOptions],
     engine: EngineFacts,
-    file_system_of: Callable[[NvmeTierOptions], FileSystem] | None,
     opened: list[OpenTier],
     undo: ExitStack,
 ) -> None:
     """Open the tiers, nearest first, and append them to `opened`; `undo` closes them.
 
-    `file_system_of`: see `open_node_tier`. Raises one of our errors.
+    Raises one of our errors.
     """
     for number, options in enumerate(tiers):
         name = "nvme" if len(tiers) == 1 else f"nvme{number}"
-        file_system = None if file_system_of is None else file_system_of(options)
-        opened.append(open_node_tier(name, options, engine, file_system))
+        opened.append(open_node_tier(name, options, engine))
         undo.callback(opened[-1].close)
 
 
@@ -142,21 +137,21 @@ def port_of(
     tiers: Sequence[OpenTier],
     options: Sequence[NvmeTierOptions],
     slots: int,
-    remote: Below | None = None,
+    remote: Below | None,
 ) -> Below:
     """Return one port for open tiers, nearest first, and perhaps a remote tier below them.
 
     `slots`: those of the first tier.
     """
-    if len(tiers) == 1 and remote is None:
-        return tiers[0].port
     chained = [
         ChainedTier(tier.port, admission_rule(each.admission))
         for tier, each in zip(tiers, options, strict=True)
     ]
     if remote is not None:  # it decides itself what it takes
         chained.append(ChainedTier(remote, AdmitAll()))
-    return BelowChain(chained, slots, monotonic)
+    if not chained:
+        return NoTierBelow()
+    return chained[0].port if len(chained) == 1 else BelowChain(chained, slots, monotonic)
 
 
 def epoch_below(tiers: Sequence[OpenTier]) -> int:
@@ -166,16 +161,13 @@ def epoch_below(tiers: Sequence[OpenTier]) -> int:
     return sum(known) if len(known) == len(epochs) else NO_EPOCH
 
 
-def open_node_tier(
-    name: str, options: NvmeTierOptions, engine: EngineFacts, file_system: FileSystem | None
-) -> OpenTier:
+def open_node_tier(name: str, options: NvmeTierOptions, engine: EngineFacts) -> OpenTier:
     """Start the node of a tier and wait until it has joined, at most `JOIN_LIMIT_S`.
 
-    `file_system`: one that only this process has; None for that of the machine. Raises one of our
-    errors if the path refuses the engine's configuration.
+    Raises one of our errors if the path refuses the engine's configuration.
     """
     make_folders(options.path, f"{options.key}.path")
-    asked = path_options(options, ThisMachine())
+    asked = path_options(options, Machine())
     block_bytes = engine.memory.slot_bytes
     slots = slots_of_segment(asked.segment_bytes, block_bytes)
     plan = plan_segments(asked.capacity_bytes, block_bytes, len(options.path), slots)
@@ -183,14 +175,14 @@ def open_node_tier(
     nodes: list[NodeKeeper] = []
 
     def client_of(on_note: Callable[[Any], None]) -> NodeKeeper:
-        nodes.append(_node(options, asked, engine, file_system, on_note))
+        nodes.append(_node(options, asked, engine, on_note))
         return nodes[0]
 
     port = NodeTier(
         client_of,
         NodeTierOptions(
             TierFacts(name, "NVME", block_bytes, plan.slots),
-            partial(_map_presence, file_system),
+            _map_presence,
             mapper,
             engine.stall_s,
             engine.with_events,
@@ -227,7 +219,6 @@ def _node(
     options: NvmeTierOptions,
     asked: PathOptions,
     engine: EngineFacts,
-    file_system: FileSystem | None,
     on_note: Callable[[Any], None],
 ) -> NodeKeeper:
     memory = engine.memory
@@ -248,13 +239,11 @@ def _node(
         engine.has_prefault,
         memory.is_huge,
     )
-    is_process = file_system is None and options.movers is Movers.PROCESS
     batched = KeeperOptions(is_batched=True)
-    if is_process and memory.duplicate is not None:
+    if options.movers is Movers.PROCESS and memory.duplicate is not None:
         return node_process(setup, memory.duplicate, on_note, batched)
-    fs = file_system or RealFileSystem(setup.is_direct)
-    return node_thread(setup, memory.view, fs, on_note, batched)
+    return node_thread(setup, memory.view, RealFileSystem(setup.is_direct), on_note, batched)
 
 
-def _map_presence(file_system: FileSystem | None, folder: str, slots: int) -> PresenceTable:
-    return map_presence(file_system or RealFileSystem(), Path(folder), slots)
+def _map_presence(folder: str, slots: int) -> PresenceTable:
+    return map_presence(RealFileSystem(), Path(folder), slots)

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-
-import msgspec
 
 from ..config.machine import (
     Machine,
-    ThisMachine,
     check_nvme,
     nearest_existing,
     nvme_capacity,
@@ -53,47 +50,42 @@ SIZES = {"capacity", "min_free", "segment_size"}
 class PathParts:
     """A path and the options with which it is opened."""
 
-    roots: tuple[Path, ...]
-    """All folders of the tier in order."""
     tier: NvmeTierOptions
     options: PathOptions
     """Options in force if this process becomes the writer."""
     record: PathRecord | None
     """Facts that are recorded with the path; None if nobody has opened it."""
 
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        """All folders of the tier in order."""
+        return self.tier.path
+
     def min_share_bytes(self, name: str) -> int:
         """Return the recorded share of a namespace, by the name of its directory."""
         return 0 if self.record is None else self.record.min_shares.get(name, 0)
 
 
-def path_parts(
-    fs: FileSystem,
-    path: GivenPath,
-    given: Mapping[str, object],
-    key: str,
-    machine: Machine | None = None,
-) -> PathParts:
+def path_parts(fs: FileSystem, path: GivenPath, given: Mapping[str, object], key: str) -> PathParts:
     """Return a path with its options: those `given`, else those recorded, else the defaults.
 
     `given` has names and values as in the configuration of an NVMe tier; `key` names the caller in
     messages. If the path has several folders and is open for the first time, all are needed; later
     the first is enough. Raises `ConfigError`, `CorruptionError` or `TierIOError`.
     """
-    machine = machine or ThisMachine()
-    at = At(key, policies=known_names())
-    tier = read_options(NvmeTierOptions, at, {"path": _absolute(path), **given}, also=())
-    roots = tier.path
-    record = load_record(fs, roots[0])
+    asked = {"path": _absolute(path), **given}
+    tier = read_options(NvmeTierOptions, At(key, policies=known_names()), asked, also=())
+    record = load_record(fs, tier.path[0])
     if record is not None:
-        if tuple(map(str, roots)) == record.paths[:1]:
-            roots = tuple(map(Path, record.paths))
-        tier = _with_recorded_sizes(replace(tier, path=roots), given, record.options)
+        if tuple(map(str, tier.path)) == record.paths[:1]:
+            asked["path"] = record.paths
+        # A recorded policy may be unknown here: it is the writer's.
+        asked = _as_configured(record.options) | asked
+        tier = read_options(NvmeTierOptions, At(key), asked, also=())
+    machine = Machine()
     if record is None or not given.keys().isdisjoint(SIZES):
         check_nvme(CascadeConfig("", (tier,)), machine)
-    options = path_options(tier, machine)
-    if record is not None:
-        options = _with_recorded(options, given, record.options)
-    return PathParts(roots, tier, options, record)
+    return PathParts(tier, path_options(tier, machine), record)
 
 
 def path_options(tier: NvmeTierOptions, machine: Machine) -> PathOptions:
@@ -161,22 +153,7 @@ def _absolute(path: object) -> object:
     return [_absolute(one) for one in path] if isinstance(path, list | tuple) else path
 
 
-def _with_recorded_sizes(
-    tier: NvmeTierOptions, given: Collection[str], recorded: PathOptions
-) -> NvmeTierOptions:
-    """Return the tier with the recorded capacity and reserve, unless they were given."""
-    if "capacity" not in given:
-        tier = replace(tier, capacity=Bytes(recorded.capacity_bytes))
-    if "min_free" not in given:
-        tier = replace(tier, min_free=Bytes(recorded.min_free_bytes))
-    return tier
-
-
-def _with_recorded(
-    options: PathOptions, given: Collection[str], recorded: PathOptions
-) -> PathOptions:
-    """Return the recorded options, with those that were given."""
-    chosen = {
-        name: getattr(options, name) for word, name in OPTIONS_OF_PATH.items() if word in given
-    }
-    return msgspec.structs.replace(recorded, **chosen)
+def _as_configured(options: PathOptions) -> dict[str, object]:
+    """Return options as values of a configuration."""
+    values = {word: getattr(options, name) for word, name in OPTIONS_OF_PATH.items()}
+    return {word: str(Bytes(v)) if isinstance(v, int) else v for word, v in values.items()}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, get_type_hints
 
@@ -58,46 +58,28 @@ TEXTS = {
 
 def with_environment(
     extra_config: Mapping[str, object], environment: Mapping[str, str]
-) -> dict[str, object]:
-    """Return the configuration, completed by the variables. Raises `ConfigError`.
+) -> tuple[dict[str, object], dict[str, str]]:
+    """Return the configuration, completed by the variables, and the variables that are used.
 
-    Only a list of tiers that is given, or that `path` stands for, is completed with options of
-    tiers.
+    They are named by the key of their option. Only a list of tiers that is given, or that `path`
+    stands for, is completed with options of tiers.
     """
     found: dict[str, object] = dict(extra_config)
-    for name, variable in _of_top(extra_config, environment).items():
-        found[name] = _value(variable, environment)
-    options = {
-        place: _value(variable, environment)
-        for variable, place in OF_TIER.items()
-        if variable in environment
-    }
-    found = with_tiers(found)
+    used: dict[str, str] = {}
+    has_tiers = not {"tiers", PATH_KEY}.isdisjoint(extra_config)
+    for variable, name in TOP.items():
+        is_wanted = name not in extra_config and not (has_tiers and name in ("tiers", PATH_KEY))
+        if is_wanted and variable in environment:
+            found[name] = _value(variable, environment)
+            used[name] = variable
+    if "tiers" not in found:
+        found = with_tiers(found)
+        if PATH_KEY in used:
+            used[f"tiers[1].{PATH_KEY}"] = used[PATH_KEY]
     tiers = found.get("tiers")
-    if options and isinstance(tiers, list | tuple):
-        found["tiers"] = list(_completed(tiers, options))
-    return found
-
-
-def variables_of(
-    extra_config: Mapping[str, object], environment: Mapping[str, str]
-) -> dict[str, str]:
-    """Return the variable of each option that comes from one, by the key of the option."""
-    found = _of_top(extra_config, environment)
-    top: dict[str, object] = {name: _value(of, environment) for name, of in found.items()}
-    if PATH_KEY in found:
-        found[f"tiers[1].{PATH_KEY}"] = found[PATH_KEY]
-    with suppress(ConfigError):  # it is reported where the options are read
-        tiers = with_tiers({**top, **extra_config}).get("tiers")
-        seen: set[object] = set()
-        for index, tier in enumerate(tiers if isinstance(tiers, list | tuple) else ()):
-            own = tier if isinstance(tier, Mapping) else {}
-            for variable, (kind, name) in OF_TIER.items():
-                is_first = own.get("type") == kind and kind not in seen
-                if is_first and variable in environment and name not in own:
-                    found[f"tiers[{index}].{name}"] = variable
-            seen.add(str(own.get("type")))
-    return found
+    if isinstance(tiers, list | tuple):
+        found["tiers"] = list(_completed(tiers, environment, used))
+    return found, used
 
 
 @contextmanager
@@ -106,7 +88,7 @@ def naming_variables(
 ) -> Iterator[None]:
     """Name the variable in each problem with an option that comes from one, raised or collected.
 
-    `variables`: those of `variables_of`.
+    `variables`: those that `with_environment` used.
     """
     start = 0 if noted is None else len(noted)
     try:
@@ -137,18 +119,6 @@ def misspelt(environment: Collection[str]) -> list[str]:
     return said
 
 
-def _of_top(extra_config: Mapping[str, object], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable of each option at the top level that the configuration lacks."""
-    has_tiers = not {"tiers", PATH_KEY}.isdisjoint(extra_config)
-    return {
-        name: variable
-        for variable, name in TOP.items()
-        if variable in environment
-        and name not in extra_config
-        and not (has_tiers and name in ("tiers", PATH_KEY))
-    }
-
-
 def _naming(variables: Mapping[str, str], problem: str) -> str:
     """Return a problem with the variable of the option that it begins with."""
     place = problem.partition(" ")[0].rstrip(":")
@@ -159,18 +129,25 @@ def _naming(variables: Mapping[str, str], problem: str) -> str:
 
 
 def _completed(
-    tiers: Sequence[object], options: Mapping[tuple[str, str], object]
+    tiers: Sequence[object], environment: Mapping[str, str], used: dict[str, str]
 ) -> Iterator[object]:
-    """Yield the tiers; the first one of each type has the options that it lacks."""
-    seen: set[object] = set()
-    for tier in tiers:
-        kind = tier.get("type") if isinstance(tier, Mapping) else None
+    """Yield the tiers, the first one of each type with the options that it lacks.
+
+    Their variables are added to `used`.
+    """
+    seen: set[str] = set()
+    for index, tier in enumerate(tiers):
+        kind = str(tier.get("type")) if isinstance(tier, Mapping) else ""
         if not isinstance(tier, Mapping) or kind in seen:
             yield tier
             continue
         seen.add(kind)
-        own = {name: value for (of, name), value in options.items() if of == kind}
-        yield {**own, **tier}
+        completed = dict(tier)
+        for variable, (of, name) in OF_TIER.items():
+            if of == kind and name not in tier and variable in environment:
+                completed[name] = _value(variable, environment)
+                used[f"tiers[{index}].{name}"] = variable
+        yield completed
 
 
 def _value(variable: str, environment: Mapping[str, str]) -> object:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import final
 
 import psutil
 
@@ -75,80 +73,45 @@ class PathKind(Enum):
     OTHER = "other"
 
 
-class Machine(ABC):
-    """Read-only view of a machine. Methods raise `OSError` if it cannot answer."""
+class Machine:
+    """Read-only view of the machine that this process runs on; tests pass a twin.
 
-    @abstractmethod
+    Methods raise `OSError` if the machine cannot answer.
+    """
+
     def memory(self) -> Memory:
         """Return the current memory."""
-
-    @abstractmethod
-    def kind(self, path: Path) -> PathKind:
-        """Return the kind of `path`, following links; a broken link is `OTHER`."""
-
-    @abstractmethod
-    def identity(self, path: Path) -> object:
-        """Return a value that is equal for paths that lead to one folder, existing or not."""
-
-    @abstractmethod
-    def file_system(self, folder: Path) -> str:
-        """Return the type of the file system that holds a folder, such as "tmpfs"."""
-
-    @abstractmethod
-    def kept_by_arenas(self, folder: Path) -> int:
-        """Return the bytes of a folder's arenas that outlive their engines."""
-
-    @abstractmethod
-    def writable(self, folder: Path) -> bool:
-        """Return whether this process may create files in an existing folder."""
-
-    @abstractmethod
-    def disk(self, folder: Path) -> Disk:
-        """Return the file system that holds an existing folder."""
-
-    @abstractmethod
-    def devices(self) -> int:
-        """Return the number of GPUs of the machine; 0 if there is none, or none can be counted."""
-
-    @abstractmethod
-    def used_by_namespaces(self, folder: Path) -> int:
-        """Return the bytes of all namespaces in a folder; 0 if the folder does not exist."""
-
-    @abstractmethod
-    def recorded_capacity(self, folder: Path) -> int:
-        """Return the capacity that is recorded with a path in its first folder; 0 if none is."""
-
-
-@final
-class ThisMachine(Machine):
-    """The machine that this process runs on."""
-
-    def memory(self) -> Memory:
         found, group = psutil.virtual_memory(), group_memory()
         total = min(found.total, group.limit)
         return Memory(total=total, available=min(found.available, group.available, total))
 
     def kind(self, path: Path) -> PathKind:
+        """Return the kind of `path`, following links; a broken link is `OTHER`."""
         if path.is_dir():
             return PathKind.FOLDER
         return PathKind.OTHER if os.path.lexists(path) else PathKind.MISSING
 
     def identity(self, path: Path) -> object:
+        """Return a value that is equal for paths that lead to one folder, existing or not."""
         real = Path(os.path.realpath(path))
         nearest = nearest_existing(real, self)
         found = nearest.stat()  # a folder that is mounted twice has two real paths
         return found.st_dev, found.st_ino, real.relative_to(nearest)
 
     def file_system(self, folder: Path) -> str:
+        """Return the type of the file system that holds a folder, such as "tmpfs"."""
         return file_system_of(str(folder))
 
     def kept_by_arenas(self, folder: Path) -> int:
+        """Return the bytes of a folder's arenas that outlive their engines."""
         return sum(path.lstat().st_blocks * 512 for path in folder.glob(KEPT_ARENAS))
 
     def writable(self, folder: Path) -> bool:
+        """Return whether this process may create files in an existing folder."""
         return os.access(folder, os.W_OK | os.X_OK)
 
     def disk(self, folder: Path) -> Disk:
+        """Return the file system that holds an existing folder."""
         found = os.statvfs(folder)
         return Disk(
             device=os.stat(folder).st_dev,
@@ -157,16 +120,19 @@ class ThisMachine(Machine):
         )
 
     def devices(self) -> int:
+        """Return the number of GPUs of the machine; 0 if there is none, or none can be counted."""
         nvidia, amd = GPU_FOLDERS
         if nvidia.is_dir():
             return len(list(nvidia.iterdir()))
         return sum(map(_has_compute_units, amd.glob("*/properties")))
 
     def used_by_namespaces(self, folder: Path) -> int:
+        """Return the bytes of all namespaces in a folder; 0 if the folder does not exist."""
         namespaces = [found.parent for found in folder.glob(f"*/{NAMESPACE_FILE}")]
         return sum(_bytes_below(namespace) for namespace in namespaces)
 
     def recorded_capacity(self, folder: Path) -> int:
+        """Return the capacity that is recorded with a path in its first folder; 0 if none is."""
         with suppress(OSError, ValueError, KeyError, TypeError):
             return int(json.loads((folder / RECORD_FILE).read_bytes())["options"]["capacity_bytes"])
         return 0

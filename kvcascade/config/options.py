@@ -95,30 +95,17 @@ def sized(parse: Callable[[object], object]) -> Reader:
     return read
 
 
-def choice(choices: type[StrEnum]) -> Reader:
-    """Return a reader of one of a few words."""
+def choice(choices: type[StrEnum], *, or_name: bool = False) -> Reader:
+    """Return a reader of one of a few words, or of a "package.module:name" if `or_name`."""
 
-    def read(at: At, value: Any) -> StrEnum:
-        if not isinstance(value, str) or value not in list(choices):
-            raise at.wrong(
-                value,
-                f"is not known{did_you_mean(value, list(choices))}; use {_either(list(choices))}",
-            )
-        return choices(value)
-
-    return read
-
-
-def choice_or_name(choices: type[StrEnum]) -> Reader:
-    """Return a reader of one of a few words, or of a "package.module:name"."""
-
-    def read(at: At, value: Any) -> object:
-        if isinstance(value, str) and _DOTTED_NAME.fullmatch(value):
+    def read(at: At, value: Any) -> str:
+        if or_name and isinstance(value, str) and _DOTTED_NAME.fullmatch(value):
             return value
-        if not isinstance(value, str) or value not in list(choices):
-            known = _either(list(choices))
-            hint = did_you_mean(value, list(choices))
-            raise at.wrong(value, f'is not known{hint}; use {known}, or "package.module:name"')
+        words = list(choices)
+        if not isinstance(value, str) or value not in words:
+            hint, known = did_you_mean(value, words), _either(words)
+            also = ', or "package.module:name"' if or_name else ""
+            raise at.wrong(value, f"is not known{hint}; use {known}{also}")
         return choices(value)
 
     return read

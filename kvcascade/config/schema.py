@@ -19,7 +19,6 @@ from .options import (
     At,
     Reader,
     choice,
-    choice_or_name,
     deadline,
     flag,
     folder,
@@ -48,33 +47,35 @@ def _not_canonical(at: At, value: Any) -> bool:
     return value
 
 
-VLLM_KEYS: Mapping[str, Reader] = {
-    "spec_name": text,
-    "spec_module_path": optional(text),
-    "block_size": optional(whole(1, MAX_TOKENS_PER_CHUNK)),
-    "blocks_per_chunk": optional(whole(1, MAX_BLOCKS_PER_CHUNK)),
-    "offload_prompt_only": flag,
-    "self_describing_kv_events": flag,
-    "sync_load_budget_bytes": whole(0, sizes.MAX_BYTES),
-    "canonical_layout": _not_canonical,
+VLLM_KEYS: Mapping[str, tuple[Reader, str]] = {
+    "spec_name": (text, 'Name of the spec: `"CascadeOffloadingSpec"`.'),
+    "spec_module_path": (
+        optional(text),
+        'Module of the spec: `"kvcascade.spec"`. Where kvcascade is installed, it may be left out, '
+        "because a plugin registers the name with vLLM.",
+    ),
+    "block_size": (
+        optional(whole(1, MAX_TOKENS_PER_CHUNK)),
+        "Tokens of an offloaded block, a multiple of vLLM's block size: several GPU blocks become "
+        "one offloaded block.",
+    ),
+    "blocks_per_chunk": (
+        optional(whole(1, MAX_BLOCKS_PER_CHUNK)),
+        "The same as a number of GPU blocks; give one of the two. Above 1 it is refused for models "
+        "with sliding windows or states, because vLLM would store chunks with gaps.",
+    ),
+    "offload_prompt_only": (
+        flag,
+        "Offload the blocks of prompts only, as in vLLM. False is refused with vLLM 0.26 to 0.29: "
+        "they store the last token of an answer before it is computed.",
+    ),
+    "self_describing_kv_events": (flag, "Add token ids and more to KV events, as in vLLM."),
+    "sync_load_budget_bytes": (whole(0, sizes.MAX_BYTES), "As in vLLM, from 0.33 on."),
+    "canonical_layout": (_not_canonical, "Only false is supported."),
 }
-"""Keys of the same dictionary that vLLM reads. vLLM reads them only after the model is loaded and
-does not check their types, so they are checked here; their values are not kept."""
-VLLM_KEY_MEANINGS: Mapping[str, str] = {
-    "spec_name": 'Name of the spec: `"CascadeOffloadingSpec"`.',
-    "spec_module_path": 'Module of the spec: `"kvcascade.spec"`. Where kvcascade is installed, it '
-    "may be left out, because a plugin registers the name with vLLM.",
-    "block_size": "Tokens of an offloaded block, a multiple of vLLM's block size: several GPU "
-    "blocks become one offloaded block.",
-    "blocks_per_chunk": "The same as a number of GPU blocks; give one of the two. Above 1 it is "
-    "refused for models with sliding windows or states, because vLLM would store chunks with gaps.",
-    "offload_prompt_only": "Offload the blocks of prompts only, as in vLLM. False is refused with "
-    "vLLM 0.26 to 0.29: they store the last token of an answer before it is computed.",
-    "self_describing_kv_events": "Add token ids and more to KV events, as in vLLM.",
-    "sync_load_budget_bytes": "As in vLLM, from 0.33 on.",
-    "canonical_layout": "Only false is supported.",
-}
-"""Meaning of each key, for the documentation."""
+"""Keys of the same dictionary that vLLM reads, with reader and meaning. vLLM reads them only after
+the model is loaded and does not check their types, so they are checked here; their values are not
+kept."""
 
 ELSEWHERE = {
     "cpu_bytes_to_use": "tiers[0].capacity",
@@ -199,7 +200,9 @@ class NvmeTierOptions:
     durability: Annotated[Durability, choice(Durability)] = Durability.PROCESS
     """Failure that a stored block survives: the death of the process, or a loss of power. Of the
     engines that share a path, the stronger choice holds."""
-    admission: Annotated[AdmissionMode | str, choice_or_name(AdmissionMode)] = AdmissionMode.ALL
+    admission: Annotated[AdmissionMode | str, choice(AdmissionMode, or_name=True)] = (
+        AdmissionMode.ALL
+    )
     """Blocks that may enter the tier: all, or only blocks that were used again. A rule of your own
     is a function `function(block_hash, uses) -> bool`, given as "package.module:function"."""
     write_budget: Annotated[WriteAmount | None, optional(sized(sizes.parse_daily_writes))] = None
@@ -411,7 +414,7 @@ def with_tiers(options: dict[str, object]) -> dict[str, object]:
 
 def check_vllm_keys(extra_config: Mapping[str, object], noted: list[str] | None = None) -> None:
     """Raise `ConfigError` for the first of `VLLM_KEYS` with a wrong value, or collect all."""
-    for key, read in VLLM_KEYS.items():
+    for key, (read, _) in VLLM_KEYS.items():
         if key in extra_config:
             with noting(noted):
                 read(At(key), extra_config[key])

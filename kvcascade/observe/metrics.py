@@ -395,14 +395,3 @@ VLLM_METRICS: tuple[Metric, ...] = (
            _refused, VLLM_PREFIX),
 )  # fmt: skip
 """Metrics of vLLM's own CPU tier, under its names; declared only where vLLM declares them."""
-
-
-def table() -> str:
-    """Return all metrics as a table in Markdown, for the documentation."""
-    lines = ["| metric | kind | labels | what it says |", "|---|---|---|---|"]
-    for metric in (*METRICS, *VLLM_METRICS):
-        suffix = "_total" if metric.kind is Kind.COUNTER else ""
-        labels = ", ".join(f"`{label}`" for label in metric.labels)
-        name = f"`{metric.full_name}{suffix}`"
-        lines.append(f"| {name} | {metric.kind.value} | {labels} | {metric.documentation} |")
-    return "\n".join(lines)

@@ -250,24 +250,13 @@ else:
 
         MISS, HIT, HIT_PENDING, RETRY = range(4)
 
-    class _OffloadingWorker:
-        """Stand-in for `OffloadingWorker`, which vLLM has from 0.25 on; before, handlers copy."""
-
-    @dataclass
-    class _TransferResult:
-        """Stand-in for `TransferResult`, which lies elsewhere up to 0.24 and has another field."""
-
-        job_id: int
-        success: bool
-        transfer_size: int | None = None
-        transfer_time: float | None = None
-
     Locality = offered(f"{_BASE}.base", "Locality") or _Locality
     LookupResult = offered(f"{_BASE}.base", "LookupResult") or _LookupResult
     Medium = offered(f"{_BASE}.base", "Medium") or _Medium
-    OffloadingWorker = offered(f"{_BASE}.base", "OffloadingWorker") or _OffloadingWorker
     TierFilter = offered(f"{_BASE}.base", "TierFilter") or _TierFilter
-    TransferResult = offered(f"{_BASE}.base", "TransferResult") or _TransferResult
+    # From 0.25 on. Before, `copy_handler` has the place of a worker.
+    OffloadingWorker = offered(f"{_BASE}.base", "OffloadingWorker") or object
+    TransferResult = offered(f"{_BASE}.base", "TransferResult")
 
 
 # Fields and methods of vLLM's objects that some versions name otherwise or do not have.

@@ -2,7 +2,8 @@
 
 The description is for people: it is written beside the fingerprint and is no part of it. It is
 checked against the size of a block. If it does not add up (packed layouts, pipeline stages with
-layers of their own), nothing is written.
+layers of their own), nothing is written. `kv_config` is vLLM's `KVCacheConfig`, None if it was not
+found.
 """
 
 from __future__ import annotations
@@ -12,19 +13,17 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from . import generation
-from .engine_facts import kv_cache_config
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
 
-def about_blocks(config: OffloadingConfig, kv_config: Any | None = None) -> dict[str, Any]:
+def about_blocks(config: OffloadingConfig, kv_config: Any | None) -> dict[str, Any]:
     """Return `{"world_size", "rank_bytes", "layers": [...]}`; empty if the layout is not known.
 
     Each layer has its name, KV group, offset in a rank's part, number of pages, and the bytes, type
     and shape of a page.
     """
-    kv_config = kv_cache_config() if kv_config is None else kv_config
     chunk = config.cache.blocks_per_chunk
     rank_bytes = config.worker_kv_bytes_per_block * chunk
     if kv_config is None or config.parallel.pp_size != 1:
@@ -53,11 +52,8 @@ def about_blocks(config: OffloadingConfig, kv_config: Any | None = None) -> dict
     return {"world_size": config.parallel.world_size, "rank_bytes": rank_bytes, "layers": layers}
 
 
-def full_attention_group(
-    config: OffloadingConfig, kv_config: Any | None = None
-) -> tuple[int, int] | None:
+def full_attention_group(config: OffloadingConfig, kv_config: Any | None) -> tuple[int, int] | None:
     """Return the first group with full attention and its tokens per block; None if not known."""
-    kv_config = kv_cache_config() if kv_config is None else kv_config
     if kv_config is None:
         return None
     from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -68,13 +64,12 @@ def full_attention_group(
     return None
 
 
-def groups_offered_once(config: OffloadingConfig, kv_config: Any | None = None) -> list[int]:
+def groups_offered_once(config: OffloadingConfig, kv_config: Any | None) -> list[int]:
     """Return the KV groups whose blocks vLLM offers only in the step that fills them.
 
     These groups hold states at the ends of scheduled parts of a prompt, in device blocks that are
     not kept for the request. Earlier versions offer such blocks again, like all others.
     """
-    kv_config = kv_cache_config() if kv_config is None else kv_config
     if kv_config is None or not generation.offers_states_once():
         return []
     from vllm.v1.kv_cache_interface import MambaSpec

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from ..assembly.named import SPEC_NAME, checked
-from ..config.machine import ThisMachine
+from ..config.machine import Machine
 from ..identity import note_files
 from .generation import offered
 from .refusals import refuse_answers, refuse_platform
@@ -30,7 +30,7 @@ def register() -> None:
     note_files(model)
     if extra_config.get("spec_name") == SPEC_NAME:
         refuse_platform()
-        checked(extra_config, ThisMachine())
+        checked(extra_config, Machine())
         refuse_answers(extra_config)
     _register_spec()
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from . import engine_facts, generation
-from .engine_facts import kv_cache_config
 from .kv_layers import group_specs, numbered_groups, specs_by_layer
 
 if TYPE_CHECKING:
@@ -42,13 +41,13 @@ def refuse_useless(engine_config: Any | None) -> None:
         )
 
 
-def refuse_wrong_stores(config: OffloadingConfig) -> None:
+def refuse_wrong_stores(config: OffloadingConfig, kv_config: Any | None) -> None:
     """Raise `ConfigError` if this vLLM would store blocks of which a part was never written.
 
-    To be called while the connector is being made, since it knows the kinds of the KV groups.
+    `kv_config`: vLLM's `KVCacheConfig`, which knows the kinds of the KV groups; None if it was not
+    found.
     """
     refuse_answers(config.extra_config)
-    kv_config = kv_cache_config()
     if kv_config is not None:
         specs = (spec for _, spec in group_specs(kv_config, numbered_groups(config)))
         refuse_gaps(specs, config.cache.blocks_per_chunk)

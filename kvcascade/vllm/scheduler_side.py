@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..assembly.build import Cascade, FileSystemOf, Geometry, open_cascade, real_file_system
+from ..assembly.build import Cascade, Geometry, open_cascade
 from ..config.schema import DEFAULT_FLUSH_S, CascadeConfig
 from ..identity import is_shareable, private_identity, weights_identity
 from ..logs import get_logger, json_handler, wants_json
 from ..observe.tracing import TransferSpans
+from ..tiers.nvme.namespace import NamespaceKey
 from . import engine_facts, packing
 from .generation import span_maker, vllm_version
 from .refusals import refuse_useless
@@ -37,6 +38,24 @@ def log_beside_vllm() -> None:
         for handler in handlers:
             ours.addHandler(handler)
         ours.setLevel(theirs.getEffectiveLevel())
+
+
+def namespace_key(
+    settings: CascadeConfig,
+    engine_config: Any | None,
+    model: str,
+    shape: Mapping[str, str],
+    about: Mapping[str, Any] | None = None,
+) -> NamespaceKey:
+    """Return the namespace of an engine, and warn if its blocks cannot outlive it.
+
+    `about` is written beside the fingerprint, for people; for the rest see `namespace_facts`.
+    Raises `ConfigError` for an engine that would give wrong tokens.
+    """
+    refuse_useless(engine_config)
+    facts = namespace_facts(settings, engine_config, model, shape)
+    warn_of_privacy(settings, engine_config, facts, model)
+    return NamespaceKey(settings.label or model, facts, about or {})
 
 
 def namespace_facts(
@@ -119,21 +138,13 @@ def open_scheduler_side(
     settings: CascadeConfig,
     geometry: Geometry,
     engine_id: str,
-    facts: Mapping[str, str],
+    key: NamespaceKey,
     engine_config: Any | None,
-    model: str,
     *,
     with_events: bool,
     waits_for_stores: bool = True,
-    about: Mapping[str, Any] | None = None,
-    file_system: FileSystemOf = real_file_system,
 ) -> Cascade:
-    """Open the cascade in the scheduler process, and warn if its blocks cannot outlive it.
-
-    `about` is written beside the fingerprint, for people. Raises one of our errors.
-    """
-    refuse_useless(engine_config)
-    warn_of_privacy(settings, engine_config, facts, model)
+    """Open the cascade in the scheduler process. Raises one of our errors."""
     settings, said = with_time_to_flush(settings, engine_config)
     if said is not None:
         logger.info(said)
@@ -141,13 +152,10 @@ def open_scheduler_side(
         settings,
         geometry,
         engine_id,
-        facts,
-        label=settings.label or model,
+        key,
         steps_until_flushed=engine_facts.pipeline_depth(engine_config),
         with_events=with_events,
         waits_for_stores=waits_for_stores,
-        about=about,
-        file_system=file_system,
         on_transfer=transfer_spans(engine_config),
     )
 

@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from ..assembly.named import admission_rule, checked_tier
 from ..assembly.node_parts import EngineFacts, SlotMemory, open_node_tier
-from ..config.machine import ThisMachine
+from ..config.machine import Machine
 from ..config.schema import CascadeConfig, NvmeTierOptions, OnReset
 from ..logs import get_logger
 from ..manager.below.single_tier import STALLED_S
@@ -42,8 +42,8 @@ from . import engine_facts
 from .generation import chunk_rows, known_fields, set_state, state_of
 from .kv_layers import layer_names
 from .packing import packing_of_layers
-from .refusals import refuse_useless, refuse_wrong_stores
-from .scheduler_side import log_beside_vllm, namespace_facts, warn_of_privacy
+from .refusals import refuse_wrong_stores
+from .scheduler_side import log_beside_vllm, namespace_key
 from .v0_26 import in_prompt_order, shape_facts, to_vllm_event
 
 logger = get_logger(__name__)
@@ -82,7 +82,7 @@ class KVCascadeTier(SecondaryTierManager):
         self._rows = primary_kv_view.cast("B")
         assert primary_kv_view.strides is not None, "a view has strides"
         self._row_bytes = primary_kv_view.strides[0]  # up to 0.28 nothing else states it
-        settings = checked_tier(options, ThisMachine())
+        settings = checked_tier(options, Machine())
         key = _namespace_key(offloading_spec.config, settings, self._row_bytes)
         self._on_reset = settings.on_reset
         with_events = bool(offloading_spec.kv_events_config.enable_kv_cache_events)
@@ -175,19 +175,18 @@ class KVCascadeTier(SecondaryTierManager):
         """Open the tier behind a node on a thread, and return its folder; `undo` closes it."""
         memory = SlotMemory(self._row_bytes, len(self._rows) // self._row_bytes, self._rows)
         engine = EngineFacts(key, memory, False, with_events, STALLED_S)
-        tier = open_node_tier(self.tier_type, options, engine, None)
+        tier = open_node_tier(self.tier_type, options, engine)
         undo.callback(tier.close)
         jobs = TierJobs(tier.port, admission_rule(options.admission), time.monotonic)
         return jobs, tier.folder
 
 
 def _namespace_key(config: Any, settings: CascadeConfig, row_bytes: int) -> NamespaceKey:
-    engine_config = engine_facts.engine_config()
-    refuse_useless(engine_config)
-    refuse_wrong_stores(config)
+    engine_config, kv_config = engine_facts.engine_config(), engine_facts.kv_cache_config()
+    refuse_wrong_stores(config, kv_config)
     cache = getattr(engine_config, "cache_config", None)
     shape = {
-        **shape_facts(config),
+        **shape_facts(config, kv_config),
         "rows": f"vLLM's tiering, {row_bytes} bytes",
         # None of our code runs in workers. Their attention backends are known only if the one
         # worker lives in this process; otherwise `shape_facts` must suffice.
@@ -195,9 +194,7 @@ def _namespace_key(config: Any, settings: CascadeConfig, row_bytes: int) -> Name
             engine_config, layer_names(config), getattr(cache, "num_gpu_blocks", 0) or 1
         ),
     }
-    facts = namespace_facts(settings, engine_config, config.model.name, shape)
-    warn_of_privacy(settings, engine_config, facts, config.model.name)
-    return NamespaceKey(settings.label or config.model.name, facts)
+    return namespace_key(settings, engine_config, config.model.name, shape)
 
 
 def _used_by(context: ReqContext) -> dict[BlockHash, bool]:

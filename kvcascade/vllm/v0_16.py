@@ -22,7 +22,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 from vllm.v1.kv_offload.abstract import (
     LoadStoreSpec,
     OffloadingEvent,
@@ -31,22 +30,22 @@ from vllm.v1.kv_offload.abstract import (
 )
 from vllm.v1.kv_offload.mediums import BlockIDsLoadStoreSpec, GPULoadStoreSpec
 from vllm.v1.kv_offload.spec import OffloadingSpec
-from vllm.v1.kv_offload.worker.worker import OffloadingHandler, TransferResult, TransferSpec
+from vllm.v1.kv_offload.worker.worker import OffloadingHandler
 
-from ..assembly.build import Cascade, Geometry, WorkerSide, open_worker
+from ..assembly.build import Cascade, Geometry, open_worker
 from ..assembly.named import configured
 from ..config.schema import CascadeConfig
 from ..errors import ConfigError
-from ..handlers.device.copier import GpuBlocks
 from ..handlers.node.node_keeper import at_exit
 from ..logs import get_logger
 from ..manager.anonymous import AnonymousManager
 from ..tiers.base import SlotSpec
 from . import engine_facts, kv_pages
+from .copy_handler import CascadeHandler
 from .kv_layers import group_specs
 from .packing import group_facts, packing_of_layers
 from .refusals import keeps_every_block
-from .scheduler_side import log_beside_vllm, namespace_facts, open_scheduler_side
+from .scheduler_side import log_beside_vllm, namespace_key, open_scheduler_side
 
 log_beside_vllm()
 logger = get_logger(__name__)
@@ -117,52 +116,6 @@ class CascadeManagerV16(OffloadingManager):
         self._cascade.close()
 
 
-class CascadeHandlerV16(OffloadingHandler):
-    """Copies between the device and the arena, both directions. Worker main thread."""
-
-    def __init__(self, side: WorkerSide, blocks_per_chunk: int) -> None:
-        self._copier = side.copier
-        self._blocks_per_chunk = blocks_per_chunk
-        self._types: dict[int, tuple[str, str]] = {}
-        """Source and destination medium of each job in flight."""
-
-    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        source, target = spec
-        assert isinstance(source, BlockIDsLoadStoreSpec)
-        assert isinstance(target, BlockIDsLoadStoreSpec)
-        self._types[job_id] = source.medium(), target.medium()
-        if isinstance(source, GPULoadStoreSpec):
-            return self._copier.submit_store(job_id, self._blocks(source), _slots(target))
-        assert isinstance(target, GPULoadStoreSpec)
-        return self._copier.submit_load(job_id, self._blocks(target), _slots(source))
-
-    def get_finished(self) -> list[TransferResult]:
-        return [
-            TransferResult(
-                job_id=result.job_id,
-                success=result.success,
-                transfer_size=result.size_bytes,
-                transfer_time=result.time_s,
-                transfer_type=self._types.pop(result.job_id),
-            )
-            for result in self._copier.get_finished()
-        ]
-
-    def wait(self, job_ids: set[int]) -> None:
-        self._copier.wait(job_ids)
-
-    def _blocks(self, spec: GPULoadStoreSpec) -> GpuBlocks:
-        """Return the device blocks of a transfer.
-
-        A store covers whole chunks. A load ends at the end of a chunk and may begin within one;
-        versions that do not state where it begins leave that to be counted from the end.
-        """
-        ids = spec.block_ids.astype(np.int32)
-        sizes = tuple(getattr(spec, "group_sizes", None) or (len(ids),))
-        indices = getattr(spec, "block_indices", None) or (-len(ids) % self._blocks_per_chunk,)
-        return GpuBlocks(ids, sizes, tuple(indices))
-
-
 class CascadeOffloadingSpec(OffloadingSpec):
     """Entry point: `"spec_name": "CascadeOffloadingSpec", "spec_module_path": "kvcascade.spec"`.
 
@@ -177,20 +130,19 @@ class CascadeOffloadingSpec(OffloadingSpec):
         self._geometry = self._make_geometry()
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._manager: CascadeManagerV16 | None = None
-        self._handler: CascadeHandlerV16 | None = None
+        self._handler: CascadeHandler | None = None
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             config = self.vllm_config
-            model = str(config.model_config.model)
             events = config.kv_events_config
+            model = str(config.model_config.model)
             cascade = open_scheduler_side(
                 self._settings,
                 self._geometry,
                 self._engine_id,
-                namespace_facts(self._settings, config, model, self._shape()),
+                namespace_key(self._settings, config, model, self._shape()),
                 config,
-                model,
                 with_events=events is not None and events.enable_kv_cache_events,
                 waits_for_stores=False,
             )
@@ -223,8 +175,8 @@ class CascadeOffloadingSpec(OffloadingSpec):
                 ),
                 steps_while_storing=False,
             )
-            self._handler = CascadeHandlerV16(side, self._geometry.blocks_per_chunk)
-            _at_exit(side.close)
+            self._handler = CascadeHandler(side, self._geometry.blocks_per_chunk)
+            _at_exit(self._handler.shutdown)
         yield GPULoadStoreSpec, CascadeLoadStoreSpecV16, self._handler
         yield CascadeLoadStoreSpecV16, GPULoadStoreSpec, self._handler
 
@@ -315,10 +267,6 @@ def _at_exit(close: Callable[[], None]) -> None:
     to its parent."""
     pid = os.getpid()
     at_exit(lambda: close() if os.getpid() == pid else None)
-
-
-def _slots(spec: BlockIDsLoadStoreSpec) -> Any:
-    return spec.block_ids.astype(np.int32, copy=False)
 
 
 def _to_vllm(spec: object) -> LoadStoreSpec:

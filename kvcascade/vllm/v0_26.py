@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
-from ..assembly.build import Cascade, Geometry, WorkerSide, open_worker, real_file_system
+from ..assembly.build import Cascade, Geometry, WorkerSide, open_worker
 from ..assembly.named import configured
 from ..config.schema import CascadeConfig
 from ..handlers.device.copier import GpuBlocks
@@ -39,7 +39,6 @@ from ..manager.request import Request
 from ..manager.standstill import Standstill
 from ..tiers.base import BlockHash, SlotSpec
 from . import engine_facts, offload_metrics
-from .engine_facts import kv_cache_config
 from .generation import (
     Locality,
     LookupResult,
@@ -63,7 +62,7 @@ from .kv_layers import (
 from .kv_pages import from_canonical, require_whole
 from .packing import group_facts, packing_of_layers
 from .refusals import refuse_wrong_stores
-from .scheduler_side import log_beside_vllm, namespace_facts, open_scheduler_side
+from .scheduler_side import log_beside_vllm, namespace_key, open_scheduler_side
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import ScheduleEndContext
@@ -336,10 +335,6 @@ class CascadeOffloadingSpec(OffloadingSpec):
         """Return the label names of the info metric, from 0.33 on."""
         return Cascade.INFO_KEYS
 
-    file_system = staticmethod(real_file_system)
-    """Returns the file system of an NVMe tier. If a subclass returns another one, all I/O stays in
-    the scheduler's process, whatever `movers` is set to."""
-
     manager_type: type[CascadeManager] = CascadeManager
     """Class of the manager; 0.24 needs another one."""
 
@@ -349,52 +344,59 @@ class CascadeOffloadingSpec(OffloadingSpec):
 
     def _set_up(self, config: OffloadingConfig) -> None:
         self._settings: CascadeConfig = configured(config.extra_config)
-        refuse_wrong_stores(config)
         self._engine_config = engine_facts.engine_config()
-        self._geometry = _geometry(config, self._engine_config)
+        self._kv_config = engine_facts.kv_cache_config()
+        refuse_wrong_stores(config, self._kv_config)
+        self._geometry = _geometry(config, self._engine_config, self._kv_config)
         self._manager: CascadeManager | None = None
         self._worker: CascadeWorker | None = None
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             config, engine_config = self.config, self._engine_config
+            key = namespace_key(
+                self._settings,
+                engine_config,
+                config.model.name,
+                shape_facts(config, self._kv_config),
+                about_blocks(config, self._kv_config),
+            )
             cascade = open_scheduler_side(
                 self._settings,
                 self._geometry,
                 config.engine_id,
-                namespace_facts(
-                    self._settings, engine_config, config.model.name, shape_facts(config)
-                ),
+                key,
                 engine_config,
-                config.model.name,
                 with_events=self.kv_events_config.enable_kv_cache_events,
-                about=about_blocks(config),
-                file_system=self.file_system,
             )
             self._manager = self.manager_type(cascade, self._geometry.tokens_per_block)
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
-            config = self.config
-            layers = layer_names(config)
-            pages = from_canonical(kv_caches)
-            require_whole(pages, layers, config.worker_kv_bytes_per_block)
-            side = open_worker(
-                self._settings,
-                self._geometry,
-                config.engine_id,
-                rank=config.parallel.rank,
-                tensors=pages.tensors,
-                groups=pages.groups,
-                packing=packing_of_layers(self._engine_config, layers, pages.num_blocks),
-            )
-            self._worker = CascadeWorker(side)
+            self._worker = CascadeWorker(self._open_worker(kv_caches))
         return self._worker
 
+    def _open_worker(self, kv_caches: CanonicalKVCaches) -> WorkerSide:
+        config = self.config
+        layers = layer_names(config)
+        pages = from_canonical(kv_caches)
+        require_whole(pages, layers, config.worker_kv_bytes_per_block)
+        return open_worker(
+            self._settings,
+            self._geometry,
+            config.engine_id,
+            rank=config.parallel.rank,
+            tensors=pages.tensors,
+            groups=pages.groups,
+            packing=packing_of_layers(self._engine_config, layers, pages.num_blocks),
+        )
 
-def _geometry(config: OffloadingConfig, engine_config: Any | None = None) -> Geometry:
-    served_end, served_tokens = _served(config)
+
+def _geometry(
+    config: OffloadingConfig, engine_config: Any | None, kv_config: Any | None
+) -> Geometry:
+    served_end, served_tokens = _served(config, kv_config)
     return Geometry(
         rank_bytes=config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk,
         world_size=config.parallel.world_size,
@@ -402,7 +404,9 @@ def _geometry(config: OffloadingConfig, engine_config: Any | None = None) -> Geo
         tokens_per_block=served_tokens,
         served_end=served_end,
         mean_tokens=_mean_tokens(config),
-        offered_once=tuple(make_offload_key(b"", n) for n in groups_offered_once(config)),
+        offered_once=tuple(
+            make_offload_key(b"", n) for n in groups_offered_once(config, kv_config)
+        ),
         replicated=replicated_facts(config, engine_config),
     )
 
@@ -413,20 +417,20 @@ def _mean_tokens(config: OffloadingConfig) -> float:
     return harmonic_mean(tokens) / len(tokens) * config.cache.blocks_per_chunk
 
 
-def _served(config: OffloadingConfig) -> tuple[bytes, float]:
+def _served(config: OffloadingConfig, kv_config: Any | None) -> tuple[bytes, float]:
     """Return the end of the keys by which saved tokens are counted, and the tokens of each.
 
     For a group with a window or states, only the last blocks of a prefix are loaded. Blocks of the
     group with full attention therefore stand for all. If none is known, every block counts in part.
     """
-    group = full_attention_group(config) if len(config.groups) > 1 else None
+    group = full_attention_group(config, kv_config) if len(config.groups) > 1 else None
     if group is None:
         return b"", _mean_tokens(config)
     group_id, tokens = group
     return make_offload_key(b"", group_id), float(tokens * config.cache.blocks_per_chunk)
 
 
-def shape_facts(config: OffloadingConfig) -> dict[str, str]:
+def shape_facts(config: OffloadingConfig, kv_config: Any | None) -> dict[str, str]:
     """Facts of the fingerprint about blocks and parallelism."""
     parallel = config.parallel
     facts = {
@@ -444,7 +448,7 @@ def shape_facts(config: OffloadingConfig) -> dict[str, str]:
     for group_id, group in groups.items():
         layers = ",".join(group.layer_names)
         facts[f"group{group_id}"] = f"{group.tokens_per_block} tokens: {layers}"
-    return facts | group_facts(kv_cache_config(), groups)
+    return facts | group_facts(kv_config, groups)
 
 
 def replicated_facts(config: OffloadingConfig, engine_config: Any | None) -> dict[str, str] | None:

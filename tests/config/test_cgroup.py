@@ -9,7 +9,7 @@ import pytest
 
 from kvcascade.config import machine as early
 from kvcascade.config.cgroup import NO_LIMIT, GroupMemory, group_memory
-from kvcascade.config.machine import ThisMachine, cpu_capacity
+from kvcascade.config.machine import Machine, cpu_capacity
 from kvcascade.config.schema import parse
 from kvcascade.errors import ConfigError
 from kvcascade.tiers.cpu import arena_limits as late
@@ -100,14 +100,14 @@ def test_both_checks_know_the_container(tmp_path: Path, monkeypatch: pytest.Monk
     for module in (early, late):
         monkeypatch.setattr(module, "group_memory", lambda: limits)
         monkeypatch.setattr(module.psutil, "virtual_memory", lambda: host)
-    memory = ThisMachine().memory()
+    memory = Machine().memory()
     assert (memory.total, memory.available) == (64 * MIB, 20 * MIB)
     config = parse({"tiers": [{"type": "cpu", "capacity": "25%", "arena_dir": str(tmp_path)}]})
-    assert cpu_capacity(config.cpu, ThisMachine()) == 16 * MIB, "a share is of the container"
-    early.check_machine(config, ThisMachine())
+    assert cpu_capacity(config.cpu, Machine()) == 16 * MIB, "a share is of the container"
+    early.check_machine(config, Machine())
     config = parse({"tiers": [{"type": "cpu", "capacity": "21MiB", "arena_dir": str(tmp_path)}]})
     with pytest.raises(ConfigError, match="20.0 MiB available"):
-        early.check_machine(config, ThisMachine())
+        early.check_machine(config, Machine())
     probed = probe_machine(str(tmp_path))
     assert probed.available_bytes == 20 * MIB
     with pytest.raises(ConfigError, match="20.0 MiB of memory is available"):

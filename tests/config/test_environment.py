@@ -16,7 +16,7 @@ from kvcascade.errors import ConfigError
 
 def read(given: dict[str, Any], **variables: str) -> CascadeConfig:
     named = {f"{PREFIX}{name.upper()}": value for name, value in variables.items()}
-    return parse(with_environment(given, named))
+    return parse(with_environment(given, named)[0])
 
 
 def test_a_path_is_a_complete_configuration() -> None:

@@ -18,7 +18,6 @@ from kvcascade.config.machine import (
     Machine,
     Memory,
     PathKind,
-    ThisMachine,
     check_machine,
     check_nvme,
     cpu_capacity,
@@ -359,9 +358,9 @@ def test_this_machine_is_left_as_it_was(tmp_path: Path, path: str, options: dict
     with TemporaryDirectory(dir=SHM) as shared:  # of its own: engines beside this test use SHM
         config = configured({"capacity": "1MiB", "arena_dir": shared}, **nvme)
         if path in {"new/kv", "data"} and not options:
-            check_machine(config, ThisMachine())
+            check_machine(config, Machine())
         else:
-            assert message(config, ThisMachine())
+            assert message(config, Machine())
         assert snapshot(tmp_path) == before
         assert os.listdir(shared) == []
 
@@ -380,7 +379,7 @@ def test_a_folder_is_used_once_whatever_it_is_called(
     if is_one_tier:
         tiers = [{**shape, "path": [first, second]}]
     config = parse({"tiers": [{"type": "cpu", "capacity": "1MiB"}, *tiers]})
-    text = message(config, ThisMachine())
+    text = message(config, Machine())
     assert text.startswith(f"{config.tiers[-1].key}.path: ")
     assert "is the same folder as" in text and str(tmp_path / "disk") in text
 
@@ -400,12 +399,12 @@ def test_a_path_that_cannot_be_looked_at(tmp_path: Path, key: str, is_closed: bo
     nvme = {"type": "nvme", "capacity": "1MiB", "min_free": 0, "path": places["tiers[1].path"]}
     config = parse({"tiers": [cpu, nvme], "record": places["record"]})
     with unprivileged():
-        text = message(config, ThisMachine())
+        text = message(config, Machine())
     assert text.startswith(f"{key}: ") and "cannot be read (" in text
 
 
 def test_this_machine(tmp_path: Path) -> None:
-    machine = ThisMachine()
+    machine = Machine()
     memory, disk = machine.memory(), machine.disk(tmp_path)
     assert 0 < memory.available <= memory.total
     assert 0 < disk.free <= disk.total
@@ -417,7 +416,7 @@ def test_this_machine(tmp_path: Path) -> None:
 
 
 def test_only_namespaces_count_as_used(tmp_path: Path) -> None:
-    machine = ThisMachine()
+    machine = Machine()
     assert machine.used_by_namespaces(tmp_path / "missing") == 0
     namespace, other = tmp_path / "model-01", tmp_path / "other"
     for folder in (namespace, other):
@@ -466,7 +465,7 @@ def test_the_default_share_of_the_disk_leaves_room_for_what_is_there() -> None:
 
 
 def test_this_machine_counts_its_devices() -> None:
-    assert ThisMachine().devices() >= 0
+    assert Machine().devices() >= 0
 
 
 def test_a_share_that_stays_free_is_that_of_the_smallest_disk() -> None:

@@ -53,7 +53,7 @@ def test_an_endpoint_that_is_no_address_is_refused(endpoint: object) -> None:
 
 
 def test_options_come_from_the_environment() -> None:
-    given = with_environment({"tiers": [CPU, REMOTE]}, {"KVCASCADE_REMOTE_WRITES": "through"})
+    given, _ = with_environment({"tiers": [CPU, REMOTE]}, {"KVCASCADE_REMOTE_WRITES": "through"})
     remote = parse(given).remote
     assert remote is not None and remote.writes == "through"
 

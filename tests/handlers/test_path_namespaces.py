@@ -38,7 +38,7 @@ def opened(stack: ExitStack, path: Path, model: str, min_share: Bytes | None) ->
     )
     memory = SlotMemory(BLOCK, ARENA_SLOTS, memoryview(mmap.mmap(-1, BLOCK * ARENA_SLOTS)))
     key = NamespaceKey(model, {"model": model})
-    tier = open_node_tier("nvme", options, EngineFacts(key, memory, False, False, 10.0), None)
+    tier = open_node_tier("nvme", options, EngineFacts(key, memory, False, False, 10.0))
     stack.callback(tier.close)
     return tier
 

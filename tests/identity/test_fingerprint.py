@@ -159,7 +159,7 @@ def test_rows_in_another_order_are_another_namespace(name: str) -> None:
         pytest.skip("this vLLM arranges rows in one way")
     changed: dict[str, Any] = {name: not getattr(config, name)}
     other = replace(config, **changed)
-    assert modern.shape_facts(other) != modern.shape_facts(config)
+    assert modern.shape_facts(other, None) != modern.shape_facts(config, None)
 
 
 def test_another_layout_is_another_namespace() -> None:
@@ -169,7 +169,7 @@ def test_another_layout_is_another_namespace() -> None:
     if not hasattr(config, "kv_cache_layout"):
         pytest.skip("this vLLM has it from the workers: see test_layers.py")
     facts = [
-        modern.shape_facts(replace(config, kv_cache_layout=layout))
+        modern.shape_facts(replace(config, kv_cache_layout=layout), None)
         for layout in ("LBHNC", "LBNHC", "BLHNC", None)
     ]
     assert len({NamespaceKey("label", each).fingerprint for each in facts}) == 4
@@ -188,10 +188,10 @@ def test_a_layout_that_only_the_user_says_is_another_namespace(
         worker_kv_bytes_per_block=1024,
         groups=[],
     )
-    facts = [modern.shape_facts(config)]
+    facts = [modern.shape_facts(config, None)]
     for layout in ("NHD", "HND"):
         monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
-        facts.append(modern.shape_facts(config))
+        facts.append(modern.shape_facts(config, None))
     assert [each["layout"] for each in facts] == ["None", "NHD", "HND"]
 
 

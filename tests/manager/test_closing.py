@@ -11,11 +11,13 @@ import pytest
 from kvcascade.assembly.build import Cascade, Geometry, open_cascade
 from kvcascade.assembly.node_parts import OpenTier
 from kvcascade.config.schema import parse
+from kvcascade.tiers.nvme.namespace import NamespaceKey
+from kvcascade.tiers.nvme.path.saved_state import SavedState
 from kvcascade.tiers.policies import known_names
 
 BLOCK = 4096
 GEOMETRY = Geometry(rank_bytes=BLOCK, world_size=1, blocks_per_chunk=1)
-FACTS = {"weights": "files:x", "vllm": "none"}
+KEY = NamespaceKey("closing", {"weights": "files:x", "vllm": "none"})
 
 
 class FailsToClose(OpenTier):
@@ -39,8 +41,7 @@ def opened(path: Path) -> Cascade:
         parse({"tiers": tiers}, known_names()),
         GEOMETRY,
         "engine",
-        FACTS,
-        label="closing",
+        KEY,
         steps_until_flushed=3,
         with_events=False,
         expect_workers=False,
@@ -61,3 +62,14 @@ def test_a_tier_that_fails_to_close_leaves_no_other_open(
     again = opened(tmp_path)
     assert [tier.port.feed.can_write for tier in again.nodes] == [True, True]
     again.close()
+
+
+def test_the_order_of_prompts_that_ended_is_logged(tmp_path: Path) -> None:
+    cascade = opened(tmp_path)
+    assert cascade.chains is not None
+    ends = {bytes([n]) * 32 + bytes(4): 16 * n for n in range(1, 4)}  # of one KV group
+    cascade.chains.note(ends, dict.fromkeys(ends, True))
+    folder = cascade.nodes[0].folder
+    assert folder is not None
+    cascade.close()
+    assert len(SavedState(folder / "state").chains()) == len(ends)

@@ -26,7 +26,7 @@ import kvcascade
 from kvcascade.block_buffers import checked_keys
 from kvcascade.block_cache import ENDING as SAID_AT_THE_END
 from kvcascade.block_moves import BlockMoves, GetMove, PutMove
-from kvcascade.config.machine import Disk, ThisMachine
+from kvcascade.config.machine import Disk, Machine
 from kvcascade.errors import ClosedError, ConfigError, FormatError, InUseError, NoSpaceError
 from kvcascade.handlers.node.node_keeper import SILENCE_LIMIT_S, KeeperOptions
 from kvcascade.handlers.node.path_client import node_thread
@@ -230,7 +230,7 @@ def test_what_is_recorded_must_fit_and_not_a_default(
     open_cache: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The default reserve is more than this disk has free; the recorded one is 0."""
-    monkeypatch.setattr(ThisMachine, "disk", lambda *_: Disk(1, total=100 << 30, free=1 << 30))
+    monkeypatch.setattr(Machine, "disk", lambda *_: Disk(1, total=100 << 30, free=1 << 30))
     with pytest.raises(ConfigError, match="open.min_free"):
         open_cache(block_bytes=BLOCK)
     folders = [tmp_path / "a", tmp_path / "b"]

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from kvcascade.tools.__main__ import app
 
-BLOCK = HEADER = 4096
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -76,8 +75,3 @@ def flip(path: Path, offset: int) -> None:
         byte = file.read(1)[0]
         file.seek(offset)
         file.write(bytes([byte ^ 0xFF]))
-
-
-def payload_offset(slot: int) -> int:
-    """Where a slot of segment 0 begins."""
-    return HEADER + slot * BLOCK

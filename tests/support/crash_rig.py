@@ -36,6 +36,7 @@ from kvcascade.handlers.node.path_io import SEGMENTS
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome, SlotSpec
 from kvcascade.tiers.nvme.disk.filesystem import FileLock, RealFileSystem
+from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.path.block_reader import BlockReader
 from kvcascade.tiers.nvme.path.lmdb_block_table import open_block_table
 from kvcascade.tiers.nvme.path.path_lock import try_lead
@@ -259,13 +260,12 @@ def scheduler_main(
     """Serve until a worker is gone, then shut down cleanly."""
     for worker in workers:
         worker.recv()
-    facts = {"weights": "files:crash", "vllm": "none"}
+    key = NamespaceKey("crash", {"weights": "files:crash", "vllm": "none"})
     cascade = open_cascade(
         setup.settings(),
         GEOMETRY,
         setup.engine_id,
-        facts,
-        label="crash",
+        key,
         steps_until_flushed=3,
         with_events=True,
     )

@@ -2,7 +2,8 @@
 
     "spec_name": "SlowDiskSpec", "spec_module_path": "support.slow_disk"
 
-The rate is in the environment variable that `READ_RATE` names, in bytes per second.
+The rate is in the environment variable that `READ_RATE` names, in bytes per second. The tier needs
+`"movers": "threads"`, since another process has the real disk.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from kvcascade.config.schema import NvmeTierOptions
+import pytest
+
+from kvcascade.assembly import node_parts
 from kvcascade.spec import CascadeOffloadingSpec
-from kvcascade.tiers.nvme.disk.filesystem import File, FileSystem, RealFileSystem
+from kvcascade.tiers.nvme.disk.filesystem import File, RealFileSystem
 
 READ_RATE = "KVCASCADE_TEST_READ_BYTES_PER_S"
 
@@ -59,10 +63,10 @@ class SlowFile(File):
 class SlowFileSystem(RealFileSystem):
     """The machine's own, with slow reads."""
 
-    def __init__(self, bytes_per_s: float) -> None:
-        super().__init__()
+    def __init__(self, direct: bool = True) -> None:
+        super().__init__(direct)
         self._disk = threading.Lock()
-        self._bytes_per_s = bytes_per_s
+        self._bytes_per_s = float(os.environ[READ_RATE])
 
     def open(self, path: Path, *, create: bool = False, direct: bool = False) -> File:
         file = super().open(path, create=create, direct=direct)
@@ -72,6 +76,7 @@ class SlowFileSystem(RealFileSystem):
 class SlowDiskSpec(CascadeOffloadingSpec):
     """The cascade over a slow disk."""
 
-    @staticmethod
-    def file_system(options: NvmeTierOptions) -> FileSystem:
-        return SlowFileSystem(float(os.environ[READ_RATE]))
+    def get_manager(self) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(node_parts, "RealFileSystem", SlowFileSystem)
+            return super().get_manager()

@@ -22,7 +22,7 @@ from support.path_cache import (
 from support.path_engine import PathEngine
 
 import kvcascade
-from kvcascade.config.machine import Disk, ThisMachine
+from kvcascade.config.machine import Disk, Machine
 from kvcascade.tiers.nvme.disk.filesystem import RealFile, RealFileSystem
 from kvcascade.tiers.nvme.path.block_reader import payload_checksum
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
@@ -246,7 +246,7 @@ def test_blocks_of_a_list(file: Path, tmp_path: Path) -> None:
 def test_a_path_that_no_engine_has_used_takes_a_namespace(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ThisMachine, "disk", lambda *_: Disk(1, total=1 << 30, free=1 << 30))
+    monkeypatch.setattr(Machine, "disk", lambda *_: Disk(1, total=1 << 30, free=1 << 30))
     root = tmp_path / "new"
     root.mkdir()
     assert call("import", root, file).code == ExitCode.DIFFERENT

@@ -15,7 +15,7 @@ from support.users import unprivileged
 from typer.testing import CliRunner
 
 from kvcascade.assembly.named import checked
-from kvcascade.config.machine import ThisMachine
+from kvcascade.config.machine import Machine
 from kvcascade.errors import ConfigError, TierIOError
 from kvcascade.tiers.cpu.header import ArenaGeometry
 from kvcascade.tiers.nvme.path.writer.path_plan import plan_segments
@@ -167,7 +167,7 @@ def test_what_an_engine_could_not_import_is_named(
     answer = call("check", config, "--json")
     assert answer.code == ExitCode.PROBLEMS and "no_such_package" in answer.document["problem"]
     with pytest.raises(ConfigError, match="no_such_package"):
-        checked(read_config(config).extra, ThisMachine())
+        checked(read_config(config).extra, Machine())
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,7 @@ def noted(log: ChainLog, *requests: tuple[dict[bytes, int], Iterable[int]]) -> N
     notes = ChainNotes(ChainBook(log, lambda: 1000.0).write)
     for ends, brought in requests:
         notes.note(ends, {key(n): True for n in brought})
-    notes.close()
-    assert not notes.left_out
+    notes.send()
 
 
 def prompts_on(root: Path) -> PathEngine:

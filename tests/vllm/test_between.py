@@ -53,7 +53,7 @@ def spec(*tensors: tuple[int, int]) -> Any:
 
 def test_the_facts_are_those_of_later_versions() -> None:
     config = v0_25._config(spec((1000, 0), (500, 0)))
-    assert shape_facts(cast(Any, config)) == {
+    assert shape_facts(cast(Any, config), None) == {
         "dtype": "bfloat16",
         "tokens_per_hash": "16",
         "blocks_per_chunk": "4",

@@ -60,9 +60,7 @@ def offloading_config(layers: list[str], block_bytes: int, pp_size: int = 1) -> 
 
 def test_layers_follow_each_other() -> None:
     layers = ["l0", "l1"]
-    kv_cache_config = kv_config(layers)  # found on the stack by this name, as in the connector
-    found = about_blocks(offloading_config(layers, 2 * PAGE))
-    assert found == about_blocks(offloading_config(layers, 2 * PAGE), kv_cache_config)
+    found = about_blocks(offloading_config(layers, 2 * PAGE), kv_config(layers))
     assert (found["world_size"], found["rank_bytes"]) == (2, 2 * 3 * PAGE)
     assert found["layers"] == [
         {"layer": f"l{i}", "group": 0, "offset": i * 3 * PAGE, "page_bytes": PAGE, "pages": 3,
@@ -83,7 +81,7 @@ def test_nothing_is_written_where_it_is_not_known(config: Any) -> None:
 
 
 def test_nothing_is_written_without_the_engine() -> None:
-    assert about_blocks(offloading_config(["l0"], PAGE)) == {}
+    assert about_blocks(offloading_config(["l0"], PAGE), None) == {}
 
 
 def test_tokens_are_counted_by_the_group_whose_every_block_is_loaded() -> None:
@@ -98,7 +96,7 @@ def test_tokens_are_counted_by_the_group_whose_every_block_is_loaded() -> None:
     assert full_attention_group(config, KVCacheConfig(BLOCKS, [], groups)) == (1, 32)
     groups[1] = KVCacheGroupSpec(["l1"], window)
     assert full_attention_group(config, KVCacheConfig(BLOCKS, [], groups)) is None
-    assert full_attention_group(config) is None
+    assert full_attention_group(config, None) is None
 
 
 def test_a_block_of_that_group_stands_for_its_tokens_whatever_the_others_are() -> None:
@@ -106,17 +104,17 @@ def test_a_block_of_that_group_stands_for_its_tokens_whatever_the_others_are() -
         block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=32
     )
     groups = [KVCacheGroupSpec(["l0"], window), KVCacheGroupSpec(["l1"], SPEC)]
-    kv_cache_config = KVCacheConfig(BLOCKS, [], groups)  # found on the stack, as in the connector
+    kv_config = KVCacheConfig(BLOCKS, [], groups)
     one = offloading_config(["l0"], PAGE)
     two = replace(
         one, groups=(OffloadingGroupConfig(16, ("l0",), 0), OffloadingGroupConfig(48, ("l1",), 1))
     )
-    geometry = _geometry(two)
+    geometry = _geometry(two, None, kv_config)
     assert (geometry.tokens_per_block, geometry.served_end) == (3 * 48, b"\0\0\0\1")
     assert geometry.mean_tokens == 3 * 12, "144 tokens are three blocks here and one there"
-    assert _geometry(one).served_end == b"", "there is one group: every block counts"
-    assert _geometry(one).tokens_per_block == _geometry(one).mean_tokens == 3 * 16
-    assert kv_cache_config.num_blocks == BLOCKS
+    geometry = _geometry(one, None, kv_config)
+    assert geometry.served_end == b"", "there is one group: every block counts"
+    assert geometry.tokens_per_block == geometry.mean_tokens == 3 * 16
 
 
 @pytest.mark.parametrize(
@@ -134,4 +132,4 @@ def test_states_at_boundaries_are_offered_once(
     )
     groups = [KVCacheGroupSpec(["l0"], SPEC), KVCacheGroupSpec(["l1"], state)]
     assert groups_offered_once(config, KVCacheConfig(BLOCKS, [], groups)) == found
-    assert groups_offered_once(config) == [], "the engine's configuration was not found"
+    assert groups_offered_once(config, None) == [], "the engine's configuration was not found"

@@ -41,8 +41,9 @@ def test_nobody_waits_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.Monkey
     with TemporaryDirectory(dir="/dev/shm") as shared:
         tiers = [
             {"type": "cpu", "capacity": 40 * BLOCK_BYTES + 4096, "arena_dir": shared},
-            {"type": "nvme", "capacity": "200MiB", "path": str(tmp_path / "kv"), "min_free": 0},
-        ]
+            {"type": "nvme", "capacity": "200MiB", "path": str(tmp_path / "kv"), "min_free": 0,
+             "movers": "threads"},
+        ]  # fmt: skip
         slow = {"spec_name": "SlowDiskSpec", "spec_module_path": "support.slow_disk"}
         extra = {"tiers": tiers, "record": str(tmp_path / "record"), **slow}
         options = engine_options(make_llama(tmp_path / "llama"), 80, extra)

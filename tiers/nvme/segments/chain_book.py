@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from .chains import MAX_RUN_BLOCKS, ChainLog
 
@@ -26,11 +26,11 @@ class ChainBook:
         self._ends: OrderedDict[bytes, int] = OrderedDict()
         """Last block of each logged chain, to `ChainLog.written` when its start was logged."""
 
-    def write(self, chain: Sequence[bytes], fresh: int, tokens: int) -> Iterator[None]:
+    def write(self, chain: Sequence[bytes], fresh: int, tokens: int) -> None:
         """Log the new part of a chain; all of it if the old part was not logged recently.
 
         The first `fresh` blocks were stored by earlier requests. A block has `tokens` tokens. The
-        keys may be cut to their heads. The iterator pauses after every run.
+        keys may be cut to their heads.
         """
         if not chain:
             return
@@ -41,7 +41,6 @@ class ChainBook:
         for begin in range(0 if noted_at is None else fresh, len(chain), MAX_RUN_BLOCKS):
             parent = chain[begin - 1] if begin else b""
             self._log.note(chain[begin : begin + MAX_RUN_BLOCKS], parent, begin, tokens, now_s)
-            yield
         for key in filter(None, (last_old, chain[-1])):
             self._ends[key] = at
             self._ends.move_to_end(key)

@@ -33,7 +33,7 @@ def open_bench_tier(
     given = {"capacity": capacity_bytes, "min_free": 0}
     parts = path_parts(RealFileSystem(), folder, given, NAME)
     engine = EngineFacts(key, memory, has_prefault=True, with_events=False, stall_s=STALL_S)
-    return open_node_tier(NAME, parts.tier, engine, None)
+    return open_node_tier(NAME, parts.tier, engine)
 
 
 def new_keys(n: int) -> list[BlockHash]:

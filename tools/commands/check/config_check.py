@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ....assembly.named import checked
 from ....assembly.path_parts import path_options
-from ....config.machine import Machine, ThisMachine, cpu_capacity, doubts, writing
+from ....config.machine import Machine, cpu_capacity, doubts, writing
 from ....config.options import noting
 from ....config.remote import RemoteTierOptions
 from ....config.schema import CascadeConfig, NvmeTierOptions
@@ -132,7 +132,7 @@ def check(
     measure: Measure | None = None,
 ) -> CheckReport:
     """Validate a configuration and compute its effects; errors are reported in `problems`."""
-    machine = ThisMachine() if machine is None else machine
+    machine = Machine() if machine is None else machine
     report = CheckReport(given.source, model=model)
     report.problems, report.doubts = list(given.problems), list(given.doubts)
     if given.is_tiering:

@@ -15,7 +15,7 @@ from ....assembly.named import checked
 from ....config.environment import OF_TIER, TOP, misspelt
 from ....config.machine import (
     KEPT_ARENAS,
-    ThisMachine,
+    Machine,
     cpu_capacity,
     file_system_of,
     nearest_existing,
@@ -48,7 +48,7 @@ class _Wanted:
 
 def look(config: Path | None) -> Facts:
     """Return the facts, those of a configuration if there is one. Raises `CommandError`."""
-    machine, problems, doubts = ThisMachine(), list[str](), list[str]()
+    machine, problems, doubts = Machine(), list[str](), list[str]()
     given = _given(config)
     doubts += misspelt(os.environ) if given is None else ()
     wanted = _Wanted() if given is None else _wanted(given, machine, problems, doubts)
@@ -86,7 +86,7 @@ def _given(config: Path | None) -> Given | None:
     return None
 
 
-def _wanted(given: Given, machine: ThisMachine, problems: list[str], doubts: list[str]) -> _Wanted:
+def _wanted(given: Given, machine: Machine, problems: list[str], doubts: list[str]) -> _Wanted:
     """Return what can be read of a configuration; what is wrong with it is added to the lists."""
     problems += given.problems
     doubts += given.doubts
@@ -103,7 +103,7 @@ def _wanted(given: Given, machine: ThisMachine, problems: list[str], doubts: lis
     return _Wanted(cpu_capacity(cpu, machine), cpu.arena_dir, settings.nvme, settings.remote)
 
 
-def _free_bytes(folder: Path, machine: ThisMachine) -> int:
+def _free_bytes(folder: Path, machine: Machine) -> int:
     with suppress(OSError):  # a problem of the configuration says why
         return machine.disk(folder).free if folder.is_dir() else 0
     return 0
@@ -115,7 +115,7 @@ def _kept_arenas(folder: Path) -> int:
     return 0
 
 
-def _paths(tiers: Sequence[NvmeTierOptions], machine: ThisMachine) -> Iterator[PathFacts]:
+def _paths(tiers: Sequence[NvmeTierOptions], machine: Machine) -> Iterator[PathFacts]:
     """Yield the facts of each path; one that cannot be read is a problem of the configuration."""
     for path in (path for tier in tiers for path in tier.path):
         try:
@@ -125,7 +125,7 @@ def _paths(tiers: Sequence[NvmeTierOptions], machine: ThisMachine) -> Iterator[P
         yield facts
 
 
-def _path(path: Path, machine: ThisMachine) -> PathFacts:
+def _path(path: Path, machine: Machine) -> PathFacts:
     nearest = nearest_existing(path, machine)
     kind, free = file_system_of(str(nearest)), machine.disk(nearest).free
     return PathFacts(str(path), kind, free, has_direct_io(nearest))

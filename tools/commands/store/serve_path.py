@@ -47,8 +47,9 @@ def parts_of(
 
     Raises a `KVCascadeError`.
     """
-    tiers: Any = with_environment({"tiers": [{"type": "nvme"}]}, environment)["tiers"]
-    options = {name: value for name, value in tiers[0].items() if name in OPTIONS_OF_PATH}
+    found: Any = with_environment({"tiers": [{"type": "nvme"}]}, environment)[0]
+    tier = found["tiers"][0]
+    options = {name: value for name, value in tier.items() if name in OPTIONS_OF_PATH}
     unset = options.keys() - given.keys()
     with naming_variables({f"store.{name}": f"{PREFIX}NVME_{name.upper()}" for name in unset}):
         parts = path_parts(RealFileSystem(), list(paths), {**options, **given}, "store")

@@ -30,6 +30,7 @@ from ....manager.below.port import ASKING
 from ....manager.below.remote_tier import RemoteTier
 from ....manager.request import Request
 from ....tiers.base import BlockHash
+from ....tiers.nvme.namespace import NamespaceKey
 from ....tiers.policies import known_names
 from ...commands.bench.bench_tier import new_keys
 from ..remote_server import HOST, listening, valkey_binary, valkey_command
@@ -71,8 +72,7 @@ def opened(folder: Path, port: int | None) -> Cascade:
         parse({"tiers": tiers}, known_names()),
         Geometry(BLOCK_BYTES, 1, 1),
         f"bench-{uuid.uuid4().hex}",
-        {"purpose": uuid.uuid4().hex},
-        label="bench",
+        NamespaceKey("bench", {"purpose": uuid.uuid4().hex}),
         steps_until_flushed=1,
         with_events=False,
         expect_workers=False,

@@ -17,7 +17,6 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ....config.schema import (
     BELOW,
-    VLLM_KEY_MEANINGS,
     VLLM_KEYS,
     CascadeConfig,
     CpuTierOptions,
@@ -90,10 +89,8 @@ def key_rows(cls: type[Any]) -> Iterator[KeyRow]:
 
 def vllm_rows() -> Iterator[KeyRow]:
     """Yield the keys of vLLM that are accepted beside ours. Raises `UndescribedError`."""
-    for name in VLLM_KEYS:
-        if not VLLM_KEY_MEANINGS.get(name):
-            raise UndescribedError(f"the key {name} of vLLM has no meaning in VLLM_KEY_MEANINGS")
-        yield KeyRow(name, "", "", VLLM_KEY_MEANINGS[name])
+    for name, (_, meaning) in VLLM_KEYS.items():
+        yield KeyRow(name, "", "", meaning)
 
 
 def config_reference() -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from .... import __all__ as public_names
-from ....observe.metrics import METRICS, VLLM_METRICS, table
+from ....observe.metrics import METRICS, VLLM_METRICS, Kind
 from ..bench.bench_page import page
 from ..versions import tables
 from .command_reference import all_commands, command_reference
@@ -44,10 +44,15 @@ class DeadLinkError(Exception):
 
 def metric_table() -> str:
     """Return the table of all metrics. Raises `UndescribedError`."""
+    lines = ["| metric | kind | labels | what it says |", "|---|---|---|---|"]
     for metric in (*METRICS, *VLLM_METRICS):
         if not metric.documentation.strip():
             raise UndescribedError(f"the metric {metric.name} has no documentation")
-    return table()
+        suffix = "_total" if metric.kind is Kind.COUNTER else ""
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        name = f"`{metric.full_name}{suffix}`"
+        lines.append(f"| {name} | {metric.kind.value} | {labels} | {metric.documentation} |")
+    return "\n".join(lines)
 
 
 def api() -> str:

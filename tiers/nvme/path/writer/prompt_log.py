@@ -47,8 +47,7 @@ class PromptLog:
             self._book = self._open()
         if self._book is not None:
             chain = [heads[start : start + size] for start in range(0, len(heads), size)]
-            for _ in self._book.write(chain, message.fresh, message.tokens):
-                """One thread: there is nobody to let in."""
+            self._book.write(chain, message.fresh, message.tokens)
 
     def _open(self) -> ChainBook | None:
         """Open the log. Its array is not sealed at the end, so that no start need read it."""

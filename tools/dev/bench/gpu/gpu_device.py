@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from .....config.machine import ThisMachine
+from .....config.machine import Machine
 from .....handlers.device.batched_copy import Batch, NoBatchedCopyError, driver_batch
 from .....handlers.device.copier import DeviceCopier
 from .....handlers.device.geometry import WorkerLayout
@@ -154,7 +154,7 @@ class CudaDevice(Device):
 
     def room(self) -> DeviceRoom:
         free, _ = _cuda().mem_get_info()
-        machine = ThisMachine()
+        machine = Machine()
         shared = machine.disk(Path(DEFAULT_ARENA_DIR)).free
         return DeviceRoom(int(free), shared, machine.memory().available)
 
