@@ -17,7 +17,6 @@ from .directory import DictDirectory
 from .named_object import named_object
 from .order import ArraySource, EvictionOrder, heap_arrays
 from .ordered import OrderedPolicy
-from .usage import UsageOrder
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
@@ -95,14 +94,7 @@ def create(
     capacity: int,
     directory: DictDirectory | None = None,
     arrays: ArraySource = heap_arrays,
-    *,
-    with_usage: bool = False,
 ) -> CachePolicy:
-    """Create a policy for a tier of `capacity` slots. By default its directory is in memory.
-
-    With `with_usage` it also records when and how often blocks are used (see `UsageOrder`).
-    """
+    """Create a policy for a tier of `capacity` slots. By default its directory is in memory."""
     order = order_class(name)(capacity, arrays)
-    if with_usage:
-        order = UsageOrder(order, arrays)
     return OrderedPolicy(DictDirectory(capacity) if directory is None else directory, order)
