@@ -8,34 +8,35 @@ point of the group `kvcascade.policies`, or as `"package.module:Class"`.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
 from ..base import CachePolicy
+from .arc import ArcOrder
 from .directory import DictDirectory
+from .fifo import FifoOrder
+from .lirs import LirsOrder
+from .lru import LruOrder
 from .named_object import named_object
 from .order import ArraySource, EvictionOrder, heap_arrays
 from .ordered import OrderedPolicy
+from .prefix import PrefixOrder
+from .s3fifo import S3FifoOrder
+from .sieve import SieveOrder
+from .slru import SlruOrder
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
 
-_CLASSES = {
-    "arc": "ArcOrder",
-    "fifo": "FifoOrder",
-    "lirs": "LirsOrder",
-    "lru": "LruOrder",
-    "prefix": "PrefixOrder",
-    "s3fifo": "S3FifoOrder",
-    "sieve": "SieveOrder",
-    "slru": "SlruOrder",
-}
-"""Class of each built-in order, in the module that has the order's name."""
-
 ORDERS: dict[str, type[EvictionOrder]] = {
-    name: getattr(import_module(f".{name}", __name__), class_name)
-    for name, class_name in _CLASSES.items()
+    "arc": ArcOrder,
+    "fifo": FifoOrder,
+    "lirs": LirsOrder,
+    "lru": LruOrder,
+    "prefix": PrefixOrder,
+    "s3fifo": S3FifoOrder,
+    "sieve": SieveOrder,
+    "slru": SlruOrder,
 }
 """Built-in orders by the name used in the configuration."""
 
