@@ -27,7 +27,7 @@ from kvcascade.tiers.remote.presence import Presence
 from kvcascade.tiers.remote.remote_store import EndedKind, RemoteEnded
 from kvcascade.tiers.remote.resp import Address, Login
 from kvcascade.tiers.remote.uploads import Offer
-from kvcascade.tiers.remote.valkey import ValkeyEngine, ValkeyOptions
+from kvcascade.tiers.remote.valkey import ValkeyEngine
 
 OK, ABSENT = RemoteOutcome.OK, RemoteOutcome.ABSENT
 TIMED_OUT, RESTING = RemoteOutcome.TIMED_OUT, RemoteOutcome.RESTING
@@ -82,7 +82,7 @@ Open = Callable[..., Host]
 
 def valkey_at(server: ServerProcess, timeout_s: float = TIMEOUT_S) -> ValkeyEngine:
     login = Login(timeout_s, timeout_s)
-    return ValkeyEngine(ValkeyOptions(Address(server.host, server.port), login))
+    return ValkeyEngine(Address(server.host, server.port), login)
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ import threading
 import time
 from binascii import crc_hqx
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from ssl import SSLError
 
 from ...config.remote import is_loopback
@@ -70,16 +69,6 @@ Answer = RemoteOutcome | Address
 """Outcome of a key, or the node that has it; without a host it is on the host that was asked."""
 Work = Callable[[RespConnection, Sequence[int], list[Answer]], None]
 """Exchange about the keys with these numbers; it sets the answer of each as it comes."""
-
-
-@dataclass(frozen=True, slots=True)
-class ValkeyOptions:
-    """Address of the server, and limits of its use."""
-
-    address: Address
-    login: Login
-    ttl_s: float | None = None
-    """Seconds after which the server removes a block; None: never."""
 
 
 class Nodes:
@@ -187,11 +176,13 @@ class ValkeyEngine(RemoteEngine):
     asks_in_one_trip = True
     names_per_call = 4
 
-    def __init__(self, options: ValkeyOptions) -> None:
-        """Nothing is asked of the server yet."""
-        self.timeout_s = options.login.stall_s
-        self._nodes = Nodes(options.address, options.login)
-        ttl_s = options.ttl_s
+    def __init__(self, address: Address, login: Login, ttl_s: float | None = None) -> None:
+        """`ttl_s`: seconds without use after which the server removes a block; None: never.
+
+        Nothing is asked of the server yet.
+        """
+        self.timeout_s = login.stall_s
+        self._nodes = Nodes(address, login)
         self._lifetime: list[Argument] = (
             [] if ttl_s is None else [b"PX", b"%d" % max(1, int(ttl_s * 1000))]
         )
