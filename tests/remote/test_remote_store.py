@@ -529,10 +529,11 @@ class TestResets:
         """Its thread has begun, and finds the generation of after the reset."""
         rig = RemoteRig(executor=SteppingExecutor())
         payload = memoryview(content(key(0)))
-        job = UploadJob(1, keys(1), [payload], 2e9, rig.store._link.memory.epoch, None, [None], 1)
+        epoch = rig.store._link.memory.epoch
+        job = UploadJob(1, keys(1), [payload], 2e9, epoch=epoch, mark=None)
         rig.store.reset()
-        assert rig.store._uploads.write(job, [0]) == (OK, True)
-        assert job.outcomes == [DROPPED] and not rig.twin.held
+        assert rig.store._uploads.write(job, [0]) is OK
+        assert job.take_end() == [DROPPED] and not rig.twin.held
 
     def test_after_another_hosts_reset_nothing_counts_as_held(self) -> None:
         rig = RemoteRig()

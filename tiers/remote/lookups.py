@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..base import BlockHash
-from .base import FAILURES, RemoteEngine, RemoteOutcome
+from .base import FAILURES, RemoteEngine, RemoteOutcome, worst_of
 from .generation import SharedGeneration
 from .objects import ObjectFormat
 from .pacing import RoundTripTime
@@ -99,7 +99,7 @@ class RemoteLookups:
         memory.note(epoch, held, absent)
         for ask in asks:
             ask.answers = [answers.get(k) or _known(memory.of(k)) for k in ask.keys]
-        return _worst(answers.values())
+        return worst_of(answers.values())
 
     def _search_all(
         self, asks: Sequence[ChainAsk], generation: int, ends_s: float, epoch: int
@@ -122,7 +122,7 @@ class RemoteLookups:
                 found = {block: answers.get(ask.keys[block]) for block in blocks}
                 failed = [a for a in found.values() if a is not None and a in FAILURES]
                 if failed:
-                    worst = _worst(failed)
+                    worst = worst_of(failed)
                     self._end(ask, search.held, failed[0], epoch)
                     continue
                 search.learn({block: a is RemoteOutcome.OK for block, a in found.items()})
@@ -140,8 +140,3 @@ class RemoteLookups:
 
 def _known(presence: Presence) -> RemoteOutcome:
     return RemoteOutcome.OK if presence is Presence.HELD else RemoteOutcome.ABSENT
-
-
-def _worst(outcomes: Iterable[RemoteOutcome]) -> RemoteOutcome:
-    """Return the first failure, or `OK`."""
-    return next((o for o in outcomes if o in FAILURES), RemoteOutcome.OK)

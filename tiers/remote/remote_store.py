@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
+from typing import TypeVar
 
 from ...config.remote import WriteWhen
 from ..base import BlockHash
@@ -30,7 +32,10 @@ from .pacing import RoundTripTime, TokenBucket
 from .presence import Presence, PresenceMemory, known_prefix
 from .reads import Reads, RemoteRead
 from .remote_counters import RemoteCounters, Verb
+from .remote_job import RemoteJob
 from .uploads import Offer, OfferRule, UploadJob, Uploads
+
+_Job = TypeVar("_Job", bound=RemoteJob)
 
 LOOKUPS_AT_A_TIME = 2
 CLOSE_ROUND_S = 0.005
@@ -159,7 +164,7 @@ class RemoteStore:
         self._gathered: list[ChainAsk] = []
         self._asks: dict[int, ChainAsk] = {}
         self._jobs: dict[int, RemoteRead] = {}
-        self._ended: deque[tuple[ChainAsk | RemoteRead | UploadJob, RemoteEnded]] = deque()
+        self._ended: deque[tuple[ChainAsk | RemoteJob, RemoteEnded]] = deque()
         self._is_telling = False
 
     # -- lookups -----------------------------------------------------------------------------
@@ -246,40 +251,15 @@ class RemoteStore:
         The destinations are the store's until the read has ended. A block whose outcome is not `OK`
         left its destination as it was. A ticket has one read at a time.
         """
-        n = len(keys)
         left_s = self._options.deadline_s if limit_s is None else limit_s
-        job = RemoteRead(ticket, keys, destinations, self._clock() + left_s, [None] * n, n)
+        job = RemoteRead(ticket, keys, destinations, self._clock() + left_s)
         self._jobs[ticket] = job
-        if not keys and job.settle((), RemoteOutcome.OK):
-            self._end_read(job)
-            return
-        if not self._reading.is_open:
-            self._link.counters.note(Verb.READ, [RemoteOutcome.RESTING] * n)
-            job.settle(range(n), RemoteOutcome.RESTING)
-            self._end_read(job)
-            return
-        part = self._link.engine.names_per_call
-        for start in range(0, n, part):
-            self._reading.add(self._read_errand(job, range(start, min(start + part, n))))
-
-    def _read_errand(self, job: RemoteRead, numbers: Sequence[int]) -> Errand:
-        def run() -> RemoteOutcome:
-            worst, ended = self._reads.read(job, numbers)
-            if ended:
-                self._end_read(job)
-            return worst
-
-        def give_up(outcome: RemoteOutcome) -> None:
-            self._link.counters.note(Verb.READ, [outcome] * len(numbers))
-            if job.settle(numbers, outcome):
-                self._end_read(job)
-
-        n_bytes = len(numbers) * self._link.objects.payload_bytes
-        return Errand(job.ends_s, n_bytes, run, give_up, lambda: job.is_over)
-
-    def _end_read(self, job: RemoteRead) -> None:
-        outcomes = [outcome or RemoteOutcome.TIMED_OUT for outcome in job.outcomes]
-        self._end(job, RemoteEnded(job.ticket, EndedKind.READ, outcomes))
+        reads = self._reads
+        if keys and self._reading.is_open:
+            self._begin(self._reading, job, reads.read, reads.give_up, lambda: not job.left)
+        else:
+            reads.give_up(job, range(len(keys)), RemoteOutcome.RESTING)
+            self._report(job)
 
     # -- writes ------------------------------------------------------------------------------
 
@@ -303,39 +283,52 @@ class RemoteStore:
         taken = [number for number, answer in enumerate(answers) if answer is Offer.QUEUED]
         if not taken:
             return answers
-        n = len(taken)
         job = UploadJob(
             ticket,
             [keys[number] for number in taken],
             [payloads[number] for number in taken],
             self._clock() + self._options.queue_s,
-            self._link.memory.epoch,
-            mark,
-            [None] * n,
-            n,
+            epoch=self._link.memory.epoch,
+            mark=mark,
         )
-        part = self._link.engine.names_per_call
-        for start in range(0, n, part):
-            self._writing.add(self._write_errand(job, range(start, min(start + part, n))))
+        uploads = self._uploads
+        is_stale = partial(uploads.is_stale, job)
+        self._begin(self._writing, job, uploads.write, uploads.give_up, is_stale)
         return answers
 
-    def _write_errand(self, job: UploadJob, numbers: Sequence[int]) -> Errand:
-        def run() -> RemoteOutcome:
-            worst, ended = self._uploads.write(job, numbers)
-            if ended:
-                self._end_write(job)
-            return worst
+    # -- jobs --------------------------------------------------------------------------------
 
-        def give_up(outcome: RemoteOutcome) -> None:
-            if self._uploads.give_up(job, numbers, outcome):
-                self._end_write(job)
+    def _begin(
+        self,
+        lane: Lane,
+        job: _Job,
+        work: Callable[[_Job, range], RemoteOutcome],
+        give_up: Callable[[_Job, range, RemoteOutcome], None],
+        is_over: Callable[[], bool],
+    ) -> None:
+        """Add a job to a lane in parts that suit the engine; see `Errand`."""
+        n, part = len(job.keys), self._link.engine.names_per_call
+        for start in range(0, n, part):
+            numbers = range(start, min(start + part, n))
 
-        n_bytes = len(numbers) * self._link.objects.payload_bytes
-        return Errand(job.ends_s, n_bytes, run, give_up, lambda: self._uploads.is_stale(job))
+            def run(numbers: range = numbers) -> RemoteOutcome:
+                worst = work(job, numbers)
+                self._report(job)
+                return worst
 
-    def _end_write(self, job: UploadJob) -> None:
-        outcomes = [outcome or RemoteOutcome.DROPPED for outcome in job.outcomes]
-        self._end(job, RemoteEnded(job.ticket, EndedKind.WRITE, outcomes))
+            def drop(outcome: RemoteOutcome, numbers: range = numbers) -> None:
+                give_up(job, numbers, outcome)
+                self._report(job)
+
+            n_bytes = len(numbers) * self._link.objects.payload_bytes
+            lane.add(Errand(job.ends_s, n_bytes, run, drop, is_over))
+
+    def _report(self, job: RemoteJob) -> None:
+        """Report the end of a job if it has ended, and was not reported. Any thread."""
+        outcomes = job.take_end()
+        if outcomes is not None:
+            kind = EndedKind.READ if isinstance(job, RemoteRead) else EndedKind.WRITE
+            self._end(job, RemoteEnded(job.ticket, kind, outcomes))
 
     # -- outcomes and upkeep -------------------------------------------------------------------
 
@@ -366,8 +359,8 @@ class RemoteStore:
         for ask in self._asks.values():
             self._end_ask(ask, [RemoteOutcome.ABSENT] * len(ask.keys))
         for job in self._jobs.values():
-            if job.give_up(RemoteOutcome.ABSENT, waits=True):
-                self._end_read(job)
+            job.give_up(RemoteOutcome.ABSENT, waits=True)
+            self._report(job)
         self._writing.drop_all(RemoteOutcome.DROPPED)
         self._read_generation()
 
@@ -407,12 +400,12 @@ class RemoteStore:
         while not all(lane.is_idle for lane in lanes) and time.monotonic() < ends_s:
             time.sleep(CLOSE_ROUND_S)
         for job in self._jobs.values():
-            if job.give_up(RemoteOutcome.DROPPED, waits=True):
-                self._end_read(job)
+            job.give_up(RemoteOutcome.DROPPED, waits=True)
+            self._report(job)
         self._link.engine.close()
         return all(lane.is_idle for lane in lanes)
 
-    def _end(self, call: ChainAsk | RemoteRead | UploadJob, ended: RemoteEnded) -> None:
+    def _end(self, call: ChainAsk | RemoteJob, ended: RemoteEnded) -> None:
         if RemoteOutcome.TIMED_OUT in ended.outcomes:
             self._link.memory.forget()  # the next answer to a question is the server's
         self._ended.append((call, ended))
@@ -456,4 +449,4 @@ class RemoteStore:
                 self._end_ask(ask, ())
         for job in self._jobs.values():
             if job.ends_s <= now_s and job.give_up(RemoteOutcome.TIMED_OUT, waits=False):
-                self._end_read(job)
+                self._report(job)
