@@ -166,7 +166,6 @@ def test_a_stopped_server_costs_one_deadline_and_is_used_again(
     begun_s = monotonic()
     for start in range(200, 300, 4):
         assert host.look(keys(start, start + 4)) == [RESTING] * 4
-        assert host.store.presence(key(start)) is Presence.ABSENT
     assert monotonic() - begun_s < 5 * TIMEOUT_S, "25 lookups, and nobody waits any more"
     server.go_on()
     wait_until(lambda: host.store._asking.is_idle, ROUNDS, PAUSE_S)
@@ -309,7 +308,7 @@ def test_of_ten_thousand_damaged_objects_none_is_served(seed: int) -> None:
         outcomes = rig.read(wanted)  # compares every byte
         served += outcomes.count(OK)
         damaged += len(outcomes) - outcomes.count(OK)
-        missing = [k for k in keys(20) if rig.store.presence(k) is not Presence.HELD]
+        missing = [k for k in keys(20) if rig.known(k) is not Presence.HELD]
         if missing:
             rig.begin_write(missing)
             rig.store.poll()

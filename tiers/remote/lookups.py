@@ -25,7 +25,7 @@ class ChainAsk:
     keys: Sequence[BlockHash]
     ends_s: float
     is_over: bool = False
-    """True if nobody waits for it any more, or it was answered."""
+    """True once its end was reported: its answer came, or its deadline passed."""
     answers: list[RemoteOutcome] = field(default_factory=list)
 
 

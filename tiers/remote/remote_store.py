@@ -1,6 +1,6 @@
 """`RemoteStore`: blocks by key in a remote engine, for one owner that never waits.
 
-The owner is one thread. It looks blocks up (`presence`, `ask`), reads (`get`), offers blocks
+The owner is one thread. It looks blocks up (`ask`), reads (`get`), offers blocks
 (`offer`), and collects the outcomes (`poll`). Calls of the engine run on an executor. One deadline
 covers lookup and read: an owner that waited for a lookup gives its read the remaining time.
 
@@ -29,7 +29,7 @@ from .lane import Errand, Lane
 from .lookups import ChainAsk, RemoteLink, RemoteLookups
 from .objects import ObjectFormat
 from .pacing import RoundTripTime, TokenBucket
-from .presence import Presence, PresenceMemory, known_prefix
+from .presence import PresenceMemory, known_prefix
 from .reads import Reads, RemoteRead
 from .remote_counters import RemoteCounters, Verb
 from .remote_job import RemoteJob
@@ -100,8 +100,6 @@ class RemoteState:
     """Mark of the last reset of this store, or else of the one before its start."""
     is_reset_pending: bool
     """True from `reset` until the server is told."""
-    queued_bytes: int
-    """Payload bytes that wait to be written or are being written."""
     resting: frozenset[Verb]
     """Directions whose breaker is open."""
     openings: Mapping[Verb, int]
@@ -169,13 +167,6 @@ class RemoteStore:
 
     # -- lookups -----------------------------------------------------------------------------
 
-    def presence(self, key: BlockHash) -> Presence:
-        """Return what is known of a block; `ABSENT` for an unknown one while lookups rest."""
-        found = self._link.memory.of(key)
-        if found is Presence.UNKNOWN and not self._asking.is_open:
-            return Presence.ABSENT
-        return found
-
     def ask(self, ticket: int, keys: Sequence[BlockHash]) -> None:
         """Ask for a prefix chain; `send` makes one batch of what was asked in a step.
 
@@ -192,16 +183,9 @@ class RemoteStore:
         else:
             self._gathered.append(ask)
 
-    def forget(self, ticket: int) -> None:
-        """Nobody waits for the lookup of a ticket any more; it is not asked, and does not end."""
-        ask = self._asks.pop(ticket, None)
-        if ask is not None:
-            ask.is_over = True
-
     def send(self) -> None:
         """Ask what was gathered, in one batch. Call it at the end of each step."""
-        asks = [ask for ask in self._gathered if not ask.is_over]
-        self._gathered = []
+        asks, self._gathered = self._gathered, []
         if asks:
 
             def give_up(outcome: RemoteOutcome) -> None:
@@ -340,7 +324,7 @@ class RemoteStore:
         while self._ended:
             call, ended = self._ended.popleft()
             if isinstance(call, ChainAsk):
-                if call.is_over:  # forgotten, or reported before
+                if call.is_over:  # reported before
                     continue
                 call.is_over = True
                 del self._asks[call.ticket]
@@ -377,7 +361,6 @@ class RemoteStore:
             self._link.generation.mark,
             self._link.generation.own_mark,
             self._link.generation.is_reset_pending,
-            self._uploads.borrowed_bytes,
             frozenset(verb for verb, lane in lanes.items() if not lane.is_open),
             {verb: lane.breaker.openings for verb, lane in lanes.items()},
         )

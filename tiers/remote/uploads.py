@@ -131,11 +131,6 @@ class Uploads:
         self._link = link
         self._rule = rule
 
-    @property
-    def borrowed_bytes(self) -> int:
-        """Payload bytes that wait or are being sent."""
-        return self._rule.borrowed_bytes
-
     def answer(self, keys: Sequence[BlockHash], is_open: bool) -> list[Offer]:
         """Decide about blocks in prefix order, so that an overfull queue drops tails.
 

@@ -426,15 +426,8 @@ def lookup_rows(where: str, opened: Callable[[], RemoteEngine], repeats: int) ->
             assert ours.look(chain) == held
             time_row.samples.setdefault(OURS, []).append(1e3 * (time.perf_counter() - begun_s))
             request_row.samples.setdefault(OURS, []).append(requests() - before)
-    presence = RateRow(f"{where} presence of one block, known", "us")
-    for _ in range(repeats):
-        begun_s = time.perf_counter()
-        for key in keys:
-            ours.store.presence(key)
-        took_us = 1e6 * (time.perf_counter() - begun_s) / len(keys)
-        presence.samples.setdefault(OURS, []).append(took_us)
     ours.close()
-    yield from (took, asked, cold, asked_cold, presence)
+    yield from (took, asked, cold, asked_cold)
 
 
 def of_valkey(options: argparse.Namespace) -> Iterator[RateRow]:
