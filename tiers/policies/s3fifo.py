@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 from ..base import SlotMask
 from .ghosts import GhostLists
-from .log import FEW, Marks, RecencyLog, Search
-from .order import ArraySource, EvictionOrder, heap_arrays
+from .log import Marks, RecencyLog, Search
+from .order import FEW, ArraySource, EvictionOrder, heap_arrays
 
 SMALL_SHARE = 0.1
 """Share of the slots that belongs to the small queue."""
@@ -69,7 +69,7 @@ class S3FifoOrder(EvictionOrder):
             (new if drop(tag) < 0 else back).append(slot)
         while len(self._ghosts) > self._ghost_limit:
             self._ghosts.drop_oldest(0)
-        self._set_uses(slots, 0)
+        self._uses.fill(slots, 0)
         self._small.append(new)
         self._main.append(back)
         if back:
@@ -154,13 +154,6 @@ class S3FifoOrder(EvictionOrder):
     def __contains__(self, slot: object) -> bool:
         return slot in self._small or slot in self._main
 
-    def _set_uses(self, slots: Sequence[int], uses: int) -> None:
-        if len(slots) > FEW:
-            self._uses.array[np.asarray(slots)] = uses
-            return
-        for slot in slots:
-            self._uses.of[slot] = uses
-
     def _small_candidates(self, search: Search) -> Iterator[tuple[int | None, list[int]]]:
         """Yield the victims of the small queue, each with the slots that are promoted before it.
 
@@ -215,7 +208,7 @@ class S3FifoOrder(EvictionOrder):
         moving = [slot for slot in often if slot not in leaving]
         if moving:
             self._small.discard(moving)
-            self._set_uses(moving, 0)
+            self._uses.fill(moving, 0)
             self._main.append(moving)
 
     def _evict_from_small(

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .log import FEW
-from .order import ArraySource, Column, heap_arrays
+from .order import FEW, ArraySource, Column, heap_arrays
 
 WRITTEN_AT, LAST_USE, TIMES_USED = "use_written", "use_last", "use_times"
 """Names of the arrays: two wall-clock times in seconds (uint32), and a count (uint16)."""
@@ -41,23 +40,16 @@ class SlotUsage:
     def note_insert(self, slots: Sequence[int]) -> None:
         """Note that these slots were filled."""
         now = min(MAX_TIME_S, int(self._now()))
-        if len(slots) <= FEW:
-            for slot in slots:
-                self._written.of[slot] = self._last.of[slot] = now
-                self._times.of[slot] = 0
-            return
-        batch = np.asarray(slots, dtype=np.intp)
-        self._written.array[batch] = self._last.array[batch] = now
-        self._times.array[batch] = 0
+        self._written.fill(slots, now)
+        self._last.fill(slots, now)
+        self._times.fill(slots, 0)
 
     def note_use(self, slots: Sequence[int]) -> None:
         """Note a use of these slots."""
-        now = min(MAX_TIME_S, int(self._now()))
+        self._last.fill(slots, min(MAX_TIME_S, int(self._now())))
         if len(slots) <= FEW:
             for slot in slots:
-                self._last.of[slot] = now
                 self._times.of[slot] = min(MAX_TIMES, self._times.of[slot] + 1)
             return
-        batch = np.asarray(slots, dtype=np.intp)
-        self._last.array[batch] = now
+        batch = np.asarray(slots)
         self._times.array[batch] = np.minimum(self._times.array[batch], MAX_TIMES - 1) + 1
