@@ -83,7 +83,7 @@ _EXPLAINED = "kvcascade-check/explain"
 """Name of an object that is never there."""
 
 _Item = TypeVar("_Item")
-_Made = TypeVar("_Made")
+_Answer = TypeVar("_Answer")
 
 
 def open_object_store(
@@ -185,13 +185,7 @@ class ObjectStoreEngine(RemoteEngine):
         arrived: Arrived = ignore,
     ) -> list[RemoteOutcome]:
         def get(number: int) -> RemoteOutcome:
-            is_whole = False
-
-            def read() -> None:
-                nonlocal is_whole
-                is_whole = self._read(names[number], buffers[number])
-
-            outcome = self._tried(read)
+            outcome, is_whole = self._asked(lambda: self._read(names[number], buffers[number]))
             if outcome is RemoteOutcome.OK:
                 if not is_whole:
                     return RemoteOutcome.CORRUPT
@@ -249,20 +243,19 @@ class ObjectStoreEngine(RemoteEngine):
             self._obstore.list(self._store, prefix or None, chunk_size=LISTED_AT_A_TIME)
         )
         while True:
-            found: list[Sequence[Mapping[str, Any]] | None] = []
-            outcome = self._tried(lambda: found.append(next(batches, None)))  # noqa: B023
+            outcome, found = self._asked(lambda: next(batches, None))
             if outcome is not RemoteOutcome.OK:
                 missing = outcome is RemoteOutcome.ABSENT
                 yield Listing(RemoteOutcome.DENIED if missing else outcome)
                 return
-            if found[0] is None:
+            if found is None:
                 return
-            yield Listing(RemoteOutcome.OK, [_entry(each) for each in found[0]])
+            yield Listing(RemoteOutcome.OK, [_entry(each) for each in found])
 
     def explain(self, limit_s: float) -> Cause | None:
         try:  # the answer to a HEAD has no body, and with it no reason
             self._obstore.get(self._store, _EXPLAINED)
-        except Exception as error:  # see `_tried`
+        except Exception as error:  # see `_asked`
             text = str(error)
             return next((cause for word, cause in _CAUSES.items() if word in text), None)
         return None
@@ -304,18 +297,14 @@ class ObjectStoreEngine(RemoteEngine):
 
     def _renew(self, item: tuple[str, RemoteObject]) -> RemoteOutcome:
         name, made = item
-        written_s: list[float] = []
-
-        def look() -> None:
-            found = self._obstore.head(self._store, name)
-            written_s.append(found["last_modified"].timestamp())
-
-        outcome = self._tried(look)
+        outcome, found = self._asked(lambda: self._obstore.head(self._store, name))
         if outcome is RemoteOutcome.ABSENT:
             return self._put(item)
-        if outcome is RemoteOutcome.OK:
-            outcome = self._keep(name, [made.header, made.payload], written_s[0])
-        return RemoteOutcome.EXISTS if outcome is RemoteOutcome.OK else outcome
+        if found is None:
+            return outcome
+        written_s = found["last_modified"].timestamp()
+        kept = self._keep(name, [made.header, made.payload], written_s)
+        return RemoteOutcome.EXISTS if kept is RemoteOutcome.OK else kept
 
     def _create(self, name: str, data: Any) -> RemoteOutcome:
         outcome = self._tried(
@@ -368,16 +357,12 @@ class ObjectStoreEngine(RemoteEngine):
         return CounterAnswer(RemoteOutcome.OK, int(largest))
 
     def _begun(self, name: str, written_s: float) -> CounterAnswer:
-        found = b""
-
-        def read() -> None:
-            nonlocal found
+        def read() -> bytes:
             got = self._obstore.get(self._store, f"{name}/begin")
-            if got.meta["size"] <= COUNTER_DIGITS:
-                found = bytes(got.bytes())
+            return bytes(got.bytes()) if got.meta["size"] <= COUNTER_DIGITS else b""
 
-        outcome = self._tried(read)
-        if outcome is not RemoteOutcome.OK:
+        outcome, found = self._asked(read)
+        if found is None:
             return CounterAnswer(outcome)
         answer = counter_answer(found)
         if answer.outcome is RemoteOutcome.OK:
@@ -391,11 +376,14 @@ class ObjectStoreEngine(RemoteEngine):
         return self._tried(lambda: self._obstore.put(self._store, name, data, use_multipart=False))
 
     def _tried(self, request: Callable[[], object]) -> RemoteOutcome:
+        return self._asked(request)[0]
+
+    def _asked(self, request: Callable[[], _Answer]) -> tuple[RemoteOutcome, _Answer | None]:
+        """Return the outcome of a request and its answer; None if it failed."""
         try:
-            request()
+            return RemoteOutcome.OK, request()
         except Exception as error:  # obstore raises its own classes, OSError and ValueError
-            return outcome_of(error)
-        return RemoteOutcome.OK
+            return outcome_of(error), None
 
 
 def _read_file(path: str, buffer: PrivateBuffer) -> bool:
