@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ..base import BlockHash
 from .base import FAILURES, RemoteEngine, RemoteOutcome, worst_of
@@ -41,6 +42,24 @@ class RemoteLink:
     round_trip: RoundTripTime
     clock: Callable[[], float]
 
+    def call(self, verb: Verb, make: Callable[[], list[RemoteOutcome]]) -> list[RemoteOutcome]:
+        """Make a call of the engine about some names, and count it."""
+        begun_s = self.clock()
+        outcomes = make()
+        took_s = self.clock() - begun_s
+        has_payload = verb in (Verb.READ, Verb.WRITE)
+        moved = outcomes.count(RemoteOutcome.OK) if has_payload else 0
+        self.counters.note(
+            verb,
+            outcomes,
+            requests=1 if self.engine.asks_in_one_trip else len(outcomes),
+            payload_bytes=moved * self.objects.payload_bytes,
+            took_s=took_s,
+        )
+        if verb is Verb.LOOKUP and FAILURES.isdisjoint(outcomes):
+            self.round_trip.took(took_s)
+        return outcomes
+
 
 class RemoteLookups:
     """Answers batches of chains. Any thread."""
@@ -74,14 +93,8 @@ class RemoteLookups:
         found: list[RemoteOutcome] = []
         for start in range(0, len(keys), NAMES_PER_LOOKUP):
             names = [link.objects.name(k, generation) for k in keys[start:][:NAMES_PER_LOOKUP]]
-            begun_s = link.clock()
-            some = link.engine.exist_many(names, max(0.0, ends_s - begun_s))
-            requests = 1 if link.engine.asks_in_one_trip else len(names)
-            took_s = link.clock() - begun_s
-            link.counters.note(Verb.LOOKUP, some, requests=requests, took_s=took_s)
-            if FAILURES.isdisjoint(some):
-                link.round_trip.took(took_s)
-            found += some
+            ask = partial(link.engine.exist_many, names, max(0.0, ends_s - link.clock()))
+            found += link.call(Verb.LOOKUP, ask)
         return found
 
     def _ask_all(

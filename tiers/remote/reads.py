@@ -108,20 +108,18 @@ class Reads:
             return generation.outcome
         names = [link.objects.name(job.keys[n], generation.value) for n in numbers]
         landing = _Landing(self, job, numbers, generation.value)
-        begun_s = link.clock()
-        left_s = max(0.0, job.ends_s - begun_s)
-        outcomes = link.engine.get_into(names, landing, left_s, landing.arrived)
-        took_s = link.clock() - begun_s
-        for at in landing.bad:
-            outcomes[at] = RemoteOutcome.CORRUPT
+        left_s = max(0.0, job.ends_s - link.clock())
+
+        def get() -> list[RemoteOutcome]:
+            found = link.engine.get_into(names, landing, left_s, landing.arrived)
+            for at in landing.bad:
+                found[at] = RemoteOutcome.CORRUPT
+            return found
+
+        outcomes = link.call(Verb.READ, get)
         for number, outcome in zip(numbers, outcomes, strict=True):
             if outcome is not RemoteOutcome.OK:  # what arrived has its outcome from `deliver`
                 job.settle([number], [outcome])
-        got_bytes = outcomes.count(RemoteOutcome.OK) * link.objects.payload_bytes
-        requests = 1 if link.engine.asks_in_one_trip else len(names)
-        link.counters.note(
-            Verb.READ, outcomes, requests=requests, payload_bytes=got_bytes, took_s=took_s
-        )
         if set(outcomes) & {RemoteOutcome.ABSENT, RemoteOutcome.CORRUPT}:
             keys = [job.keys[number] for number in numbers]
             self._forget_missing(keys, names, outcomes, epoch)
@@ -142,10 +140,7 @@ class Reads:
         pairs = zip(names, outcomes, strict=True)
         bad = [name for name, outcome in pairs if outcome is RemoteOutcome.CORRUPT]
         if bad:
-            begun_s = link.clock()
-            removed = link.engine.remove(bad, link.engine.timeout_s)
-            took_s = link.clock() - begun_s
-            link.counters.note(Verb.REMOVE, removed, requests=len(bad), took_s=took_s)
+            link.call(Verb.REMOVE, lambda: link.engine.remove(bad, link.engine.timeout_s))
 
     def take(self) -> PrivateBuffer:
         """Return a buffer for one object."""

@@ -169,16 +169,10 @@ class Uploads:
             link.objects.make(key, generation.value, job.views[number])
             for key, number in zip(keys, numbers, strict=True)
         ]
-        begun_s = link.clock()
         was_there = any(link.memory.last(key) is Presence.HELD for key in keys)
         write = link.engine.renew if was_there else link.engine.put
-        outcomes = write(names, objects, link.engine.timeout_s * len(names))
-        took_s = link.clock() - begun_s
-        sent = outcomes.count(RemoteOutcome.OK) * link.objects.payload_bytes
-        requests = 1 if link.engine.asks_in_one_trip else len(names)
-        link.counters.note(
-            Verb.WRITE, outcomes, requests=requests, payload_bytes=sent, took_s=took_s
-        )
+        limit_s = link.engine.timeout_s * len(names)
+        outcomes = link.call(Verb.WRITE, lambda: write(names, objects, limit_s))
         held = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome in THERE]
         link.memory.note(job.epoch, held, ())
         self._end(job, numbers, outcomes)
