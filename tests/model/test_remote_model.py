@@ -55,7 +55,7 @@ class Run:
         """Do one random thing."""
         actions: list[Callable[[int], None]] = [
             *(self.ask, self.get, self.offer, self.poll, self.run, self.run, self.poll),
-            *(self.wait, self.fail, self.mend, self.mend, self.damage, self.forget),
+            *(self.wait, self.fail, self.mend, self.mend, self.damage),
         ]
         actions += [self.reset] * (self.draw.random() < 0.2)
         self.draw.choice(actions)(self.draw.randrange(2))
@@ -70,13 +70,6 @@ class Run:
         self.open[host, ticket, EndedKind.LOOKUP] = len(wanted)
         if self.draw.random() < 0.7:
             rig.store.send()
-
-    def forget(self, host: int) -> None:
-        mine = [t for h, t, kind in self.open if h == host and kind is EndedKind.LOOKUP]
-        if mine:
-            ticket = self.draw.choice(mine)
-            self.hosts[host].store.forget(ticket)
-            del self.open[host, ticket, EndedKind.LOOKUP]
 
     def get(self, host: int) -> None:
         rig, wanted = self.hosts[host], self.some()
@@ -144,7 +137,7 @@ class Run:
             assert [bytes(slot) for slot in slots] == then, "a byte came after the end"
         for rig in self.hosts:
             state = rig.store.state()
-            assert state.queued_bytes == 0 and not state.is_reset_pending and not state.resting
+            assert rig.borrowed_bytes == 0 and not state.is_reset_pending and not state.resting
         self.check_generations()
 
     def check_generations(self) -> None:

@@ -5,7 +5,7 @@ LRU, SIEVE, S3-FIFO and ARC must agree exactly in every cell; ARC may differ by 
 the library rounds its target to whole blocks.
 
 S3-FIFO has two warm-up rules. "s3fifo" does as the paper does, and is compared with the stored
-figures `S3FIFO_paper_warmup`; the library's rule is `S3FifoEagerOrder`. Below 20 blocks the
+figures `S3FIFO_paper_warmup`; the library's rule is `EagerS3FifoOrder`. Below 20 blocks the
 library's S3-FIFO never hits, and is not compared.
 
 LIRS and SLRU may differ by a hundredth, because the library departs from the papers here:
@@ -27,7 +27,7 @@ import pytest
 from support.replay import count_hits
 from support.traces import FRACTIONS, LLM, block_references, capacities, reference
 
-EAGER = "kvcascade.tiers.policies.s3fifo:S3FifoEagerOrder"
+EAGER = "support.eager_s3fifo:EagerS3FifoOrder"
 SMALL = ("classic_lirs_gli",)
 CLASSIC = (
     *SMALL,

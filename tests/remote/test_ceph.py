@@ -13,7 +13,7 @@ from contract.remote_contract import RemoteContract
 from support.ceph import ACCESS_KEY, SECRET_KEY, CephServer
 
 from kvcascade.tiers.remote.base import RemoteEngine
-from kvcascade.tiers.remote.object_store import ObjectStoreOptions, open_object_store
+from kvcascade.tiers.remote.object_store import open_object_store
 
 pytest.importorskip("obstore", reason='no object stores: install obstore (extra "s3")')
 pytest.importorskip("boto3", reason='no boto3: install moto (extra "dev")')
@@ -44,9 +44,7 @@ class TestCeph(RemoteContract):
         self.client.create_bucket(Bucket=self.bucket)
         settings = {"access_key_id": ACCESS_KEY, "secret_access_key": SECRET_KEY}
         made = open_object_store(
-            ObjectStoreOptions(
-                f"s3://{self.bucket}/pre/fix", LIMIT_S, LIMIT_S, ceph.endpoint, REGION, settings
-            )
+            f"s3://{self.bucket}/pre/fix", LIMIT_S, LIMIT_S, ceph.endpoint, REGION, settings
         )
         yield made
         made.close()

@@ -29,7 +29,6 @@ from kvcascade.tiers.remote import object_store  # noqa: E402 - as below
 from kvcascade.tiers.remote.object_store import (  # noqa: E402 - only where obstore is installed
     RENEW_AFTER_S,
     ObjectStoreEngine,
-    ObjectStoreOptions,
     open_object_store,
 )
 
@@ -44,14 +43,12 @@ def bucket_at(
     endpoint: str, bucket: str, timeout_s: float = 10.0, **settings: str
 ) -> ObjectStoreEngine:
     return open_object_store(
-        ObjectStoreOptions(
-            f"s3://{bucket}/pre/fix",
-            timeout_s,
-            timeout_s,
-            endpoint=endpoint,
-            region="us-east-1",
-            settings=SECRETS | settings,
-        )
+        f"s3://{bucket}/pre/fix",
+        timeout_s,
+        timeout_s,
+        endpoint=endpoint,
+        region="us-east-1",
+        settings=SECRETS | settings,
     )
 
 
@@ -59,7 +56,7 @@ class TestFolder(RemoteContract):
     @pytest.fixture
     def engine(self, tmp_path: Path) -> Iterator[RemoteEngine]:
         self.folder = tmp_path / "made" / "here"
-        made = open_object_store(ObjectStoreOptions(self.folder.as_uri(), 10.0, 10.0))
+        made = open_object_store(self.folder.as_uri(), 10.0, 10.0)
         yield made
         made.close()
 
@@ -365,16 +362,14 @@ def test_credentials_come_from_the_environment_too(
     for name, value in SECRETS.items():
         monkeypatch.setenv(f"AWS_{name.upper()}", value)
     s3.make_bucket("of-environment")
-    options = ObjectStoreOptions("s3://of-environment", 10.0, 10.0, s3.endpoint, "us-east-1")
-    engine = open_object_store(options)
+    engine = open_object_store("s3://of-environment", 10.0, 10.0, s3.endpoint, "us-east-1")
     assert engine.put(names(1), [an_object(1)], LIMIT_S) == [OK]
     engine.close()
 
 
 def test_credentials_are_shown_nowhere(s3: S3Server) -> None:
-    options = ObjectStoreOptions("s3://b", 1.0, 1.0, s3.endpoint, settings=SECRETS)
-    engine = open_object_store(options)
-    assert "in-test" not in repr(options) + repr(engine)
+    engine = open_object_store("s3://b", 1.0, 1.0, s3.endpoint, settings=SECRETS)
+    assert "in-test" not in repr(engine)
     engine.close()
     with pytest.raises(ConfigError) as caught:
         bucket_at(s3.endpoint, "b", no_such_setting="secret-in-test")
@@ -389,4 +384,4 @@ def test_credentials_are_shown_nowhere(s3: S3Server) -> None:
     ],
 )
 def test_other_providers_open_without_asking_anything(url: str, settings: dict[str, str]) -> None:
-    open_object_store(ObjectStoreOptions(url, 1.0, 1.0, settings=settings)).close()
+    open_object_store(url, 1.0, 1.0, settings=settings).close()

@@ -27,7 +27,7 @@ from kvcascade.tiers.remote.presence import Presence
 from kvcascade.tiers.remote.remote_store import EndedKind, RemoteEnded
 from kvcascade.tiers.remote.resp import Address, Login
 from kvcascade.tiers.remote.uploads import Offer
-from kvcascade.tiers.remote.valkey import ValkeyEngine, ValkeyOptions
+from kvcascade.tiers.remote.valkey import ValkeyEngine
 
 OK, ABSENT = RemoteOutcome.OK, RemoteOutcome.ABSENT
 TIMED_OUT, RESTING = RemoteOutcome.TIMED_OUT, RemoteOutcome.RESTING
@@ -82,7 +82,7 @@ Open = Callable[..., Host]
 
 def valkey_at(server: ServerProcess, timeout_s: float = TIMEOUT_S) -> ValkeyEngine:
     login = Login(timeout_s, timeout_s)
-    return ValkeyEngine(ValkeyOptions(Address(server.host, server.port), login))
+    return ValkeyEngine(Address(server.host, server.port), login)
 
 
 @pytest.fixture
@@ -166,7 +166,6 @@ def test_a_stopped_server_costs_one_deadline_and_is_used_again(
     begun_s = monotonic()
     for start in range(200, 300, 4):
         assert host.look(keys(start, start + 4)) == [RESTING] * 4
-        assert host.store.presence(key(start)) is Presence.ABSENT
     assert monotonic() - begun_s < 5 * TIMEOUT_S, "25 lookups, and nobody waits any more"
     server.go_on()
     wait_until(lambda: host.store._asking.is_idle, ROUNDS, PAUSE_S)
@@ -309,7 +308,7 @@ def test_of_ten_thousand_damaged_objects_none_is_served(seed: int) -> None:
         outcomes = rig.read(wanted)  # compares every byte
         served += outcomes.count(OK)
         damaged += len(outcomes) - outcomes.count(OK)
-        missing = [k for k in keys(20) if rig.store.presence(k) is not Presence.HELD]
+        missing = [k for k in keys(20) if rig.known(k) is not Presence.HELD]
         if missing:
             rig.begin_write(missing)
             rig.store.poll()

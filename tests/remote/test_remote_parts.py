@@ -31,7 +31,7 @@ from kvcascade.tiers.remote.pacing import TokenBucket
 from kvcascade.tiers.remote.presence import ChainSearch, Presence, PresenceMemory
 from kvcascade.tiers.remote.remote_options import open_remote_engine
 from kvcascade.tiers.remote.resp import Address, Login, RespConnection, RespError
-from kvcascade.tiers.remote.valkey import Nodes, ValkeyEngine, ValkeyOptions, hash_slot
+from kvcascade.tiers.remote.valkey import Nodes, ValkeyEngine, hash_slot
 
 
 @given(st.integers(1, 3000), st.integers(0, 3000), st.integers(0, 3000))
@@ -158,7 +158,7 @@ def peer(serve: Serve, login: Login | None = None) -> Iterator[ValkeyEngine]:
         thread = threading.Thread(target=accept, daemon=True)
         thread.start()
         login = login or Login(connect_timeout_s=0.5, stall_s=0.3)
-        engine = ValkeyEngine(ValkeyOptions(Address(HOST, port), login))
+        engine = ValkeyEngine(Address(HOST, port), login)
         try:
             yield engine
         finally:

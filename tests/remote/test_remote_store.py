@@ -32,10 +32,10 @@ class TestLookups:
         rig = RemoteRig()
         assert rig.write(keys(5)) == [OK] * 5
         other = rig.host()
-        assert other.store.presence(key(0)) is Presence.UNKNOWN
+        assert other.known(key(0)) is Presence.UNKNOWN
         assert other.look(keys(7)) == [OK] * 5 + [ABSENT] * 2
-        assert other.store.presence(key(4)) is Presence.HELD
-        assert other.store.presence(key(5)) is Presence.ABSENT
+        assert other.known(key(4)) is Presence.HELD
+        assert other.known(key(5)) is Presence.ABSENT
         assert other.read(keys(7)) == [OK] * 5 + [ABSENT] * 2
 
     def test_all_chains_of_a_step_are_one_call(self) -> None:
@@ -65,12 +65,9 @@ class TestLookups:
         stepping = SteppingExecutor()
         rig = RemoteRig(executor=stepping)
         rig.store.ask(1, keys(3))
-        rig.store.forget(1)
         rig.store.send()
-        assert len(stepping) == 0 and rig.store.poll() == []
-        rig.store.ask(2, keys(3))
-        rig.store.send()
-        rig.store.forget(2)
+        rig.clock.advance(2.1)
+        assert rig.ended(1, LOOKUP) == [TIMED_OUT] * 3
         stepping.run_all()
         assert rig.twin.calls["exist_many"] == 0 and rig.store.poll() == []
 
@@ -124,7 +121,7 @@ class TestLookups:
         rig.twin.lies = {name: OK}
         assert rig.look([key(7)]) == [OK]
         assert rig.read([key(7)]) == [ABSENT]
-        assert rig.store.presence(key(7)) is Presence.ABSENT
+        assert rig.known(key(7)) is Presence.ABSENT
 
 
 class TestChains:
@@ -179,7 +176,7 @@ class TestChains:
         twin.before = fail_later
         found = other.look(keys(100))
         assert found[0] is OK and found[-1] is IO_ERROR and ABSENT not in found
-        assert other.store.presence(key(99)) is Presence.UNKNOWN
+        assert other.known(key(99)) is Presence.UNKNOWN
 
 
 class TestReads:
@@ -288,11 +285,11 @@ class TestWrites:
         rig = RemoteRig(executor=stepping, queue_bytes=5 * PAYLOAD_BYTES)
         ticket, answers = rig.begin_write(keys(8))
         assert answers == [Offer.QUEUED] * 5 + [Offer.FULL] * 3
-        assert rig.store.state().queued_bytes == 5 * PAYLOAD_BYTES
+        assert rig.borrowed_bytes == 5 * PAYLOAD_BYTES
         assert rig.store.counters.unsent[Offer.FULL] == 3
         assert rig.begin_write(keys(8))[1] == [Offer.HELD] * 5 + [Offer.FULL] * 3
         stepping.run_all()
-        assert rig.ended(ticket, WRITE) == [OK] * 5 and rig.store.state().queued_bytes == 0
+        assert rig.ended(ticket, WRITE) == [OK] * 5 and rig.borrowed_bytes == 0
         assert rig.begin_write(keys(8))[1] == [Offer.HELD] * 5 + [Offer.QUEUED] * 3
 
     def test_what_waits_too_long_is_dropped(self) -> None:
@@ -301,7 +298,7 @@ class TestWrites:
         ticket, _ = rig.begin_write(keys(6))
         rig.clock.advance(10.1)
         assert rig.ended(ticket, WRITE) == [DROPPED] * 6
-        assert rig.store.state().queued_bytes == 0 and rig.store.counters.unsent[DROPPED] == 6
+        assert rig.borrowed_bytes == 0 and rig.store.counters.unsent[DROPPED] == 6
         stepping.run_all()
         assert not rig.twin.held
         assert rig.begin_write(keys(6))[1] == [Offer.QUEUED] * 6, "offered again"
@@ -382,7 +379,6 @@ class TestBreakers:
                     rig.store.ask(ticket, keys(10 * ticket, 10 * ticket + 3))
                     rig.store.send()
                     waits.append(rig.ended(ticket, LOOKUP))
-                    assert rig.store.presence(key(10 * ticket)) is Presence.ABSENT
 
         rig.twin.before = stall
         run()
@@ -529,10 +525,11 @@ class TestResets:
         """Its thread has begun, and finds the generation of after the reset."""
         rig = RemoteRig(executor=SteppingExecutor())
         payload = memoryview(content(key(0)))
-        job = UploadJob(1, keys(1), [payload], 2e9, rig.store._link.memory.epoch, None, [None], 1)
+        epoch = rig.store._link.memory.epoch
+        job = UploadJob(1, keys(1), [payload], 2e9, epoch=epoch, mark=None)
         rig.store.reset()
-        assert rig.store._uploads.write(job, [0]) == (OK, True)
-        assert job.outcomes == [DROPPED] and not rig.twin.held
+        assert rig.store._uploads.write(job, [0]) is OK
+        assert job.take_end() == [DROPPED] and not rig.twin.held
 
     def test_after_another_hosts_reset_nothing_counts_as_held(self) -> None:
         rig = RemoteRig()
@@ -540,7 +537,7 @@ class TestResets:
         rig.host().store.reset()
         rig.clock.advance(6.0)
         assert rig.look([key(9)]) == [ABSENT]
-        assert rig.store.presence(key(0)) is Presence.UNKNOWN
+        assert rig.known(key(0)) is Presence.UNKNOWN
         ticket = rig.ticket()
         payloads = [memoryview(content(h)) for h in keys(2)]
         assert (

@@ -35,7 +35,7 @@ from kvcascade.config.remote import parse_remote
 from kvcascade.tiers.remote.base import HEADER_BYTES, RemoteEngine, RemoteOutcome
 from kvcascade.tiers.remote.remote_options import open_remote_engine
 from kvcascade.tiers.remote.resp import Address, Login
-from kvcascade.tiers.remote.valkey import TAIL_BYTES, ValkeyEngine, ValkeyOptions, hash_slot
+from kvcascade.tiers.remote.valkey import TAIL_BYTES, ValkeyEngine, hash_slot
 
 OK, ABSENT, EXISTS = RemoteOutcome.OK, RemoteOutcome.ABSENT, RemoteOutcome.EXISTS
 TIMED_OUT, IO_ERROR = RemoteOutcome.TIMED_OUT, RemoteOutcome.IO_ERROR
@@ -48,7 +48,7 @@ def login(timeout_s: float = 5.0, tls: ssl.SSLContext | None = None, **words: st
 
 
 def engine_at(port: int, how: Login | None = None, ttl_s: float | None = None) -> ValkeyEngine:
-    return ValkeyEngine(ValkeyOptions(Address(HOST, port), how or login(), ttl_s))
+    return ValkeyEngine(Address(HOST, port), how or login(), ttl_s)
 
 
 @pytest.fixture

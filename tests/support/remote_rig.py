@@ -10,6 +10,7 @@ from kvcascade.config.remote import WriteWhen
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.remote.base import RemoteEngine, RemoteOutcome
 from kvcascade.tiers.remote.objects import ObjectFormat, Seal
+from kvcascade.tiers.remote.presence import Presence
 from kvcascade.tiers.remote.remote_store import EndedKind, RemoteStore, StoreOptions
 from kvcascade.tiers.remote.uploads import Offer
 
@@ -83,6 +84,15 @@ class RemoteRig:
         (ended,) = self.store.poll()
         assert (ended.ticket, ended.kind) == (ticket, kind)
         return [*ended.outcomes]
+
+    def known(self, block_hash: BlockHash) -> Presence:
+        """What the store remembers of a block."""
+        return self.store._link.memory.of(block_hash)
+
+    @property
+    def borrowed_bytes(self) -> int:
+        """Payload bytes that wait to be written or are being written."""
+        return self.store._uploads._rule.borrowed_bytes
 
     def look(self, hashes: Sequence[BlockHash]) -> list[RemoteOutcome]:
         """Ask for a chain, and wait."""

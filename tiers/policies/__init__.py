@@ -8,35 +8,35 @@ point of the group `kvcascade.policies`, or as `"package.module:Class"`.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
 from ..base import CachePolicy
+from .arc import ArcOrder
 from .directory import DictDirectory
+from .fifo import FifoOrder
+from .lirs import LirsOrder
+from .lru import LruOrder
 from .named_object import named_object
 from .order import ArraySource, EvictionOrder, heap_arrays
 from .ordered import OrderedPolicy
-from .usage import UsageOrder
+from .prefix import PrefixOrder
+from .s3fifo import S3FifoOrder
+from .sieve import SieveOrder
+from .slru import SlruOrder
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
 
-_CLASSES = {
-    "arc": "ArcOrder",
-    "fifo": "FifoOrder",
-    "lirs": "LirsOrder",
-    "lru": "LruOrder",
-    "prefix": "PrefixOrder",
-    "s3fifo": "S3FifoOrder",
-    "sieve": "SieveOrder",
-    "slru": "SlruOrder",
-}
-"""Class of each built-in order, in the module that has the order's name."""
-
 ORDERS: dict[str, type[EvictionOrder]] = {
-    name: getattr(import_module(f".{name}", __name__), class_name)
-    for name, class_name in _CLASSES.items()
+    "arc": ArcOrder,
+    "fifo": FifoOrder,
+    "lirs": LirsOrder,
+    "lru": LruOrder,
+    "prefix": PrefixOrder,
+    "s3fifo": S3FifoOrder,
+    "sieve": SieveOrder,
+    "slru": SlruOrder,
 }
 """Built-in orders by the name used in the configuration."""
 
@@ -95,14 +95,7 @@ def create(
     capacity: int,
     directory: DictDirectory | None = None,
     arrays: ArraySource = heap_arrays,
-    *,
-    with_usage: bool = False,
 ) -> CachePolicy:
-    """Create a policy for a tier of `capacity` slots. By default its directory is in memory.
-
-    With `with_usage` it also records when and how often blocks are used (see `UsageOrder`).
-    """
+    """Create a policy for a tier of `capacity` slots. By default its directory is in memory."""
     order = order_class(name)(capacity, arrays)
-    if with_usage:
-        order = UsageOrder(order, arrays)
     return OrderedPolicy(DictDirectory(capacity) if directory is None else directory, order)

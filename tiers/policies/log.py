@@ -17,13 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..base import SlotMask
-from .order import ArraySource, heap_arrays, scalars
+from .order import FEW, ArraySource, Column, heap_arrays, scalars
 
 MIN_LOG_LENGTH = 1024
 LOG_LENGTH_PER_SLOT = 3
 """Room per slot; at least 2, so that a compaction pays for at least one use of every slot."""
-FEW = 8
-"""Maximum number of slots that are handled one by one."""
 SCAN_FEW = 16
 """Log entries that a search reads one by one before it reads whole chunks."""
 SCAN_CHUNK_MIN = 128
@@ -117,24 +115,19 @@ class Search:
             n *= 8
 
 
-class Marks:
+class Marks(Column):
     """A small number per slot, and the range of numbers to which a search is limited."""
 
-    __slots__ = ("array", "high", "low", "of")
+    __slots__ = ("high", "low")
 
-    def __init__(self, array: npt.NDArray[np.uint8]) -> None:
-        self.array = array
-        self.of = scalars(array)
-        """View of `array` for access to single slots."""
-        self.low = 0
-        self.high = 255
+    def __init__(self, array: npt.NDArray[np.uint8], low: int = 0, high: int = 255) -> None:
+        super().__init__(array)
+        self.low = low
+        self.high = high
 
     def within(self, low: int, high: int) -> Marks:
         """Return the same marks, limited to `low <= mark <= high`."""
-        limited = Marks.__new__(Marks)
-        limited.array, limited.of = self.array, self.of
-        limited.low, limited.high = low, high
-        return limited
+        return Marks(self.array, low, high)
 
 
 class RecencyLog:

@@ -14,9 +14,11 @@ from .order import ArraySource, EvictionOrder, heap_arrays
 class LruOrder(EvictionOrder):
     """Exact LRU: evicts the slot whose last use is longest ago. 20 bytes a slot."""
 
+    _name = "lru"
+
     def __init__(self, capacity: int, arrays: ArraySource = heap_arrays) -> None:
         super().__init__(capacity, arrays)
-        self._recency = RecencyLog("lru", capacity, arrays)
+        self._recency = RecencyLog(self._name, capacity, arrays)
 
     def insert(self, slots: Sequence[int], tags: Sequence[int]) -> None:
         self._recency.append(slots)

@@ -35,6 +35,10 @@ def scalars(array: npt.NDArray[Any]) -> memoryview[int]:
     return memoryview(shared)
 
 
+FEW = 8
+"""Maximum number of slots that are handled one by one: numpy takes longer for so few."""
+
+
 class Column:
     """An array, and a view of its memory for access to single numbers: see `scalars`."""
 
@@ -43,6 +47,14 @@ class Column:
     def __init__(self, array: npt.NDArray[Any]) -> None:
         self.array = array
         self.of = scalars(array)
+
+    def fill(self, slots: Sequence[int], value: int) -> None:
+        """Set the number of each of these slots."""
+        if len(slots) > FEW:
+            self.array[np.asarray(slots)] = value
+            return
+        for slot in slots:
+            self.of[slot] = value
 
 
 class EvictionOrder(ABC):

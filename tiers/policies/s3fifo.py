@@ -6,13 +6,11 @@ queue moves to the main queue if it was used at least twice there. Otherwise it 
 becomes a ghost. A block that returns while its ghost exists enters the main queue directly. The
 oldest block of the main queue gets one more round for each use, at most three.
 
-Warm-up: `S3FifoOrder` follows the paper and lets the small queue grow while the tier is not full.
-`S3FifoEagerOrder` has the rule of later versions of libCacheSim. Until the first eviction, new
-blocks go to the main queue once the small one is full.
+While the tier is not full, the small queue grows beyond its share, as in the paper.
 
-Differences from the paper, in both classes: a block may be pinned or protected. It is skipped and
-keeps its place. If one eviction takes many blocks, the small queue promotes its blocks first.
-Blocks of the main queue that get another round queue up behind them.
+Differences from the paper: a block may be pinned or protected. It is skipped and keeps its place.
+If one eviction takes many blocks, the small queue promotes its blocks first. Blocks of the main
+queue that get another round queue up behind them.
 """
 
 from __future__ import annotations
@@ -20,15 +18,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import islice
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ..base import SlotMask
 from .ghosts import GhostLists
-from .log import FEW, Marks, RecencyLog, Search
-from .order import ArraySource, EvictionOrder, heap_arrays, scalars
+from .log import Marks, RecencyLog, Search
+from .order import FEW, ArraySource, EvictionOrder, heap_arrays
 
 SMALL_SHARE = 0.1
 """Share of the slots that belongs to the small queue."""
@@ -47,8 +44,6 @@ class S3FifoOrder(EvictionOrder):
     """S3-FIFO over slots: about 66 bytes a slot, ghosts included."""
 
     wants_tags = True
-    main_fills_first: ClassVar[bool] = False
-    """True if new blocks fill the main queue during warm-up, once the small one is full."""
 
     def __init__(self, capacity: int, arrays: ArraySource = heap_arrays) -> None:
         super().__init__(capacity, arrays)
@@ -63,7 +58,6 @@ class S3FifoOrder(EvictionOrder):
         self._searched: tuple[int, int | None] = _NOT_SEARCHED
         self._ghost_limit = int(capacity * GHOST_SHARE)
         self._ghosts = GhostLists("s3fifo_ghost", self._ghost_limit, 1, arrays)
-        self._has_evicted = scalars(arrays("s3fifo_has_evicted", 1, np.int64))
         self._small_limit = max(1, int(capacity * SMALL_SHARE))
         self._main_limit = capacity - self._small_limit
 
@@ -75,10 +69,7 @@ class S3FifoOrder(EvictionOrder):
             (new if drop(tag) < 0 else back).append(slot)
         while len(self._ghosts) > self._ghost_limit:
             self._ghosts.drop_oldest(0)
-        if self.main_fills_first and not self._has_evicted[0]:
-            room = max(0, self._small_limit - len(self._small))
-            new, back = new[:room], back + new[room:]
-        self._set_uses(slots, 0)
+        self._uses.fill(slots, 0)
         self._small.append(new)
         self._main.append(back)
         if back:
@@ -104,7 +95,6 @@ class S3FifoOrder(EvictionOrder):
         self._main.discard(slots)
 
     def evicted(self, slots: Sequence[int], tags: Sequence[int]) -> None:
-        self._has_evicted[0] = 1
         self._searched = _NOT_SEARCHED
         for is_often in (False, True):  # the first step promotes most of the often used ones
             self._evict_from_small(slots, tags, is_often=is_often)
@@ -151,7 +141,6 @@ class S3FifoOrder(EvictionOrder):
         self._main.clear()
         self._ghosts.clear()
         self._uses.array[:] = 0
-        self._has_evicted[0] = 0
         self._searched = _NOT_SEARCHED
 
     def reconcile(self, present: npt.NDArray[np.integer]) -> None:
@@ -164,13 +153,6 @@ class S3FifoOrder(EvictionOrder):
 
     def __contains__(self, slot: object) -> bool:
         return slot in self._small or slot in self._main
-
-    def _set_uses(self, slots: Sequence[int], uses: int) -> None:
-        if len(slots) > FEW:
-            self._uses.array[np.asarray(slots)] = uses
-            return
-        for slot in slots:
-            self._uses.of[slot] = uses
 
     def _small_candidates(self, search: Search) -> Iterator[tuple[int | None, list[int]]]:
         """Yield the victims of the small queue, each with the slots that are promoted before it.
@@ -226,7 +208,7 @@ class S3FifoOrder(EvictionOrder):
         moving = [slot for slot in often if slot not in leaving]
         if moving:
             self._small.discard(moving)
-            self._set_uses(moving, 0)
+            self._uses.fill(moving, 0)
             self._main.append(moving)
 
     def _evict_from_small(
@@ -273,9 +255,3 @@ class S3FifoOrder(EvictionOrder):
             for again in passed:
                 uses.of[again] -= 1
         self._main.append(passed)
-
-
-class S3FifoEagerOrder(S3FifoOrder):
-    """S3-FIFO with the warm-up rule of libCacheSim."""
-
-    main_fills_first = True

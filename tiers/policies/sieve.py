@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..base import SlotMask
-from .log import FEW, Marks, RecencyLog, Search
+from .log import Marks, RecencyLog, Search
 from .order import ArraySource, EvictionOrder, heap_arrays, scalars
 
 
@@ -37,10 +37,10 @@ class SieveOrder(EvictionOrder):
 
     def insert(self, slots: Sequence[int], tags: Sequence[int]) -> None:
         self.settle(slots)
-        self._mark(slots, 0)
+        self._used.fill(slots, 0)
 
     def touch(self, slots: Sequence[int]) -> None:
-        self._mark(slots, 1)
+        self._used.fill(slots, 1)
 
     def settle(self, slots: Sequence[int]) -> None:
         tail = self._queue.tail
@@ -94,13 +94,6 @@ class SieveOrder(EvictionOrder):
 
     def __contains__(self, slot: object) -> bool:
         return slot in self._queue
-
-    def _mark(self, slots: Sequence[int], used: int) -> None:
-        if len(slots) > FEW:
-            self._used.array[np.asarray(slots)] = used
-            return
-        for slot in slots:
-            self._used.of[slot] = used
 
     def _advance_to(self, slot: int) -> None:
         """Move the hand past a slot that is evicted, and clear the bits on the way."""

@@ -8,7 +8,7 @@ exception. Bytes that an engine reads arrive in private memory (`PrivateBuffer`)
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -58,6 +58,11 @@ FAILURES = frozenset(
     }
 )
 """Outcomes that say something about the server, not about an object."""
+
+
+def worst_of(outcomes: Iterable[RemoteOutcome]) -> RemoteOutcome:
+    """Return the first failure, or `OK`."""
+    return next((outcome for outcome in outcomes if outcome in FAILURES), RemoteOutcome.OK)
 
 
 class PrivateBuffer:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ..base import BlockHash
-from .base import FAILURES, RemoteEngine, RemoteOutcome
+from .base import FAILURES, RemoteEngine, RemoteOutcome, worst_of
 from .generation import SharedGeneration
 from .objects import ObjectFormat
 from .pacing import RoundTripTime
@@ -25,7 +26,7 @@ class ChainAsk:
     keys: Sequence[BlockHash]
     ends_s: float
     is_over: bool = False
-    """True if nobody waits for it any more, or it was answered."""
+    """True once its end was reported: its answer came, or its deadline passed."""
     answers: list[RemoteOutcome] = field(default_factory=list)
 
 
@@ -40,6 +41,24 @@ class RemoteLink:
     counters: RemoteCounters
     round_trip: RoundTripTime
     clock: Callable[[], float]
+
+    def call(self, verb: Verb, make: Callable[[], list[RemoteOutcome]]) -> list[RemoteOutcome]:
+        """Make a call of the engine about some names, and count it."""
+        begun_s = self.clock()
+        outcomes = make()
+        took_s = self.clock() - begun_s
+        has_payload = verb in (Verb.READ, Verb.WRITE)
+        moved = outcomes.count(RemoteOutcome.OK) if has_payload else 0
+        self.counters.note(
+            verb,
+            outcomes,
+            requests=1 if self.engine.asks_in_one_trip else len(outcomes),
+            payload_bytes=moved * self.objects.payload_bytes,
+            took_s=took_s,
+        )
+        if verb is Verb.LOOKUP and FAILURES.isdisjoint(outcomes):
+            self.round_trip.took(took_s)
+        return outcomes
 
 
 class RemoteLookups:
@@ -74,14 +93,8 @@ class RemoteLookups:
         found: list[RemoteOutcome] = []
         for start in range(0, len(keys), NAMES_PER_LOOKUP):
             names = [link.objects.name(k, generation) for k in keys[start:][:NAMES_PER_LOOKUP]]
-            begun_s = link.clock()
-            some = link.engine.exist_many(names, max(0.0, ends_s - begun_s))
-            requests = 1 if link.engine.asks_in_one_trip else len(names)
-            took_s = link.clock() - begun_s
-            link.counters.note(Verb.LOOKUP, some, requests=requests, took_s=took_s)
-            if FAILURES.isdisjoint(some):
-                link.round_trip.took(took_s)
-            found += some
+            ask = partial(link.engine.exist_many, names, max(0.0, ends_s - link.clock()))
+            found += link.call(Verb.LOOKUP, ask)
         return found
 
     def _ask_all(
@@ -99,7 +112,7 @@ class RemoteLookups:
         memory.note(epoch, held, absent)
         for ask in asks:
             ask.answers = [answers.get(k) or _known(memory.of(k)) for k in ask.keys]
-        return _worst(answers.values())
+        return worst_of(answers.values())
 
     def _search_all(
         self, asks: Sequence[ChainAsk], generation: int, ends_s: float, epoch: int
@@ -122,7 +135,7 @@ class RemoteLookups:
                 found = {block: answers.get(ask.keys[block]) for block in blocks}
                 failed = [a for a in found.values() if a is not None and a in FAILURES]
                 if failed:
-                    worst = _worst(failed)
+                    worst = worst_of(failed)
                     self._end(ask, search.held, failed[0], epoch)
                     continue
                 search.learn({block: a is RemoteOutcome.OK for block, a in found.items()})
@@ -140,8 +153,3 @@ class RemoteLookups:
 
 def _known(presence: Presence) -> RemoteOutcome:
     return RemoteOutcome.OK if presence is Presence.HELD else RemoteOutcome.ABSENT
-
-
-def _worst(outcomes: Iterable[RemoteOutcome]) -> RemoteOutcome:
-    """Return the first failure, or `OK`."""
-    return next((o for o in outcomes if o in FAILURES), RemoteOutcome.OK)

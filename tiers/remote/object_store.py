@@ -16,12 +16,11 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from ...errors import ConfigError
 from .abilities import Cause, Listing, RemoteEntry
@@ -84,79 +83,74 @@ _EXPLAINED = "kvcascade-check/explain"
 """Name of an object that is never there."""
 
 _Item = TypeVar("_Item")
-_Made = TypeVar("_Made")
+_Answer = TypeVar("_Answer")
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectStoreOptions:
-    """Place of the objects, and time limits of one request."""
+def open_object_store(
+    url: str,
+    timeout_s: float,
+    connect_timeout_s: float,
+    endpoint: str | None = None,
+    region: str | None = None,
+    settings: Mapping[str, str] | None = None,
+) -> ObjectStoreEngine:
+    """Return the engine for a URL such as "s3://bucket/prefix" or "file:///mnt/nfs/kv".
 
-    url: str
-    """Such as "s3://bucket/prefix" or "file:///mnt/nfs/kv"; it holds no credentials."""
-    timeout_s: float
-    connect_timeout_s: float
-    endpoint: str | None = None
-    """URL of the server; None: the provider's own."""
-    region: str | None = None
-    settings: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """More settings of the store, such as credentials; never shown."""
+    `endpoint`: URL of the server; None: the provider's own. `settings`: more settings of the store,
+    such as credentials. Those that are not given come from the environment or the platform's role,
+    as `obstore` finds them.
 
-
-def open_object_store(options: ObjectStoreOptions) -> ObjectStoreEngine:
-    """Return the engine for a URL.
-
-    Nothing is asked of the server. Credentials that are not in `settings` come from the environment
-    or the platform's role, as `obstore` finds them. Raises `ConfigError`, without any credential in
-    it, if `obstore` is missing or refuses the settings.
+    Nothing is asked of the server. Needs `obstore`. Raises `ConfigError`, without any credential in
+    it, if `obstore` refuses the settings.
     """
+    stores: Any = import_module("obstore.store")
+    parts = urlsplit(url)
+    folder = Path(parts.path) if parts.scheme == "file" else None
+    limits = timedelta(seconds=timeout_s), timedelta(seconds=connect_timeout_s)
     try:
-        stores: Any = import_module("obstore.store")
-    except ImportError:
-        scheme = urlsplit(options.url).scheme
-        raise ConfigError(
-            f"remote URLs with {scheme}:// need the package obstore; install kvcascade[s3]."
-        ) from None
-    try:
-        store = _store(stores, options)
+        if folder is None:
+            store = _bucket(stores, parts, limits, endpoint, region, settings or {})
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            store = stores.LocalStore(str(folder))
     except Exception as error:  # classes differ by store, and their texts may hold settings
         raise ConfigError(
             f"the object store refuses its settings ({type(error).__name__}); check url, endpoint, "
             "region and the credentials in the environment."
         ) from None
-    parts = urlsplit(options.url)
-    folder = Path(parts.path) if parts.scheme == "file" else None
-    return ObjectStoreEngine(store, options.timeout_s, folder)
+    return ObjectStoreEngine(store, timeout_s, folder)
 
 
-def _store(stores: Any, options: ObjectStoreOptions) -> Any:
-    parts = urlsplit(options.url)
-    if parts.scheme == "file":
-        folder = Path(parts.path)
-        folder.mkdir(parents=True, exist_ok=True)
-        return stores.LocalStore(str(folder))
-    is_plain = (options.endpoint or "").startswith("http://")
-    client = {
-        "allow_http": is_plain,
-        "timeout": timedelta(seconds=options.timeout_s),
-        "connect_timeout": timedelta(seconds=options.connect_timeout_s),
-    }
-    retries = {"max_retries": 0, "retry_timeout": timedelta(seconds=options.timeout_s)}
-    settings: dict[str, Any] = dict(options.settings)
-    if options.endpoint:
-        settings["endpoint"] = options.endpoint
+def _bucket(
+    stores: Any,
+    parts: SplitResult,
+    limits: tuple[timedelta, timedelta],
+    endpoint: str | None,
+    region: str | None,
+    given: Mapping[str, str],
+) -> Any:
+    timeout, connect_timeout = limits
+    is_plain = (endpoint or "").startswith("http://")
+    settings: dict[str, Any] = dict(given)
+    if endpoint:
+        settings["endpoint"] = endpoint
     if parts.scheme == "s3":
         # Where TLS protects the payload, signing it too would cost half of the rate.
         settings["unsigned_payload"] = not is_plain
-        if options.region:
-            settings["region"] = options.region
-        if options.endpoint:
+        if region:
+            settings["region"] = region
+        if endpoint:
             settings.setdefault("virtual_hosted_style_request", False)
     kind = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}[parts.scheme]
     return getattr(stores, kind)(
         parts.netloc,
         prefix=parts.path.strip("/") or None,
-        client_options=client,
-        retry_config=retries,
+        client_options={
+            "allow_http": is_plain,
+            "timeout": timeout,
+            "connect_timeout": connect_timeout,
+        },
+        retry_config={"max_retries": 0, "retry_timeout": timeout},
         **settings,
     )
 
@@ -191,13 +185,7 @@ class ObjectStoreEngine(RemoteEngine):
         arrived: Arrived = ignore,
     ) -> list[RemoteOutcome]:
         def get(number: int) -> RemoteOutcome:
-            is_whole = False
-
-            def read() -> None:
-                nonlocal is_whole
-                is_whole = self._read(names[number], buffers[number])
-
-            outcome = self._tried(read)
+            outcome, is_whole = self._asked(lambda: self._read(names[number], buffers[number]))
             if outcome is RemoteOutcome.OK:
                 if not is_whole:
                     return RemoteOutcome.CORRUPT
@@ -255,20 +243,19 @@ class ObjectStoreEngine(RemoteEngine):
             self._obstore.list(self._store, prefix or None, chunk_size=LISTED_AT_A_TIME)
         )
         while True:
-            found: list[Sequence[Mapping[str, Any]] | None] = []
-            outcome = self._tried(lambda: found.append(next(batches, None)))  # noqa: B023
+            outcome, found = self._asked(lambda: next(batches, None))
             if outcome is not RemoteOutcome.OK:
                 missing = outcome is RemoteOutcome.ABSENT
                 yield Listing(RemoteOutcome.DENIED if missing else outcome)
                 return
-            if found[0] is None:
+            if found is None:
                 return
-            yield Listing(RemoteOutcome.OK, [_entry(each) for each in found[0]])
+            yield Listing(RemoteOutcome.OK, [_entry(each) for each in found])
 
     def explain(self, limit_s: float) -> Cause | None:
         try:  # the answer to a HEAD has no body, and with it no reason
             self._obstore.get(self._store, _EXPLAINED)
-        except Exception as error:  # see `_tried`
+        except Exception as error:  # see `_asked`
             text = str(error)
             return next((cause for word, cause in _CAUSES.items() if word in text), None)
         return None
@@ -310,18 +297,14 @@ class ObjectStoreEngine(RemoteEngine):
 
     def _renew(self, item: tuple[str, RemoteObject]) -> RemoteOutcome:
         name, made = item
-        written_s: list[float] = []
-
-        def look() -> None:
-            found = self._obstore.head(self._store, name)
-            written_s.append(found["last_modified"].timestamp())
-
-        outcome = self._tried(look)
+        outcome, found = self._asked(lambda: self._obstore.head(self._store, name))
         if outcome is RemoteOutcome.ABSENT:
             return self._put(item)
-        if outcome is RemoteOutcome.OK:
-            outcome = self._keep(name, [made.header, made.payload], written_s[0])
-        return RemoteOutcome.EXISTS if outcome is RemoteOutcome.OK else outcome
+        if found is None:
+            return outcome
+        written_s = found["last_modified"].timestamp()
+        kept = self._keep(name, [made.header, made.payload], written_s)
+        return RemoteOutcome.EXISTS if kept is RemoteOutcome.OK else kept
 
     def _create(self, name: str, data: Any) -> RemoteOutcome:
         outcome = self._tried(
@@ -374,16 +357,12 @@ class ObjectStoreEngine(RemoteEngine):
         return CounterAnswer(RemoteOutcome.OK, int(largest))
 
     def _begun(self, name: str, written_s: float) -> CounterAnswer:
-        found = b""
-
-        def read() -> None:
-            nonlocal found
+        def read() -> bytes:
             got = self._obstore.get(self._store, f"{name}/begin")
-            if got.meta["size"] <= COUNTER_DIGITS:
-                found = bytes(got.bytes())
+            return bytes(got.bytes()) if got.meta["size"] <= COUNTER_DIGITS else b""
 
-        outcome = self._tried(read)
-        if outcome is not RemoteOutcome.OK:
+        outcome, found = self._asked(read)
+        if found is None:
             return CounterAnswer(outcome)
         answer = counter_answer(found)
         if answer.outcome is RemoteOutcome.OK:
@@ -397,11 +376,14 @@ class ObjectStoreEngine(RemoteEngine):
         return self._tried(lambda: self._obstore.put(self._store, name, data, use_multipart=False))
 
     def _tried(self, request: Callable[[], object]) -> RemoteOutcome:
+        return self._asked(request)[0]
+
+    def _asked(self, request: Callable[[], _Answer]) -> tuple[RemoteOutcome, _Answer | None]:
+        """Return the outcome of a request and its answer; None if it failed."""
         try:
-            request()
+            return RemoteOutcome.OK, request()
         except Exception as error:  # obstore raises its own classes, OSError and ValueError
-            return outcome_of(error)
-        return RemoteOutcome.OK
+            return outcome_of(error), None
 
 
 def _read_file(path: str, buffer: PrivateBuffer) -> bool:

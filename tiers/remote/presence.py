@@ -141,10 +141,5 @@ def held_prefix(memory: PresenceMemory, keys: Sequence[BlockHash]) -> int:
 
 def known_prefix(memory: PresenceMemory, keys: Sequence[BlockHash]) -> int | None:
     """Return how many blocks of a chain are held, or None if that must be asked for."""
-    for number, key in enumerate(keys):
-        presence = memory.of(key)
-        if presence is UNKNOWN:
-            return None
-        if presence is ABSENT:
-            return number
-    return len(keys)
+    held = held_prefix(memory, keys)
+    return held if held == len(keys) or memory.of(keys[held]) is ABSENT else None

@@ -15,11 +15,11 @@ from urllib.parse import unquote, urlsplit
 from ...config.remote import TLS_SCHEMES, RemoteTierOptions
 from ...errors import ConfigError
 from .base import RemoteEngine
-from .object_store import RENEW_AFTER_S, ObjectStoreOptions, open_object_store
+from .object_store import RENEW_AFTER_S, open_object_store
 from .objects import SECRET_BYTES, GcmSeal, MacSeal, Seal
 from .remote_store import StoreOptions
 from .resp import Address, Login
-from .valkey import ValkeyEngine, ValkeyOptions
+from .valkey import ValkeyEngine
 
 DEFAULT_PORT = 6379
 MAX_SECRET_FILE_BYTES = 4096
@@ -94,14 +94,8 @@ def open_remote_engine(
     seal = _open_seal(options, environment)
     if options.is_valkey:
         return _open_valkey(options, environment), seal
-    of_store = ObjectStoreOptions(
-        options.url,
-        options.timeout_s,
-        options.connect_timeout_s,
-        options.endpoint,
-        options.region,
-    )
-    return open_object_store(of_store), seal
+    limits = options.timeout_s, options.connect_timeout_s
+    return open_object_store(options.url, *limits, options.endpoint, options.region), seal
 
 
 def check_openable(options: RemoteTierOptions, environment: Mapping[str, str]) -> None:
@@ -149,7 +143,7 @@ def _open_valkey(options: RemoteTierOptions, environment: Mapping[str, str]) -> 
         only_loopback=tls is None and not options.insecure,
     )
     address = Address(unquote(parts.hostname or ""), parts.port or DEFAULT_PORT)
-    return ValkeyEngine(ValkeyOptions(address, login, options.ttl_s))
+    return ValkeyEngine(address, login, options.ttl_s)
 
 
 def _secret(options: RemoteTierOptions, name: str, environment: Mapping[str, str]) -> bytes:

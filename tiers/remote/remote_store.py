@@ -1,6 +1,6 @@
 """`RemoteStore`: blocks by key in a remote engine, for one owner that never waits.
 
-The owner is one thread. It looks blocks up (`presence`, `ask`), reads (`get`), offers blocks
+The owner is one thread. It looks blocks up (`ask`), reads (`get`), offers blocks
 (`offer`), and collects the outcomes (`poll`). Calls of the engine run on an executor. One deadline
 covers lookup and read: an owner that waited for a lookup gives its read the remaining time.
 
@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
+from typing import TypeVar
 
 from ...config.remote import WriteWhen
 from ..base import BlockHash
@@ -27,10 +29,13 @@ from .lane import Errand, Lane
 from .lookups import ChainAsk, RemoteLink, RemoteLookups
 from .objects import ObjectFormat
 from .pacing import RoundTripTime, TokenBucket
-from .presence import Presence, PresenceMemory, known_prefix
+from .presence import PresenceMemory, known_prefix
 from .reads import Reads, RemoteRead
 from .remote_counters import RemoteCounters, Verb
+from .remote_job import RemoteJob
 from .uploads import Offer, OfferRule, UploadJob, Uploads
+
+_Job = TypeVar("_Job", bound=RemoteJob)
 
 LOOKUPS_AT_A_TIME = 2
 CLOSE_ROUND_S = 0.005
@@ -95,8 +100,6 @@ class RemoteState:
     """Mark of the last reset of this store, or else of the one before its start."""
     is_reset_pending: bool
     """True from `reset` until the server is told."""
-    queued_bytes: int
-    """Payload bytes that wait to be written or are being written."""
     resting: frozenset[Verb]
     """Directions whose breaker is open."""
     openings: Mapping[Verb, int]
@@ -159,17 +162,10 @@ class RemoteStore:
         self._gathered: list[ChainAsk] = []
         self._asks: dict[int, ChainAsk] = {}
         self._jobs: dict[int, RemoteRead] = {}
-        self._ended: deque[tuple[ChainAsk | RemoteRead | UploadJob, RemoteEnded]] = deque()
+        self._ended: deque[tuple[ChainAsk | RemoteJob, RemoteEnded]] = deque()
         self._is_telling = False
 
     # -- lookups -----------------------------------------------------------------------------
-
-    def presence(self, key: BlockHash) -> Presence:
-        """Return what is known of a block; `ABSENT` for an unknown one while lookups rest."""
-        found = self._link.memory.of(key)
-        if found is Presence.UNKNOWN and not self._asking.is_open:
-            return Presence.ABSENT
-        return found
 
     def ask(self, ticket: int, keys: Sequence[BlockHash]) -> None:
         """Ask for a prefix chain; `send` makes one batch of what was asked in a step.
@@ -187,16 +183,9 @@ class RemoteStore:
         else:
             self._gathered.append(ask)
 
-    def forget(self, ticket: int) -> None:
-        """Nobody waits for the lookup of a ticket any more; it is not asked, and does not end."""
-        ask = self._asks.pop(ticket, None)
-        if ask is not None:
-            ask.is_over = True
-
     def send(self) -> None:
         """Ask what was gathered, in one batch. Call it at the end of each step."""
-        asks = [ask for ask in self._gathered if not ask.is_over]
-        self._gathered = []
+        asks, self._gathered = self._gathered, []
         if asks:
 
             def give_up(outcome: RemoteOutcome) -> None:
@@ -246,40 +235,15 @@ class RemoteStore:
         The destinations are the store's until the read has ended. A block whose outcome is not `OK`
         left its destination as it was. A ticket has one read at a time.
         """
-        n = len(keys)
         left_s = self._options.deadline_s if limit_s is None else limit_s
-        job = RemoteRead(ticket, keys, destinations, self._clock() + left_s, [None] * n, n)
+        job = RemoteRead(ticket, keys, destinations, self._clock() + left_s)
         self._jobs[ticket] = job
-        if not keys and job.settle((), RemoteOutcome.OK):
-            self._end_read(job)
-            return
-        if not self._reading.is_open:
-            self._link.counters.note(Verb.READ, [RemoteOutcome.RESTING] * n)
-            job.settle(range(n), RemoteOutcome.RESTING)
-            self._end_read(job)
-            return
-        part = self._link.engine.names_per_call
-        for start in range(0, n, part):
-            self._reading.add(self._read_errand(job, range(start, min(start + part, n))))
-
-    def _read_errand(self, job: RemoteRead, numbers: Sequence[int]) -> Errand:
-        def run() -> RemoteOutcome:
-            worst, ended = self._reads.read(job, numbers)
-            if ended:
-                self._end_read(job)
-            return worst
-
-        def give_up(outcome: RemoteOutcome) -> None:
-            self._link.counters.note(Verb.READ, [outcome] * len(numbers))
-            if job.settle(numbers, outcome):
-                self._end_read(job)
-
-        n_bytes = len(numbers) * self._link.objects.payload_bytes
-        return Errand(job.ends_s, n_bytes, run, give_up, lambda: job.is_over)
-
-    def _end_read(self, job: RemoteRead) -> None:
-        outcomes = [outcome or RemoteOutcome.TIMED_OUT for outcome in job.outcomes]
-        self._end(job, RemoteEnded(job.ticket, EndedKind.READ, outcomes))
+        reads = self._reads
+        if keys and self._reading.is_open:
+            self._begin(self._reading, job, reads.read, reads.give_up, lambda: not job.left)
+        else:
+            reads.give_up(job, range(len(keys)), RemoteOutcome.RESTING)
+            self._report(job)
 
     # -- writes ------------------------------------------------------------------------------
 
@@ -303,39 +267,52 @@ class RemoteStore:
         taken = [number for number, answer in enumerate(answers) if answer is Offer.QUEUED]
         if not taken:
             return answers
-        n = len(taken)
         job = UploadJob(
             ticket,
             [keys[number] for number in taken],
             [payloads[number] for number in taken],
             self._clock() + self._options.queue_s,
-            self._link.memory.epoch,
-            mark,
-            [None] * n,
-            n,
+            epoch=self._link.memory.epoch,
+            mark=mark,
         )
-        part = self._link.engine.names_per_call
-        for start in range(0, n, part):
-            self._writing.add(self._write_errand(job, range(start, min(start + part, n))))
+        uploads = self._uploads
+        is_stale = partial(uploads.is_stale, job)
+        self._begin(self._writing, job, uploads.write, uploads.give_up, is_stale)
         return answers
 
-    def _write_errand(self, job: UploadJob, numbers: Sequence[int]) -> Errand:
-        def run() -> RemoteOutcome:
-            worst, ended = self._uploads.write(job, numbers)
-            if ended:
-                self._end_write(job)
-            return worst
+    # -- jobs --------------------------------------------------------------------------------
 
-        def give_up(outcome: RemoteOutcome) -> None:
-            if self._uploads.give_up(job, numbers, outcome):
-                self._end_write(job)
+    def _begin(
+        self,
+        lane: Lane,
+        job: _Job,
+        work: Callable[[_Job, range], RemoteOutcome],
+        give_up: Callable[[_Job, range, RemoteOutcome], None],
+        is_over: Callable[[], bool],
+    ) -> None:
+        """Add a job to a lane in parts that suit the engine; see `Errand`."""
+        n, part = len(job.keys), self._link.engine.names_per_call
+        for start in range(0, n, part):
+            numbers = range(start, min(start + part, n))
 
-        n_bytes = len(numbers) * self._link.objects.payload_bytes
-        return Errand(job.ends_s, n_bytes, run, give_up, lambda: self._uploads.is_stale(job))
+            def run(numbers: range = numbers) -> RemoteOutcome:
+                worst = work(job, numbers)
+                self._report(job)
+                return worst
 
-    def _end_write(self, job: UploadJob) -> None:
-        outcomes = [outcome or RemoteOutcome.DROPPED for outcome in job.outcomes]
-        self._end(job, RemoteEnded(job.ticket, EndedKind.WRITE, outcomes))
+            def drop(outcome: RemoteOutcome, numbers: range = numbers) -> None:
+                give_up(job, numbers, outcome)
+                self._report(job)
+
+            n_bytes = len(numbers) * self._link.objects.payload_bytes
+            lane.add(Errand(job.ends_s, n_bytes, run, drop, is_over))
+
+    def _report(self, job: RemoteJob) -> None:
+        """Report the end of a job if it has ended, and was not reported. Any thread."""
+        outcomes = job.take_end()
+        if outcomes is not None:
+            kind = EndedKind.READ if isinstance(job, RemoteRead) else EndedKind.WRITE
+            self._end(job, RemoteEnded(job.ticket, kind, outcomes))
 
     # -- outcomes and upkeep -------------------------------------------------------------------
 
@@ -347,7 +324,7 @@ class RemoteStore:
         while self._ended:
             call, ended = self._ended.popleft()
             if isinstance(call, ChainAsk):
-                if call.is_over:  # forgotten, or reported before
+                if call.is_over:  # reported before
                     continue
                 call.is_over = True
                 del self._asks[call.ticket]
@@ -366,8 +343,8 @@ class RemoteStore:
         for ask in self._asks.values():
             self._end_ask(ask, [RemoteOutcome.ABSENT] * len(ask.keys))
         for job in self._jobs.values():
-            if job.give_up(RemoteOutcome.ABSENT, waits=True):
-                self._end_read(job)
+            job.give_up(RemoteOutcome.ABSENT, waits=True)
+            self._report(job)
         self._writing.drop_all(RemoteOutcome.DROPPED)
         self._read_generation()
 
@@ -384,7 +361,6 @@ class RemoteStore:
             self._link.generation.mark,
             self._link.generation.own_mark,
             self._link.generation.is_reset_pending,
-            self._uploads.borrowed_bytes,
             frozenset(verb for verb, lane in lanes.items() if not lane.is_open),
             {verb: lane.breaker.openings for verb, lane in lanes.items()},
         )
@@ -407,12 +383,12 @@ class RemoteStore:
         while not all(lane.is_idle for lane in lanes) and time.monotonic() < ends_s:
             time.sleep(CLOSE_ROUND_S)
         for job in self._jobs.values():
-            if job.give_up(RemoteOutcome.DROPPED, waits=True):
-                self._end_read(job)
+            job.give_up(RemoteOutcome.DROPPED, waits=True)
+            self._report(job)
         self._link.engine.close()
         return all(lane.is_idle for lane in lanes)
 
-    def _end(self, call: ChainAsk | RemoteRead | UploadJob, ended: RemoteEnded) -> None:
+    def _end(self, call: ChainAsk | RemoteJob, ended: RemoteEnded) -> None:
         if RemoteOutcome.TIMED_OUT in ended.outcomes:
             self._link.memory.forget()  # the next answer to a question is the server's
         self._ended.append((call, ended))
@@ -456,4 +432,4 @@ class RemoteStore:
                 self._end_ask(ask, ())
         for job in self._jobs.values():
             if job.ends_s <= now_s and job.give_up(RemoteOutcome.TIMED_OUT, waits=False):
-                self._end_read(job)
+                self._report(job)

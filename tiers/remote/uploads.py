@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from ...config.remote import WriteWhen
 from ..base import BlockHash
-from .base import FAILURES, RemoteOutcome
+from .base import RemoteOutcome, worst_of
 from .lookups import RemoteLink
 from .presence import Presence, PresenceMemory, drop_oldest
 from .remote_counters import Verb
+from .remote_job import RemoteJob
 
-FIRST_TOUCHES_MAX = 1 << 17
-"""Limit on the blocks whose first use is remembered."""
 THERE = frozenset({RemoteOutcome.OK, RemoteOutcome.EXISTS})
 """Outcomes of a write after which the server has the block."""
 
@@ -38,29 +37,13 @@ class Offer(StrEnum):
     """Dropped: the server failed a moment ago. Offer it again at its next use."""
 
 
-@dataclass(slots=True)
-class UploadJob:
+@dataclass(slots=True, kw_only=True)
+class UploadJob(RemoteJob):
     """Blocks that a ticket writes."""
 
-    ticket: int
-    keys: list[BlockHash]
-    payloads: list[memoryview]
-    ends_s: float
     epoch: int
     mark: int | None
     """Mark of the last reset before the blocks were stored; None: that of this host's own."""
-    outcomes: list[RemoteOutcome | None] = field(default_factory=list)
-    left: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def settle(self, numbers: Sequence[int], outcomes: Sequence[RemoteOutcome]) -> bool:
-        """Set outcomes. Return True if the job has ended with them."""
-        with self.lock:
-            for number, outcome in zip(numbers, outcomes, strict=True):
-                assert self.outcomes[number] is None, "a block ends once"
-                self.outcomes[number] = outcome
-            self.left -= len(numbers)
-            return self.left == 0
 
 
 class OfferRule:
@@ -118,7 +101,8 @@ class OfferRule:
             if self._is_there(key):
                 return Offer.HELD
             if self._when is WriteWhen.SECOND_TOUCH and key not in self._touched:
-                self._touch(key)
+                self._touched[key] = None
+                drop_oldest(self._touched)
                 return Offer.FIRST_TOUCH
             if not is_open:
                 return Offer.RESTING
@@ -126,11 +110,6 @@ class OfferRule:
                 return Offer.FULL
             self._coming.add(key)
             return Offer.QUEUED
-
-    def _touch(self, key: BlockHash) -> None:
-        self._touched[key] = None
-        if len(self._touched) > FIRST_TOUCHES_MAX:
-            del self._touched[next(iter(self._touched))]
 
     def end(self, keys: Sequence[BlockHash], is_there: Sequence[bool]) -> None:
         """End blocks that were `QUEUED`; those that are there now start anew if they vanish."""
@@ -152,11 +131,6 @@ class Uploads:
         self._link = link
         self._rule = rule
 
-    @property
-    def borrowed_bytes(self) -> int:
-        """Payload bytes that wait or are being sent."""
-        return self._rule.borrowed_bytes
-
     def answer(self, keys: Sequence[BlockHash], is_open: bool) -> list[Offer]:
         """Decide about blocks in prefix order, so that an overfull queue drops tails.
 
@@ -168,53 +142,44 @@ class Uploads:
                 self._link.counters.note_unsent(offer, answers.count(offer))
         return answers
 
-    def end(
-        self, job: UploadJob, numbers: Sequence[int], outcomes: Sequence[RemoteOutcome]
-    ) -> bool:
-        """Note what became of blocks. Return True if the job has ended with them. Any thread."""
-        keys = [job.keys[number] for number in numbers]
-        self._rule.end(keys, [outcome in THERE for outcome in outcomes])
-        return job.settle(numbers, outcomes)
-
-    def give_up(self, job: UploadJob, numbers: Sequence[int], outcome: RemoteOutcome) -> bool:
-        """End blocks that were not sent. Return True if the job has ended with them."""
+    def give_up(self, job: UploadJob, numbers: Sequence[int], outcome: RemoteOutcome) -> None:
+        """End blocks that were not sent."""
         self._link.counters.note_unsent(outcome, len(numbers))
-        return self.end(job, numbers, [outcome] * len(numbers))
+        self._end(job, numbers, [outcome] * len(numbers))
 
     def is_stale(self, job: UploadJob) -> bool:
         """Return True if a reset came after the offer."""
         return job.epoch != self._link.memory.epoch
 
-    def write(self, job: UploadJob, numbers: Sequence[int]) -> tuple[RemoteOutcome, bool]:
-        """Send some blocks of a job. Return the worst outcome, and whether the job has ended.
-
-        Runs on a thread.
-        """
+    def write(self, job: UploadJob, numbers: Sequence[int]) -> RemoteOutcome:
+        """Send some blocks of a job. Return the worst outcome. Runs on a thread."""
         link = self._link
         generation = link.generation.current(link.engine.timeout_s)
         if generation.outcome is not RemoteOutcome.OK:
-            return generation.outcome, self.give_up(job, numbers, generation.outcome)
+            self.give_up(job, numbers, generation.outcome)
+            return generation.outcome
         own = link.generation.own_mark if job.mark is None else job.mark
         is_old = own is None or link.generation.mark > own  # another host's reset came since
         if is_old or self.is_stale(job):
-            return RemoteOutcome.OK, self.give_up(job, numbers, RemoteOutcome.DROPPED)
+            self.give_up(job, numbers, RemoteOutcome.DROPPED)
+            return RemoteOutcome.OK
         keys = [job.keys[number] for number in numbers]
         names = [link.objects.name(key, generation.value) for key in keys]
         objects = [
-            link.objects.make(key, generation.value, job.payloads[number])
+            link.objects.make(key, generation.value, job.views[number])
             for key, number in zip(keys, numbers, strict=True)
         ]
-        begun_s = link.clock()
         was_there = any(link.memory.last(key) is Presence.HELD for key in keys)
         write = link.engine.renew if was_there else link.engine.put
-        outcomes = write(names, objects, link.engine.timeout_s * len(names))
-        took_s = link.clock() - begun_s
-        sent = outcomes.count(RemoteOutcome.OK) * link.objects.payload_bytes
-        requests = 1 if link.engine.asks_in_one_trip else len(names)
-        link.counters.note(
-            Verb.WRITE, outcomes, requests=requests, payload_bytes=sent, took_s=took_s
-        )
+        limit_s = link.engine.timeout_s * len(names)
+        outcomes = link.call(Verb.WRITE, lambda: write(names, objects, limit_s))
         held = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome in THERE]
         link.memory.note(job.epoch, held, ())
-        worst = next((o for o in outcomes if o in FAILURES), RemoteOutcome.OK)
-        return worst, self.end(job, numbers, outcomes)
+        self._end(job, numbers, outcomes)
+        return worst_of(outcomes)
+
+    def _end(
+        self, job: UploadJob, numbers: Sequence[int], outcomes: Sequence[RemoteOutcome]
+    ) -> None:
+        self._rule.end([job.keys[n] for n in numbers], [outcome in THERE for outcome in outcomes])
+        job.settle(numbers, outcomes)

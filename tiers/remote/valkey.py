@@ -15,7 +15,6 @@ import threading
 import time
 from binascii import crc_hqx
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from ssl import SSLError
 
 from ...config.remote import is_loopback
@@ -70,16 +69,6 @@ Answer = RemoteOutcome | Address
 """Outcome of a key, or the node that has it; without a host it is on the host that was asked."""
 Work = Callable[[RespConnection, Sequence[int], list[Answer]], None]
 """Exchange about the keys with these numbers; it sets the answer of each as it comes."""
-
-
-@dataclass(frozen=True, slots=True)
-class ValkeyOptions:
-    """Address of the server, and limits of its use."""
-
-    address: Address
-    login: Login
-    ttl_s: float | None = None
-    """Seconds after which the server removes a block; None: never."""
 
 
 class Nodes:
@@ -187,11 +176,13 @@ class ValkeyEngine(RemoteEngine):
     asks_in_one_trip = True
     names_per_call = 4
 
-    def __init__(self, options: ValkeyOptions) -> None:
-        """Nothing is asked of the server yet."""
-        self.timeout_s = options.login.stall_s
-        self._nodes = Nodes(options.address, options.login)
-        ttl_s = options.ttl_s
+    def __init__(self, address: Address, login: Login, ttl_s: float | None = None) -> None:
+        """`ttl_s`: seconds without use after which the server removes a block; None: never.
+
+        Nothing is asked of the server yet.
+        """
+        self.timeout_s = login.stall_s
+        self._nodes = Nodes(address, login)
         self._lifetime: list[Argument] = (
             [] if ttl_s is None else [b"PX", b"%d" % max(1, int(ttl_s * 1000))]
         )
@@ -291,9 +282,7 @@ class ValkeyEngine(RemoteEngine):
         return self._routed(names, delete, limit_s)
 
     def counter(self, name: str, first: int | None, limit_s: float) -> CounterAnswer:
-        values: list[int | None] = [None]
-
-        def ask(connection: RespConnection, _: Sequence[int], answers: list[Answer]) -> None:
+        def ask(connection: RespConnection) -> CounterAnswer:
             key = name.encode()
             connection.send([b"GET", key])
             stored = connection.value()
@@ -302,18 +291,12 @@ class ValkeyEngine(RemoteEngine):
                 connection.expect(*_NX_REPLIES)
                 connection.send([b"GET", key])
                 stored = connection.value()
-            if stored is None:
-                answers[0] = RemoteOutcome.ABSENT
-            else:
-                found = counter_answer(stored)
-                values[0], answers[0] = found.value, found.outcome
+            return CounterAnswer(RemoteOutcome.ABSENT) if stored is None else counter_answer(stored)
 
-        return self._about_counter(name, ask, values, limit_s)
+        return self._about_counter(name, ask, limit_s)
 
     def advance(self, name: str, at_least: int, limit_s: float) -> CounterAnswer:
-        values: list[int | None] = [None]
-
-        def raise_it(connection: RespConnection, _: Sequence[int], answers: list[Answer]) -> None:
+        def raise_it(connection: RespConnection) -> CounterAnswer:
             key = name.encode()
             # The value that another process sets meanwhile is below: both only raise it.
             connection.send([b"SET", key, b"%d" % (at_least - 1), b"NX"])
@@ -323,17 +306,24 @@ class ValkeyEngine(RemoteEngine):
             if value < at_least:
                 connection.send([b"INCRBY", key, b"%d" % (at_least - value)])
                 value = connection.number()
-            values[0] = value
-            answers[0] = RemoteOutcome.OK if value >= at_least else RemoteOutcome.CORRUPT
+            if value < at_least:
+                return CounterAnswer(RemoteOutcome.CORRUPT)
+            return CounterAnswer(RemoteOutcome.OK, value)
 
-        return self._about_counter(name, raise_it, values, limit_s)
+        return self._about_counter(name, raise_it, limit_s)
 
     def _about_counter(
-        self, name: str, work: Work, values: list[int | None], limit_s: float
+        self, name: str, ask: Callable[[RespConnection], CounterAnswer], limit_s: float
     ) -> CounterAnswer:
+        found = CounterAnswer(RemoteOutcome.IO_ERROR)
+
+        def work(connection: RespConnection, _: Sequence[int], answers: list[Answer]) -> None:
+            nonlocal found
+            found = ask(connection)
+            answers[0] = found.outcome
+
         (outcome,) = self._routed([name], work, limit_s)
-        value = values[0] if outcome is RemoteOutcome.OK else None
-        return CounterAnswer(outcome, value or 0)
+        return found if outcome is RemoteOutcome.OK else CounterAnswer(outcome)
 
     def list_objects(self, prefix: str, limit_s: float) -> Iterator[Listing]:
         first = self._nodes.first

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,11 +38,11 @@ import numpy as np
 from ....config.remote import WriteWhen
 from ....tiers.base import BlockHash
 from ....tiers.remote.base import RemoteEngine, RemoteOutcome
-from ....tiers.remote.object_store import ObjectStoreOptions, open_object_store
+from ....tiers.remote.object_store import ObjectStoreEngine, open_object_store
 from ....tiers.remote.objects import ObjectFormat, parts_of
 from ....tiers.remote.remote_store import RemoteEnded, RemoteStore, StoreOptions
 from ....tiers.remote.resp import Address, Login
-from ....tiers.remote.valkey import ValkeyEngine, ValkeyOptions
+from ....tiers.remote.valkey import ValkeyEngine
 from ...commands.bench.bench_tier import new_keys
 from ..remote_server import (
     BUCKET,
@@ -252,7 +253,7 @@ def valkey_rows(port: int, total_bytes: int, repeats: int, threads: int) -> Iter
     """Measure reads and writes of a Valkey or Redis server."""
     for label, size in SIZES.items():
         blocks = RatedBlocks(size, total_bytes)
-        engine = ValkeyEngine(ValkeyOptions(Address(HOST, port), Login(TIMEOUT_S, TIMEOUT_S)))
+        engine = ValkeyEngine(Address(HOST, port), Login(TIMEOUT_S, TIMEOUT_S))
         ours = Ours(engine, size, threads)
         pool = ThreadPoolExecutor(threads)
         with ExitStack() as stack:
@@ -342,13 +343,17 @@ def _flush(port: int, ours: Ours) -> None:
 
 
 def object_rows(
-    where: str, options: ObjectStoreOptions, total_bytes: int, repeats: int, threads: int
+    where: str,
+    opened: Callable[[], ObjectStoreEngine],
+    total_bytes: int,
+    repeats: int,
+    threads: int,
 ) -> Iterator[RateRow]:
     """Measure reads and writes of a bucket or folder."""
     obstore: Any = import_module("obstore")
     for label, size in SIZES.items():
         blocks = RatedBlocks(size, total_bytes)
-        engine = open_object_store(options)
+        engine = opened()
         ours, pool = Ours(engine, size, threads), ThreadPoolExecutor(threads)
         sources, targets, store = blocks.sources(), blocks.targets(), engine._store
         names = [f"bare/{uuid.uuid4().hex}" for _ in range(blocks.count)]
@@ -421,15 +426,8 @@ def lookup_rows(where: str, opened: Callable[[], RemoteEngine], repeats: int) ->
             assert ours.look(chain) == held
             time_row.samples.setdefault(OURS, []).append(1e3 * (time.perf_counter() - begun_s))
             request_row.samples.setdefault(OURS, []).append(requests() - before)
-    presence = RateRow(f"{where} presence of one block, known", "us")
-    for _ in range(repeats):
-        begun_s = time.perf_counter()
-        for key in keys:
-            ours.store.presence(key)
-        took_us = 1e6 * (time.perf_counter() - begun_s) / len(keys)
-        presence.samples.setdefault(OURS, []).append(took_us)
     ours.close()
-    yield from (took, asked, cold, asked_cold, presence)
+    yield from (took, asked, cold, asked_cold)
 
 
 def of_valkey(options: argparse.Namespace) -> Iterator[RateRow]:
@@ -439,10 +437,10 @@ def of_valkey(options: argparse.Namespace) -> Iterator[RateRow]:
         print("left out: Valkey, since no valkey-server or redis-server is on the PATH")
         return
     port = free_port()
-    at = ValkeyOptions(Address(HOST, port), Login(TIMEOUT_S, TIMEOUT_S))
+    at = Address(HOST, port), Login(TIMEOUT_S, TIMEOUT_S)
     with listening(valkey_command(binary, port), port):
         yield from valkey_rows(port, options.total_mib << 20, options.repeats, 2)
-        yield from lookup_rows("Valkey", lambda: ValkeyEngine(at), options.repeats)
+        yield from lookup_rows("Valkey", lambda: ValkeyEngine(*at), options.repeats)
 
 
 def of_folder(options: argparse.Namespace) -> Iterator[RateRow]:
@@ -451,7 +449,8 @@ def of_folder(options: argparse.Namespace) -> Iterator[RateRow]:
         print("left out: the folder, since obstore is not installed")
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        here = ObjectStoreOptions(Path(folder).as_uri(), TIMEOUT_S, TIMEOUT_S)
+        url = Path(folder).as_uri()
+        here = partial(open_object_store, url, TIMEOUT_S, TIMEOUT_S)
         yield from object_rows("folder", here, options.total_mib << 20, options.repeats, 4)
 
 
@@ -462,11 +461,11 @@ def of_s3(options: argparse.Namespace) -> Iterator[RateRow]:
         return
     with s3_server() as endpoint:
         secrets = {"access_key_id": "none", "secret_access_key": "none"}
-        limits = (TIMEOUT_S, TIMEOUT_S)
-        bucket = ObjectStoreOptions(f"s3://{BUCKET}/p", *limits, endpoint, REGION, secrets)
+        where = f"s3://{BUCKET}/p", TIMEOUT_S, TIMEOUT_S, endpoint, REGION, secrets
+        bucket = partial(open_object_store, *where)
         total_bytes = options.total_mib << 18
         yield from object_rows("S3 (moto)", bucket, total_bytes, options.repeats, 8)
-        yield from lookup_rows("S3 (moto)", lambda: open_object_store(bucket), options.repeats)
+        yield from lookup_rows("S3 (moto)", bucket, options.repeats)
 
 
 PARTS = {"valkey": of_valkey, "folder": of_folder, "s3": of_s3}

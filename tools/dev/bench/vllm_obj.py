@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from ....tiers.remote.object_store import ObjectStoreOptions, open_object_store
+from ....tiers.remote.object_store import open_object_store
 from ..remote_server import BUCKET, REGION, s3_server
 from .remote_rates import OURS, TIMEOUT_S, Ours, RatedBlocks, RateRow, shown
 from .vllm_calls import random_keys
@@ -101,9 +101,9 @@ class Turns:
     def __init__(self, endpoint: str, size: int, blocks: int, threads: int) -> None:
         secrets = {"access_key_id": "none", "secret_access_key": "none"}
         limits = (TIMEOUT_S, TIMEOUT_S)
-        bucket = ObjectStoreOptions(f"s3://{BUCKET}/ours", *limits, endpoint, REGION, secrets)
+        bucket = open_object_store(f"s3://{BUCKET}/ours", *limits, endpoint, REGION, secrets)
         self._blocks = RatedBlocks(size, size * blocks)
-        self._ours = Ours(open_object_store(bucket), size, threads)
+        self._ours = Ours(bucket, size, threads)
         self._theirs = Theirs(endpoint, size, blocks, threads)
         self._keys = random_keys(blocks)
         self._theirs.memory[:] = self._blocks.source

@@ -19,7 +19,7 @@ from .....logs import get_logger
 from ....base import BlockHash, SlotMask
 from ....policies import EvictionOrder, order_class
 from ....policies.ordered import tag_of
-from ....policies.usage import UsageOrder
+from ....policies.usage import SlotUsage
 from ...disk.filesystem import FileSystem
 from ...segments.arrays import MappedArrays
 
@@ -51,10 +51,10 @@ class Recency:
         self._arrays = MappedArrays(fs, folder, _next_session(fs, folder))
         self._wall_clock = wall_clock
         self._is_used = is_used
-        inner = order_class(policy)(len(is_used), self._arrays)
-        self._expects = inner.wants_tags and type(inner).expect is not EvictionOrder.expect
+        order = self._order = order_class(policy)(len(is_used), self._arrays)
+        self._expects = order.wants_tags and type(order).expect is not EvictionOrder.expect
         was_other_policy = self._arrays.was_unused
-        self._order = UsageOrder(inner, self._arrays, wall_clock)
+        self._usage = SlotUsage(len(is_used), self._arrays, wall_clock)
         if self._arrays.was_replaced:
             self._order.reconcile(np.flatnonzero(is_used))
         if was_other_policy:
@@ -73,10 +73,12 @@ class Recency:
     def insert(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """Add blocks in prefix order; the first is the most recent afterwards."""
         self._order.insert(slots[::-1], self._tags(keys[::-1]))
+        self._usage.note_insert(slots)
 
     def touch(self, slots: Sequence[int]) -> None:
         """Note a use of blocks in prefix order."""
         self._order.touch(slots[::-1])
+        self._usage.note_use(slots)
 
     def settle(self, slots: Sequence[int]) -> None:
         """Put blocks that were stored in parts into prefix order; this is no use."""
@@ -110,13 +112,13 @@ class Recency:
     def segment_ages_s(self, slots_per_segment: int) -> npt.NDArray[np.float64]:
         """Return the mean time since the last use by segment; infinite for one without blocks."""
         return segment_ages_s(
-            self._order.last_use, self._is_used, slots_per_segment, self._wall_clock()
+            self._usage.last_use, self._is_used, slots_per_segment, self._wall_clock()
         )
 
     def last_used_s(self, slots: Sequence[int]) -> list[int]:
         """Return the time of the last use of each slot, in seconds since 1970."""
         inside = np.clip(np.asarray(slots, dtype=np.int64), 0, len(self._is_used) - 1)
-        return list(map(int, self._order.last_use[inside]))
+        return list(map(int, self._usage.last_use[inside]))
 
     def close(self, *, is_clean: bool) -> None:
         """Close the arrays. With `is_clean` they are sealed, so that the next start trusts them."""
@@ -128,11 +130,11 @@ class Recency:
     def _order_by_last_use(self) -> None:
         """Order the blocks by their last use: what another policy left to this one."""
         slots = np.flatnonzero(self._is_used)
-        by_use = np.argsort(self._order.last_use[slots], kind="stable")
+        by_use = np.argsort(self._usage.last_use[slots], kind="stable")
         self._order.settle(slots[by_use].tolist())
 
     def _age_s(self, slots: npt.NDArray[np.intp]) -> float:
-        return float(self._wall_clock() - self._order.last_use[slots].mean(dtype=np.float64))
+        return float(self._wall_clock() - self._usage.last_use[slots].mean(dtype=np.float64))
 
     def _tags(self, keys: Sequence[bytes]) -> list[int]:
         return [tag_of(BlockHash(key)) for key in keys] if self._order.wants_tags else []
