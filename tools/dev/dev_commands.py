@@ -17,7 +17,6 @@ from ..commands.command_line import (
     ExitCode,
     JsonOption,
     OutOption,
-    PlotOption,
     complain,
 )
 from .bench import BARE, BARE_MINUTES, MEASUREMENTS, BenchOptions, run
@@ -114,7 +113,6 @@ def bench(
     nvme: NvmeOption = None,
     path: PathOption = None,
     out: OutOption = DEFAULT_OUT,
-    plot: PlotOption = None,
     minutes: MinutesOption = None,
     lmcache_python: LMCacheOption = None,
     as_json: JsonOption = False,
@@ -128,8 +126,6 @@ def bench(
         kvcascade bench --quick
 
         kvcascade bench --path /mnt/nvme --only transfers --repeats 5
-
-        kvcascade bench --out results --plot results/bench.png
     """
     if disk is not None:
         if (
@@ -138,7 +134,6 @@ def bench(
             or repeats
             or nvme
             or path
-            or plot
             or minutes
             or lmcache_python
             or out != DEFAULT_OUT
@@ -150,7 +145,7 @@ def bench(
     options = dict(nvme or ())
     names = tuple(only or ())
     python = lmcache_python and lmcache_python.absolute()  # servers have other working folders
-    asked = BenchOptions(quick, names, repeats, options, path, out, plot, as_json, minutes, python)
+    asked = BenchOptions(quick, names, repeats, options, path, out, as_json, minutes, python)
     raise typer.Exit(run(asked))
 
 
