@@ -26,8 +26,8 @@ from kvcascade.tools.dev.bench.engine.engine_runs import (
     written_bytes,
 )
 from kvcascade.tools.dev.bench.measurement import MeasurementSetup
-from kvcascade.tools.dev.bench.scale import BLOCK_TOKENS, SMOKE, EngineScale
-from kvcascade.tools.dev.server import COMMAND
+from kvcascade.tools.dev.bench.scale import SMOKE, EngineScale
+from kvcascade.tools.dev.server import BLOCK_TOKENS, COMMAND
 
 SCALE = EngineScale(prefixes=3, prefix_blocks=4)
 

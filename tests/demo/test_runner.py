@@ -19,9 +19,9 @@ from kvcascade.tools.dev.demo.demo_results import (
     DemoError,
     problems,
 )
-from kvcascade.tools.dev.demo.runner import BLOCK_TOKENS, Demo, Settings
+from kvcascade.tools.dev.demo.runner import Demo, Settings
 from kvcascade.tools.dev.demo.workload import ChatShape
-from kvcascade.tools.dev.server import Completion
+from kvcascade.tools.dev.server import BLOCK_TOKENS, Completion
 
 SHAPE = ChatShape(conversations=4, prefix_tokens=64, answer_tokens=2)
 

@@ -23,16 +23,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
-from ..model import make_llama
 from ..other_host import OtherHost, other_host
 from ..remote_server import listening, valkey_binary, valkey_command
 from ..server import (
     Completion,
     ServerProcess,
+    cascade_extra,
     free_port,
     is_on_cpu,
     offloading,
-    write_tokenizer,
+    served_model,
 )
 from .engine.engine_runs import (
     ANSWER_TOKENS,
@@ -150,25 +150,23 @@ class Engines:
         """`remote`: options of the remote tier; `layers` and `kv_heads`: shape of the model."""
         self._servers = Servers(folder, is_on_cpu(), lambda line: None)
         self._remote = remote
-        self._model = make_llama(
+        self._model = served_model(
             folder / "model",
+            VOCABULARY,
             layers=layers,
             hidden=SCALE.hidden,
             kv_heads=kv_heads,
-            vocab=VOCABULARY,
             max_positions=SCALE.prompt_tokens_max,
         )
-        write_tokenizer(self._model, VOCABULARY)
 
     def started(self, name: str, stack: ExitStack) -> ServerProcess:
         """Start a server, which has answered some prompts; it stops at the end of `stack`."""
         tiers = [{"type": "cpu", "capacity": "2GiB"}, *([] if name == NONE else [self._remote])]
-        extra = {"spec_name": "CascadeOffloadingSpec", "spec_module_path": "kvcascade.spec"}
         options = self._servers.options(
             self._model,
             SCALE.prompt_tokens_max,
             DEVICE_BLOCKS,
-            offloading({**extra, "tiers": tiers}),
+            offloading(cascade_extra(tiers)),
         )
         warm_up = fresh_prompts(SCALE, f"warm up {name}", WARM_UPS)
         return stack.enter_context(self._servers.running(name, options, warm_up))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...commands.bench.bench_results import GIB, KIB, MIB
+from ..server import BLOCK_TOKENS
 
-BLOCK_TOKENS = 32
-"""Tokens per block; the engine on CPU requires multiples of 32."""
 SUFFIX_BLOCKS = 2
 
 

@@ -48,17 +48,8 @@ def run(out: Path, keep: bool, as_json: bool) -> int:
 def _run(out: Path, keep: bool) -> dict[str, Any]:
     """Run, print and save; return the saved document."""
     from ....vllm.generation import counts_hits_by_source, has_tiering_spec
-    from ..model import make_llama
     from ..remote_server import remote_tier
-    from ..server import (
-        CPU_ENVIRONMENT,
-        ENVIRONMENT,
-        GPU_OPTIONS,
-        TIERING,
-        ServerProcess,
-        is_on_cpu,
-        write_tokenizer,
-    )
+    from ..server import TIERING, ServerProcess, environment_of, is_on_cpu, served_model
     from .demo_report import DemoReporter
     from .runner import Demo, Settings
     from .workload import ChatShape
@@ -68,8 +59,7 @@ def _run(out: Path, keep: bool) -> dict[str, Any]:
     shutil.rmtree(kv, ignore_errors=True)
     kv.mkdir(parents=True)
     shape = ChatShape()
-    model = make_llama(work / "model", vocab=shape.vocabulary)
-    write_tokenizer(model, shape.vocabulary)
+    model = served_model(work / "model", shape.vocabulary)
     on_cpu = is_on_cpu()
     settings = Settings(
         model,
@@ -77,9 +67,8 @@ def _run(out: Path, keep: bool) -> dict[str, Any]:
         shape,
         on_cpu=on_cpu,
         with_tiering=has_tiering_spec(TIERING) and counts_hits_by_source(),
-        engine_options=None if on_cpu else GPU_OPTIONS,
     )
-    environment = {**ENVIRONMENT, **(CPU_ENVIRONMENT if on_cpu else {})}
+    environment = environment_of(on_cpu=on_cpu)
     reporter = DemoReporter()
     count = "eight" if settings.with_tiering else "five"
     reporter.say(f"kvcascade demo: {count} servers, one after another; their logs are in {work}")

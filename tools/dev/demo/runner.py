@@ -20,7 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..server import Completion, offloading, tiering_options
+from ..server import (
+    BLOCK_TOKENS,
+    Completion,
+    cascade_extra,
+    differing_tokens,
+    offloading,
+    server_options,
+    tiering_options,
+)
 from . import disk
 from .demo_report import DemoReporter
 from .demo_results import (
@@ -37,13 +45,10 @@ from .demo_results import (
     sources_of,
     tiering_sources,
     times,
-    wrong_tokens,
 )
 from .workload import ChatShape, Turn, Workload, waves
 
 KIB, MIB = 1 << 10, 1 << 20
-BLOCK_TOKENS = 32
-"""Tokens per block; the engine on CPU requires multiples of 32."""
 WIDTH = 2
 """Number of requests that are sent together."""
 DIRTY_AGE_S = 0.5
@@ -74,24 +79,12 @@ class Settings:
     cpu_bytes: int = 20 * MIB
     nvme_bytes: int = 96 * MIB
     segment_bytes: int = 16 * MIB
-    engine_options: Mapping[str, Any] | None = None
-    """Further arguments for the engine, such as its share of the GPU."""
 
     def server(self, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the arguments of a server: with offloading if there are options for it."""
-        options: dict[str, Any] = {
-            "model": str(self.model),
-            "dtype": "float32",
-            "max_model_len": 32 * -(-self.shape.prompt_tokens_max // 32),
-            "enforce_eager": True,
-            "enable_prefix_caching": True,
-            "block_size": BLOCK_TOKENS,
-            "num_gpu_blocks_override": self.gpu_blocks,
-            **(self.engine_options or {}),
-        }
-        if extra is not None:
-            options["kv_transfer_config"] = offloading(extra)
-        return options
+        tokens_max = BLOCK_TOKENS * -(-self.shape.prompt_tokens_max // BLOCK_TOKENS)
+        transfer = None if extra is None else offloading(extra)
+        return server_options(self.model, tokens_max, self.gpu_blocks, transfer, on_cpu=self.on_cpu)
 
     def tiering(self) -> dict[str, Any]:
         """Return the options of vLLM's own tiering."""
@@ -99,22 +92,18 @@ class Settings:
 
     def cascade(self, nvme: Path, remote: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of kvcascade with three tiers."""
-        return {
-            "spec_name": "CascadeOffloadingSpec",
-            "spec_module_path": "kvcascade.spec",
-            "dirty_age_s": DIRTY_AGE_S,
-            "tiers": [
-                {"type": "cpu", "capacity": self.cpu_bytes},
-                {
-                    "type": "nvme",
-                    "capacity": self.nvme_bytes,
-                    "path": str(nvme),
-                    "min_free": 0,
-                    "segment_size": self.segment_bytes,
-                },
-                {"type": "remote", "writes": "through", **remote},
-            ],
-        }
+        tiers = [
+            {"type": "cpu", "capacity": self.cpu_bytes},
+            {
+                "type": "nvme",
+                "capacity": self.nvme_bytes,
+                "path": str(nvme),
+                "min_free": 0,
+                "segment_size": self.segment_bytes,
+            },
+            {"type": "remote", "writes": "through", **remote},
+        ]
+        return cascade_extra(tiers, dirty_age_s=DIRTY_AGE_S)
 
 
 class Server(Protocol):
@@ -314,7 +303,7 @@ class Demo:
         return [self._workload.prompt(turn, answers) for turn in turns]
 
     def _wrong_tokens(self, replies: Iterable[Reply]) -> int:
-        return sum(wrong_tokens(r.tokens, self._reference[r.turn].tokens) for r in replies)
+        return sum(differing_tokens(r.tokens, self._reference[r.turn].tokens) for r in replies)
 
 
 def _sources(key: str, replies: Sequence[Reply], metrics: Metrics) -> Sources:
