@@ -13,7 +13,8 @@ from ....tiers.nvme.path.block_scan import BlockFinding, NamedBlock, scan_blocks
 from ....tiers.nvme.path.writer.block_questions import GROUP_BYTES
 from ....tiers.nvme.segments.chains import HEAD_BYTES, Chains, head_of
 from .. import show
-from ..path_blocks import OpenPath, PathNamespace
+from ..path_blocks import OpenPath
+from ..path_folders import NamespaceFolder
 from .namespace_report import tokens_per_block
 
 if TYPE_CHECKING:
@@ -99,9 +100,9 @@ def look(opened: OpenPath, name: str, text: str) -> BlockReport:
     layout = namespace.layout
     number, index = divmod(block.slot, layout.slots)
     group = int.from_bytes(block.key[-GROUP_BYTES:], "big")
-    tokens = tokens_per_block(dict(namespace.description["fields"]), group)
+    tokens = tokens_per_block(dict(namespace.document["fields"]), group)
     layers, source = [], "the namespace does not record the layout of layers in a block"
-    slices = layer_slices(namespace.description, group)
+    slices = layer_slices(namespace.document, group)
     if slices and verdict is BlockFinding.OK:
         try:
             layers, source = statistics(payload, slices), "namespace.json"
@@ -216,7 +217,7 @@ def _position(report: BlockReport) -> str:
 
 
 def _payload(
-    opened: OpenPath, namespace: PathNamespace, block: NamedBlock
+    opened: OpenPath, namespace: NamespaceFolder, block: NamedBlock
 ) -> tuple[memoryview, BlockFinding]:
     """Return the payload of a block, and what its checksum says."""
     found = bytearray()
