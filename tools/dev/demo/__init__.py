@@ -48,9 +48,9 @@ def run(out: Path, keep: bool, as_json: bool) -> int:
 def _run(out: Path, keep: bool) -> dict[str, Any]:
     """Run, print and save; return the saved document."""
     from ....vllm.generation import counts_hits_by_source, has_tiering_spec
+    from ...commands.bench.bench_report import Reporter
     from ..remote_server import remote_tier
     from ..server import TIERING, ServerProcess, environment_of, is_on_cpu, served_model
-    from .demo_report import DemoReporter
     from .runner import Demo, Settings
     from .workload import ChatShape
 
@@ -69,11 +69,11 @@ def _run(out: Path, keep: bool) -> dict[str, Any]:
         with_tiering=has_tiering_spec(TIERING) and counts_hits_by_source(),
     )
     environment = environment_of(on_cpu=on_cpu)
-    reporter = DemoReporter()
+    reporter = Reporter()
     count = "eight" if settings.with_tiering else "five"
-    reporter.say(f"kvcascade demo: {count} servers, one after another; their logs are in {work}")
+    reporter.print(f"kvcascade demo: {count} servers, one after another; their logs are in {work}")
     if not settings.with_tiering:
-        reporter.say("vLLM's own tiering is left out: it needs vLLM 0.32, for its counts of hits")
+        reporter.print("vLLM's own tiering is left out: it needs vLLM 0.32, for its counts of hits")
     demo = Demo(
         settings,
         lambda name, options: ServerProcess(work / name, options, environment),
@@ -103,11 +103,11 @@ def _finish(
     (out / "demo.json").write_text(json.dumps(result, indent=1) + "\n")
     draw(phases, _subtitle(phases, facts["settings"]), _machine(facts), out / "demo.png")
     reporter.console.print(table(phases))
-    reporter.say(f"{LEGEND}\nSaved {out / 'demo.json'} and {out / 'demo.png'}")
+    reporter.print(f"{LEGEND}\nSaved {out / 'demo.json'} and {out / 'demo.png'}")
     for problem in result["problems"]:
-        reporter.say(f"FAILED: {problem}")
+        reporter.print(f"FAILED: {problem}")
     if not result["problems"]:
-        reporter.say(f"Every token is right. {facts['seconds']:.0f} s in all.")
+        reporter.print(f"Every token is right. {facts['seconds']:.0f} s in all.")
     return result
 
 

@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from ...commands.bench.bench_report import Reporter
 from ..server import (
     BLOCK_TOKENS,
-    Completion,
+    ServerProcess,
     cascade_extra,
     differing_tokens,
     offloading,
@@ -30,7 +31,6 @@ from ..server import (
     tiering_options,
 )
 from . import disk
-from .demo_report import DemoReporter
 from .demo_results import (
     READ_BYTES,
     WRITTEN_BYTES,
@@ -106,45 +106,7 @@ class Settings:
         return cascade_extra(tiers, dirty_age_s=DIRTY_AGE_S)
 
 
-class Server(Protocol):
-    """Interface of a server, as a phase needs it."""
-
-    def ready(self) -> float:
-        """Wait until the server answers; return the seconds since its start."""
-        ...
-
-    def version(self) -> str:
-        """Return the version of vLLM."""
-        ...
-
-    def complete_all(
-        self, prompts: Sequence[Sequence[int]], answer_tokens: int, clients: int
-    ) -> list[Completion]:
-        """Request completions of all prompts, with `clients` at a time."""
-        ...
-
-    def send(self, prompts: Sequence[Sequence[int]], answer_tokens: int) -> None:
-        """Send requests without waiting for answers."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Return the growth of the server's counters."""
-        ...
-
-    def process_numbers(self) -> list[int]:
-        """Return the process ids of the server."""
-        ...
-
-    def stop(self) -> None:
-        """Stop the server by SIGTERM."""
-        ...
-
-    def kill(self) -> int:
-        """Kill all processes of the server by `kill -9`; return how many there were."""
-        ...
-
-
-Launch = Callable[[str, Mapping[str, Any]], AbstractContextManager[Server]]
+Launch = Callable[[str, Mapping[str, Any]], AbstractContextManager[ServerProcess]]
 """Function that starts a server, given the name of its log and its arguments."""
 StartRemote = Callable[[], AbstractContextManager[Mapping[str, Any]]]
 """Function that starts a server for blocks; it yields the options of a remote tier there."""
@@ -168,7 +130,7 @@ class Demo:
         settings: Settings,
         launch: Launch,
         start_remote: StartRemote,
-        reporter: DemoReporter,
+        reporter: Reporter,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self.settings = settings
@@ -232,7 +194,7 @@ class Demo:
             leftovers=served.leftovers,
         )
         self.phases.append(phase)
-        self._reporter.say(f"    {_summary(phase)}")
+        self._reporter.print(f"    {_summary(phase)}")
 
     def _tiering(
         self, key: str, title: str, turns: Sequence[Turn], is_killed: bool
@@ -257,9 +219,8 @@ class Demo:
         is_killed: bool,
     ) -> _Served:
         """Run a server from its start to its end."""
-        say = self._reporter.say
-        say(f"{name}: starting a server")
-        with self._launch(f"{log}.log", self.settings.server(extra)) as server:
+        say, options = self._reporter.print, self.settings.server(extra)
+        with self._reporter.measuring(name), self._launch(f"{log}.log", options) as server:
             start_s = server.ready()
             self.engine_version = server.version()
             say(f"    ready after {start_s:.1f} s; {len(turns)} requests")
@@ -275,24 +236,25 @@ class Demo:
                 server.stop()
         return _Served(replies, metrics, start_s, disk.left_behind(shared))
 
-    def _answer(self, server: Server, turns: Sequence[Turn], is_reference: bool) -> list[Reply]:
+    def _answer(
+        self, server: ServerProcess, turns: Sequence[Turn], is_reference: bool
+    ) -> list[Reply]:
         """Send all requests; the prompts of every phase contain the answers of the reference."""
         replies: list[Reply] = []
-        with self._reporter.requests(len(turns)) as count:
-            for wave in waves(turns, WIDTH):
-                prompts = self._prompts(wave)
-                completions = server.complete_all(prompts, self._answer_tokens, WIDTH)
-                answered = [Reply.to(turn, c) for turn, c in zip(wave, completions, strict=True)]
-                if is_reference:
-                    self._reference.update((reply.turn, reply) for reply in answered)
-                replies += answered
-                count(len(answered))
+        for wave in waves(turns, WIDTH):
+            prompts = self._prompts(wave)
+            completions = server.complete_all(prompts, self._answer_tokens, WIDTH)
+            answered = [Reply.to(turn, c) for turn, c in zip(wave, completions, strict=True)]
+            if is_reference:
+                self._reference.update((reply.turn, reply) for reply in answered)
+            replies += answered
+            self._reporter.progress(f"{len(replies)} of {len(turns)} requests answered")
         return replies
 
-    def _kill(self, server: Server, turns: Sequence[Turn]) -> None:
+    def _kill(self, server: ServerProcess, turns: Sequence[Turn]) -> None:
         server.send(self._prompts(turns[:WIDTH]), LONG_ANSWER * self._answer_tokens)
         self._pause(KILL_AFTER_S)
-        self._reporter.say(f"    kill -9 of all {server.kill()} processes, with requests running")
+        self._reporter.print(f"    kill -9 of all {server.kill()} processes, with requests running")
 
     @property
     def _answer_tokens(self) -> int:
