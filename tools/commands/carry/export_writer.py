@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ....tiers.nvme.disk.filesystem import RealFile, RealFileSystem
 from ....tiers.nvme.disk.transfers import write_all
@@ -47,10 +46,6 @@ class ExportReport:
     missing: int
     """Number of blocks of the chosen prompts, and of hashes, that are not in the cache."""
     file_bytes: int
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the report as a JSON object."""
-        return asdict(self)
 
 
 class ExportWriter:

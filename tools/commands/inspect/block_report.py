@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -83,10 +83,6 @@ class BlockReport:
     layout: str = ""
     """Source of the shapes, or the reason why there are none."""
     layers: list[LayerStatistics] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the report as a JSON object."""
-        return asdict(self)
 
 
 def look(opened: OpenPath, name: str, text: str) -> BlockReport:

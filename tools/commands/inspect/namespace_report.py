@@ -115,10 +115,6 @@ class NamespaceReport:
     fields: dict[str, Any] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the report as a JSON object."""
-        return asdict(self)
-
     @property
     def room(self) -> int:
         """Return the slots of the capacity, or of the files so far if no engine recorded a
