@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.bench_scale import SMOKE
 from support.clock import ManualClock
 
 from kvcascade.config import schema
@@ -24,7 +25,7 @@ from kvcascade.tools.dev import bench
 from kvcascade.tools.dev import dev_commands as command
 from kvcascade.tools.dev.bench import BenchOptions
 from kvcascade.tools.dev.bench.measurement import MeasurementSetup
-from kvcascade.tools.dev.bench.scale import FULL, QUICK, SMOKE
+from kvcascade.tools.dev.bench.scale import FULL, QUICK
 
 LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 EVERYTHING = {

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from support.bench_scale import SMOKE
 
 from kvcascade.tools.commands.bench.bench_results import (
     LMCACHE,
@@ -33,7 +34,7 @@ from kvcascade.tools.dev.bench.engine.first_token import (
 )
 from kvcascade.tools.dev.bench.first_token_plot import draw, medians
 from kvcascade.tools.dev.bench.measurement import MeasurementSetup
-from kvcascade.tools.dev.bench.scale import FULL, SMOKE
+from kvcascade.tools.dev.bench.scale import FULL
 from kvcascade.tools.dev.server import Completion, ServerProcess
 
 SCALE = scale_of(SMOKE.restart)
