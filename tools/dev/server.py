@@ -41,8 +41,6 @@ PROBE_TOKENS = [3] * 4
 """A prompt shorter than a block, so no cache stores it."""
 PROBE_ANSWER_TOKENS = 3
 _ERROR = re.compile(r"\b\w+Error: ")
-_SAMPLE = re.compile(r"([^{ ]+)(?:\{(.*)\})? (\S+)")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _OF_THE_MODEL = ("model_name", "engine")
 """Labels that are constant within one server."""
 
@@ -371,16 +369,16 @@ class ServerProcess:
 
     def _counters(self) -> dict[str, float]:
         """Return samples by name and labels, without the labels that name the model."""
+        from prometheus_client.parser import text_string_to_metric_families
+
         found: dict[str, float] = {}
-        for line in self.fetch("/metrics").decode().splitlines():
-            sample = _SAMPLE.fullmatch(line)
-            if sample is None or line.startswith("#"):
-                continue
-            labels = sorted(_LABEL.findall(sample[2] or ""))
+        families = text_string_to_metric_families(self.fetch("/metrics").decode())
+        for sample in (sample for family in families for sample in family.samples):
+            labels = sorted(sample.labels.items())
             inner = ",".join(f"{k}={text}" for k, text in labels if k not in _OF_THE_MODEL)
-            name = sample[1].removesuffix("_total")
+            name = sample.name.removesuffix("_total")
             name = f"{name}{{{inner}}}" if inner else name
-            found[name] = found.get(name, 0.0) + float(sample[3])
+            found[name] = found.get(name, 0.0) + sample.value
         return found
 
     def _family(self) -> list[psutil.Process]:
