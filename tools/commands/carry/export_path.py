@@ -49,7 +49,6 @@ def export_namespace(
     heads = _prompt_heads(path, name, choice.prompts)
     chosen, missing = _chosen(path, namespace, choice, heads)
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    row_of = {each.key: row for row, each in enumerate(chosen)}
     with (
         os_errors(f"writing {out}"),
         whole_or_nothing(target) as file,
@@ -63,8 +62,7 @@ def export_namespace(
         )
 
         def put(block: NamedBlock, payload: memoryview) -> None:
-            record = SlotRecord(block.key, 0, block.checksum, len(payload), epoch)
-            writer.put(row_of[block.key], record, payload)
+            writer.put(SlotRecord(block.key, 0, block.checksum, len(payload), epoch), payload)
 
         for findings in scan_blocks(source, chosen, throttle, put):
             progress(len(findings))
@@ -98,7 +96,7 @@ def _prompt_heads(path: OpenPath, name: str, prompts: Sequence[str]) -> set[int]
 def _chosen(
     path: OpenPath, namespace: NamespaceFolder, choice: Choice, heads: Set[int]
 ) -> tuple[list[NamedBlock], int]:
-    """Return the blocks to export, in slot order, and how many that were asked for are not stored.
+    """Return the blocks to export, and how many that were asked for are not stored.
 
     Raises `ConfigError` if a choice was made and fits no block.
     """
@@ -116,7 +114,7 @@ def _chosen(
         del found[choice.hot_bytes // namespace.block_bytes :]
     if not found and choice != Choice():
         _refuse_empty(namespace, choice)
-    return sorted(found, key=lambda each: each.slot), len(missing) + len(absent)
+    return found, len(missing) + len(absent)
 
 
 def _refuse_empty(namespace: NamespaceFolder, choice: Choice) -> NoReturn:
