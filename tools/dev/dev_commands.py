@@ -127,25 +127,16 @@ def bench(
 
         kvcascade bench --path /mnt/nvme --only transfers --repeats 5
     """
-    if disk is not None:
-        if (
-            quick
-            or only
-            or repeats
-            or nvme
-            or path
-            or minutes
-            or lmcache_python
-            or out != DEFAULT_OUT
-        ):
-            said = "PATH stands alone; options other than --json are for comparisons without PATH"
-            raise typer.Exit(complain(said, ExitCode.USAGE, as_json))
-        bench_path(disk, as_json)
-        return
     options = dict(nvme or ())
     names = tuple(only or ())
     python = lmcache_python and lmcache_python.absolute()  # servers have other working folders
     asked = BenchOptions(quick, names, repeats, options, path, out, as_json, minutes, python)
+    if disk is not None:
+        if asked != BenchOptions(as_json=as_json):
+            said = "PATH stands alone; options other than --json are for comparisons without PATH"
+            raise typer.Exit(complain(said, ExitCode.USAGE, as_json))
+        bench_path(disk, as_json)
+        return
     raise typer.Exit(run(asked))
 
 
