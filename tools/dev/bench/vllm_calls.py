@@ -155,7 +155,7 @@ class Keys:
     """Requests for blocks that are present at the end, in an order of their own."""
 
     @classmethod
-    def for_capacity(cls, blocks: int, seed: int = 0) -> Keys:
+    def for_capacity(cls, blocks: int) -> Keys:
         """Return keys for a tier of `blocks` blocks."""
         evicting = min(blocks, max(EVICTED_BLOCKS_MIN, min(blocks // 4, EVICTED_BLOCKS_MAX)))
         evicting -= evicting % REQUEST_BLOCKS
@@ -163,7 +163,7 @@ class Keys:
         sampled = min(SAMPLE_BLOCKS, blocks)
         live = (first[evicting:] + more)[-sampled:]
         requests = list(requests_of(live))
-        random.Random(seed).shuffle(requests)
+        random.Random(0).shuffle(requests)
         return cls(first, more, random_keys(sampled), [copied(keys) for keys in requests])
 
 

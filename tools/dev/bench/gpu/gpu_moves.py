@@ -85,9 +85,9 @@ class GpuTransfer:
     slots: SlotArray
 
     @classmethod
-    def scattered(cls, count: int, blocks: int, slots: int, seed: int = 0) -> GpuTransfer:
+    def scattered(cls, count: int, blocks: int, slots: int) -> GpuTransfer:
         """Return a transfer of `count` different blocks and slots."""
-        source = random.Random(seed)
+        source = random.Random(0)
         ids = source.sample(range(blocks), count)
         return cls(
             GpuBlocks.of(ids, [count], [0]),
