@@ -19,13 +19,12 @@ import numpy as np
 from .....handlers.device.copier import DeviceCopier, GpuBlocks, TransferResult
 from .....handlers.device.hazards import Direction
 from .....tiers.base import SlotArray
-from ....commands.bench.bench_results import BenchError
+from ....commands.bench.bench_results import GIGA, BenchError
 from ..measurement import Figures
 
 if TYPE_CHECKING:
     import torch
 
-GIGA = 1e9
 BYTES_PER_TIMING = 2 << 30
 """Bytes to move for one timing; transfers are repeated until then."""
 REPEATS_MAX = 50
