@@ -105,14 +105,15 @@ def test_all_cases_of_the_gpu_benchmark_run_on_a_twin(tmp_path: Path) -> None:
         "from dataclasses import replace\n"
         "from pathlib import Path\n"
         "sys.path.insert(0, 'tests')\n"
+        "from support.bench_scale import SMOKE\n"
         "from support.gpu_twin import MemoryDevice\n"
-        "from kvcascade.tools.dev.bench import measurement, scale\n"
+        "from kvcascade.tools.dev.bench import measurement\n"
         "from kvcascade.tools.dev.bench.gpu import gpu, gpu_moves\n"
         "gpu.SHAPES, gpu.COUNTS = (gpu.GpuShape('small', 3, 64),), (1, 16)\n"
         "gpu_moves.BYTES_PER_TIMING = gpu_moves.PACED_JOBS_MAX = 1\n"
         "device = MemoryDevice(gpu.DeviceRoom(1 << 50, 1 << 50, 1 << 50))\n"
         "asked = replace(gpu.MEASUREMENT, cases=partial(gpu.cases, device=device))\n"
-        "setup = measurement.MeasurementSetup(Path(sys.argv[1]), scale.SMOKE, lambda line: None)\n"
+        "setup = measurement.MeasurementSetup(Path(sys.argv[1]), SMOKE, lambda line: None)\n"
         "print(len(measurement.run(asked, setup).rows))"
     )
     done = bare(code, str(tmp_path))

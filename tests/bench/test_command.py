@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.bench_scale import SMOKE
 from support.clock import ManualClock
 
 from kvcascade.config import schema
@@ -24,7 +25,7 @@ from kvcascade.tools.dev import bench
 from kvcascade.tools.dev import dev_commands as command
 from kvcascade.tools.dev.bench import BenchOptions
 from kvcascade.tools.dev.bench.measurement import MeasurementSetup
-from kvcascade.tools.dev.bench.scale import FULL, QUICK, SMOKE
+from kvcascade.tools.dev.bench.scale import FULL, QUICK
 
 LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 EVERYTHING = {
@@ -54,11 +55,11 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "run", run)
     assert main(["bench"]) == 0
     words = "bench --quick --only busy --only manager --repeats 3 --nvme io_threads=8"
-    more = "--nvme policy=arc --path /mnt --out here --plot x.png --json --minutes 7"
+    more = "--nvme policy=arc --path /mnt --out here --json --minutes 7"
     peer = "--lmcache-python python"
     assert main([*words.split(), *more.split(), *peer.split()]) == 0
     nvme = {"io_threads": 8, "policy": "arc"}
-    places = (Path("/mnt"), Path("here"), Path("x.png"))
+    places = (Path("/mnt"), Path("here"))
     assert asked == [
         BenchOptions(),
         BenchOptions(
@@ -195,17 +196,13 @@ def test_every_measurement_at_the_smallest_size(
     assert "saved" in capsys.readouterr().out
 
 
-def test_a_picture_without_a_place_is_refused_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_results_without_a_place_are_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measure(name: str, setup: MeasurementSetup) -> Table:
         raise AssertionError(f"{name} was measured")
 
     monkeypatch.setattr(bench, "measure", measure)
-    out = tmp_path / "out"
-    picture = tmp_path / "no" / "bench.png"
-    assert bench.run(BenchOptions(out=out, plot=picture)) == ExitCode.USAGE
-    assert "--plot" in capsys.readouterr().err and not list(out.iterdir())
     (tmp_path / "file").write_text("")
     assert bench.run(BenchOptions(out=tmp_path / "file")) == ExitCode.CANNOT_OPEN
 

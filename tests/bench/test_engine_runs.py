@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
+from support.bench_scale import SMOKE
 
 from kvcascade.config.schema import parse
 from kvcascade.tiers.policies import known_names
@@ -26,8 +27,8 @@ from kvcascade.tools.dev.bench.engine.engine_runs import (
     written_bytes,
 )
 from kvcascade.tools.dev.bench.measurement import MeasurementSetup
-from kvcascade.tools.dev.bench.scale import BLOCK_TOKENS, SMOKE, EngineScale
-from kvcascade.tools.dev.server import COMMAND
+from kvcascade.tools.dev.bench.scale import EngineScale
+from kvcascade.tools.dev.server import BLOCK_TOKENS, COMMAND
 
 SCALE = EngineScale(prefixes=3, prefix_blocks=4)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.bench_scale import SMOKE
 from support.clock import ManualClock
 from support.executors import InlineExecutor
 from support.gpu_twin import FREE_BYTES, FakeCuda, Kernels, Link, MemoryDevice
@@ -43,7 +44,6 @@ from kvcascade.tools.dev.bench.gpu.gpu_moves import (
     paced,
 )
 from kvcascade.tools.dev.bench.measurement import Figures, MeasurementSetup, run
-from kvcascade.tools.dev.bench.scale import SMOKE
 
 SMALL = GpuShape("small", 3, 64)
 TRANSFER = GpuTransfer.scattered(4, 8, 8)

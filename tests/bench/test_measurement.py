@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from support.bench_scale import SMOKE
 
 from kvcascade.tools.commands.bench.bench_report import render
 from kvcascade.tools.commands.bench.bench_results import OURS, VLLM, Quantity, Row, Table
 from kvcascade.tools.dev.bench.measurement import Case, Figures, Measurement, MeasurementSetup, run
-from kvcascade.tools.dev.bench.scale import SMOKE
 from kvcascade.tools.dev.bench.scheduler.manager_cost import flatness
 
 QUANTITIES = (Quantity("a", "s"), Quantity("b", "s"))

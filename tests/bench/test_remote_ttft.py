@@ -73,15 +73,15 @@ class Remembering:
 
 def pair(world: World, slept: list[float], tokens: tuple[int, ...] = (1, 2)) -> Pair:
     servers = {
-        REMOTE: Remembering(REMOTE, world, HELD),
-        NONE: Remembering(NONE, world, [], tokens),
+        REMOTE: Remembering(REMOTE, world, HELD).complete,
+        NONE: Remembering(NONE, world, [], tokens).complete,
     }
     return Pair(servers, slept.append)
 
 
 def test_the_rows_and_what_happens_between_them() -> None:
     world, slept = World(), list[float]()
-    rows = list(measure(pair(world, slept), world, world.signal, HELD, EACH))
+    rows = list(measure(pair(world, slept), world.limit, world.signal, HELD, EACH))
     hits, new, slow, mended, first, later, recovery, *others = rows
     assert len(others) == 3 * (OUTAGES - 1)
     assert [row["ratio"] for row in (hits, slow, mended)] == [0.25] * 3
@@ -112,7 +112,7 @@ def test_the_server_goes_on_even_if_a_row_fails() -> None:
             return {}
 
     with pytest.raises(OSError):
-        list(measure(Failing({}), world, world.signal, HELD, EACH))
+        list(measure(Failing({}), world.limit, world.signal, HELD, EACH))
     assert not world.is_stopped
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from support.bench_scale import SMOKE
 from support.waiting import wait_until
 
 from kvcascade.tiers.base import BlockHash
@@ -28,7 +29,6 @@ from kvcascade.tools.dev.bench.round_trip import (
     drive,
 )
 from kvcascade.tools.dev.bench.round_trip.drive import DrivenEngine, RequestPart
-from kvcascade.tools.dev.bench.scale import SMOKE
 
 SMALL = GpuShape("small", 3, 4096)
 BLOCKS = 24

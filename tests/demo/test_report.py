@@ -9,15 +9,17 @@ from demo.demo_phases import phase, reference, with_tiering
 from rich.console import Console
 
 from kvcascade.tools.dev.demo.chart import draw
-from kvcascade.tools.dev.demo.demo_report import PLAIN_WIDTH, ROWS, DemoReporter, table
+from kvcascade.tools.dev.demo.demo_report import ROWS, table
+
+WIDTH = 100
 
 
 def test_the_table_fits_and_says_everything() -> None:
     printed = io.StringIO()
     phases = [reference(), with_tiering("b"), *(phase(key, wrong_tokens=4) for key in "cde")]
-    Console(file=printed, width=PLAIN_WIDTH).print(table(phases))
+    Console(file=printed, width=WIDTH).print(table(phases))
     lines = printed.getvalue().splitlines()
-    assert max(map(len, lines)) <= PLAIN_WIDTH
+    assert max(map(len, lines)) <= WIDTH
     cells = {line[1:24].rstrip(): line[24:].split() for line in lines}
     names = [line[1:24].rstrip() for line in lines]
     assert [name for name in names if name in dict(ROWS)] == [name for name, _ in ROWS]
@@ -26,24 +28,6 @@ def test_the_table_fits_and_says_everything() -> None:
     assert cells["wrong tokens"] == ["–", "0", "4", "4", "4"]
     assert cells["    without offloading"] == ["–", "168", "168", "168", "168"]
     assert cells["    vLLM's tiering"] == ["–", "40", "–", "–", "–"]
-
-
-def test_progress_without_a_terminal_is_a_few_lines() -> None:
-    printed = io.StringIO()
-    reporter = DemoReporter(Console(file=printed, width=80))
-    with reporter.requests(10) as count:
-        for _ in range(5):
-            count(2)
-    lines = printed.getvalue().split("\n")[:-1]
-    assert lines[-1].strip() == "10 of 10 requests answered" and len(lines) == 4
-
-
-def test_progress_on_a_terminal_is_a_bar() -> None:
-    printed = io.StringIO()
-    reporter = DemoReporter(Console(file=printed, width=80, force_terminal=True))
-    with reporter.requests(4) as count:
-        count(4)
-    assert "4/4" in printed.getvalue()
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from kvcascade.tools.dev.demo.demo_results import (
     sources_of,
     tiering_sources,
     times,
-    wrong_tokens,
 )
+from kvcascade.tools.dev.server import differing_tokens
 
 COUNTED = {
     DEVICE_HITS: 32.0,
@@ -57,7 +57,7 @@ def test_percentiles(values_s: list[float], expected: DemoTimes) -> None:
     ("given", "wrong"), [([1, 2, 3], 0), ([1, 9, 3], 1), ([1, 2], 1), ([1, 2, 3, 4], 1), ([], 3)]
 )
 def test_wrong_tokens(given: list[int], wrong: int) -> None:
-    assert wrong_tokens(given, [1, 2, 3]) == wrong
+    assert differing_tokens(given, [1, 2, 3]) == wrong
 
 
 @pytest.mark.parametrize("counted", [COUNTED, COUNTED | BY_SOURCE], ids=["before 0.32", "0.32"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvcascade.tools.dev.demo.demo_report import DemoReporter
+from kvcascade.tools.commands.bench.bench_report import Reporter
 from kvcascade.tools.dev.demo.demo_results import (
     DEVICE_HITS,
     LOADED_BLOCKS,
@@ -19,14 +20,14 @@ from kvcascade.tools.dev.demo.demo_results import (
     DemoError,
     problems,
 )
-from kvcascade.tools.dev.demo.runner import BLOCK_TOKENS, Demo, Settings
+from kvcascade.tools.dev.demo.runner import Demo, Settings
 from kvcascade.tools.dev.demo.workload import ChatShape
-from kvcascade.tools.dev.server import Completion
+from kvcascade.tools.dev.server import BLOCK_TOKENS, Completion, ServerProcess
 
 SHAPE = ChatShape(conversations=4, prefix_tokens=64, answer_tokens=2)
 
 
-class PretendServer:
+class PretendServer(ServerProcess):
     """Answers with the sum of the prompt; with offloading, one block of each comes from NVMe, or
     from the remote tier where the NVMe tier is new."""
 
@@ -73,7 +74,7 @@ class PretendServer:
     def process_numbers(self) -> list[int]:
         return []
 
-    def stop(self) -> None:
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
         self.calls.append("stop")
 
     def kill(self) -> int:
@@ -106,7 +107,7 @@ def run(tmp_path: Path, broken: str = "", with_tiering: bool = True) -> tuple[De
         calls.append("remote ends")
 
     settings = Settings(tmp_path / "model", tmp_path / "kv", SHAPE, with_tiering=with_tiering)
-    reporter = DemoReporter(Console(file=printed, width=100))
+    reporter = Reporter(Console(file=printed, width=100))
     demo = Demo(settings, launch, remote, reporter, pause=lambda seconds: calls.append("pause"))
     demo.run()
     return demo, calls, printed.getvalue()

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from support.bench_scale import SMOKE
 
 from kvcascade.tools.commands.bench.bench_results import LIMIT, OURS
 from kvcascade.tools.dev.bench.gpu import gpu, gpu_moves
@@ -16,7 +17,6 @@ from kvcascade.tools.dev.bench.gpu.gpu_device import CudaDevice
 from kvcascade.tools.dev.bench.gpu.gpu_moves import BESIDE, MEANWHILE, RATE
 from kvcascade.tools.dev.bench.measurement import MeasurementSetup, run
 from kvcascade.tools.dev.bench.round_trip import NEEDED, RoundTrip
-from kvcascade.tools.dev.bench.scale import SMOKE
 
 pytestmark = pytest.mark.gpu
 needed = pytest.mark.skipif(

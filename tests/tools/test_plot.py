@@ -11,19 +11,8 @@ from matplotlib.image import imread
 from support.cache_rig import call
 from support.path_cache import fill_path
 
-from kvcascade.errors import NoSpaceError
-from kvcascade.tools.commands.bench.bench_results import (
-    CONTENDERS,
-    NONE,
-    OURS,
-    Quantity,
-    Row,
-    Table,
-    document,
-)
 from kvcascade.tools.commands.command_line import ExitCode
 from kvcascade.tools.commands.picture import MISSING
-from kvcascade.tools.dev.bench.bench_plot import COLOURS, NAMES, _unit, plot
 
 
 def colours(path: Path) -> int:
@@ -53,8 +42,6 @@ def test_a_picture_that_cannot_be_written_is_all_that_is_said(tmp_path: Path) ->
     assert answer.code == ExitCode.USAGE and "is a folder" in answer.document["message"]
     answer = call("inspect", tmp_path, "--json", "--plot", "/dev/full")
     assert answer.code == ExitCode.NO_SPACE and answer.document["error"] == "no_space"
-    with pytest.raises(NoSpaceError, match="/dev/full"):
-        plot(document([], {}), Path("/dev/full"))
 
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,40 +52,3 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setitem(sys.modules, name, None)
     answer = call("inspect", tmp_path, "--plot", tmp_path / "cache.png")
     assert answer.code == ExitCode.MISSING and MISSING in answer.err
-
-
-@pytest.mark.parametrize(
-    ("row", "shown"),
-    [
-        ({"unit": "tokens", "is_more_better": True}, "tokens ↑"),
-        ({"unit": "B/s", "is_more_better": False}, "B/s ↓"),
-        ({"unit": "GB/s"}, "GB/s ↑"),
-        ({"unit": "ms"}, "ms ↓"),
-    ],
-)
-def test_which_way_is_better(row: dict[str, object], shown: str) -> None:
-    """As the row says; files of older versions do not say, and show rates upwards."""
-    assert _unit(row) == shown
-
-
-def test_every_contender_is_drawn(tmp_path: Path) -> None:
-    row = Row("c", Quantity("q", "ms"), {OURS: [1.0], NONE: [2.0]})
-    plot(document([Table("a", "First", "", [row])], {}), tmp_path / "b.png")
-    pixels = (imread(tmp_path / "b.png")[:, :, :3] * 255).round().astype(int)
-    colour = [int(COLOURS[NONE][at : at + 2], 16) for at in (1, 3, 5)]
-    legend_only = 0.01 * pixels.shape[0] * pixels.shape[1]
-    assert (pixels == colour).all(axis=2).sum() > legend_only
-    assert set(CONTENDERS) == set(NAMES) == set(COLOURS)
-
-
-@pytest.mark.parametrize("count", [0, 1, 40])
-def test_bench_results(tmp_path: Path, count: int) -> None:
-    quantity = Quantity("store", "GB/s")
-    rows = [
-        Row(f"case {i}", quantity, {"ours": [1.0 + i], "vllm": [0.5], "limit": [200.0]})
-        for i in range(count)
-    ]
-    alone = [Row("alone", quantity, {"ours": [1.0]})]
-    tables = [Table("a", "First", "", rows), Table("b", "Second", "", alone)]
-    plot(document(tables, {"machine": {"cores": 2}, "versions": {}, "repeats": 3}), tmp_path / "b")
-    assert colours(tmp_path / "b") > 3

@@ -12,8 +12,7 @@ import pytest
 from support.server_rig import Server, cascade_options, server
 
 from kvcascade.observe.metrics import PREFIX
-from kvcascade.tools.dev.model import make_llama
-from kvcascade.tools.dev.server import Completion, ServerProcess, write_tokenizer
+from kvcascade.tools.dev.server import Completion, ServerProcess, served_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -68,8 +67,7 @@ def check(process: ServerProcess, expected: Sequence[tuple[int, ...]], clients: 
 
 
 def test_stop_kill_and_storm(tmp_path: Path) -> None:
-    model = make_llama(tmp_path / "model", seed=9, vocab=VOCABULARY)
-    write_tokenizer(model, VOCABULARY)
+    model = served_model(tmp_path / "model", VOCABULARY, seed=9)
     plain = cascade_options(model, None, num_gpu_blocks_override=DEVICE_BLOCKS)
     with server(tmp_path / "reference.log", plain) as process:
         process.ready()

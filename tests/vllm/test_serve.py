@@ -16,8 +16,7 @@ from kvcascade.observe.metrics import METRICS, PREFIX, Kind
 from kvcascade.tiers.nvme.segments.format import parse_record
 from kvcascade.tools.commands.command_line import ExitCode
 from kvcascade.tools.commands.path_blocks import open_path
-from kvcascade.tools.dev.model import make_llama
-from kvcascade.tools.dev.server import write_tokenizer
+from kvcascade.tools.dev.server import served_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -94,9 +93,7 @@ def everything_is_written(metrics: dict[tuple[str, str], float]) -> bool:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    folder = make_llama(tmp_path / "model", seed=5, vocab=VOCAB)
-    write_tokenizer(folder, VOCAB)
-    return folder
+    return served_model(tmp_path / "model", VOCAB, seed=5)
 
 
 def test_a_server_tells_what_it_holds(tmp_path: Path, model: Path) -> None:

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, is_dataclass
 from enum import IntEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -154,12 +155,21 @@ def answering_apart(as_json: bool) -> Iterator[None]:
         os.close(kept)
 
 
-def emit(schema: str, document: dict[str, Any]) -> None:
-    """Print a JSON document on standard output, in ASCII; NaN and infinity become null."""
+def emit(schema: str, document: Any) -> None:
+    """Print a dictionary or a dataclass as a JSON document on standard output, in ASCII.
+
+    Dataclasses in it become objects, NaN and infinity become null.
+    """
     head = {"schema": f"kvcascade.{schema}", "schema_version": SCHEMA_VERSION}
-    text = json.dumps({**head, **document}, default=str)
+    text = json.dumps(document, default=_plain)
     finite = json.loads(text, parse_constant=lambda name: None)  # JSON has no NaN, Infinity
-    print(json.dumps(finite, indent=1))
+    print(json.dumps({**head, **finite}, indent=1))
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return str(value)
 
 
 def finish(code: ExitCode) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import typer
 
 from .command_line import CommandError, ExitCode, JsonOption, answering, emit, settings_of
-from .version import ENGINES
+from .version import ENGINES, installed_version
 
 FIRST_WITH_TIMEOUT = (0, 32)
 """First vLLM that has `--shutdown-timeout`."""
@@ -107,13 +107,8 @@ def transfer_config(
 
 def has_shutdown_timeout() -> bool:
     """Return True if the installed vLLM has `--shutdown-timeout`, or if none is installed."""
-    for name in ENGINES:
-        try:
-            major, minor = version(name).split(".")[:2]
-        except (PackageNotFoundError, ValueError):
-            continue
-        return not minor.isdigit() or (int(major), int(minor)) >= FIRST_WITH_TIMEOUT
-    return True
+    number = re.match(r"(\d+)\.(\d+)", installed_version(*ENGINES) or "")
+    return number is None or (int(number[1]), int(number[2])) >= FIRST_WITH_TIMEOUT
 
 
 def _asked(cpu: str | None, disk: str | None) -> tuple[list[str], str | None, str | None]:

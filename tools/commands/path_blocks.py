@@ -7,9 +7,8 @@ writer, the command is, until it ends.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,15 +25,12 @@ from ...tiers.nvme.path.writer.block_questions import MAX_BLOCKS_PER_ANSWER
 from ...tiers.nvme.path.writer.namespace_home import STATE, read_description
 from ...tiers.nvme.path.writer.path_options import load_record, was_reset
 from ...tiers.nvme.path.writer_note import load_note
-from ...tiers.nvme.segments.format import SegmentLayout
 from .path_folders import (
     MAX_NAMES_SHOWN,
     NamespaceFolder,
     chosen_of,
     folders_in,
-    layout_of,
     parse_hash,
-    segment_files,
 )
 
 SEGMENTS_PER_QUESTION = 16
@@ -43,31 +39,6 @@ GROUP_BYTES = 4
 """Length of the group's number at the end of a block hash, as vLLM makes hashes."""
 DELETE_LIMIT_S = 600.0
 """Longest wait for the deletion of files."""
-
-
-@dataclass(frozen=True, slots=True)
-class PathNamespace:
-    """A namespace of an open path."""
-
-    name: str
-    folders: tuple[Path, ...]
-    description: Mapping[str, Any]
-    is_live: bool
-    """True if an engine, or another node, has it open."""
-
-    @property
-    def layout(self) -> SegmentLayout:
-        """Shape of a segment."""
-        return layout_of(self.description)
-
-    def segment_files(self) -> dict[int, Path]:
-        """Return the segment files by number, ascending. Raises `TierIOError`."""
-        return segment_files(self.folders)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block."""
-        return int(self.description["block_bytes"])
 
 
 class OpenPath:
@@ -91,11 +62,17 @@ class OpenPath:
         is. Raises `TierIOError`."""
         return folders_in(self._fs, path, self.roots[1:])
 
-    def namespace(self, name: str) -> PathNamespace:
-        """Return a namespace by its whole name. Raises a `KVCascadeError` if it is unreadable."""
+    def namespace(self, name: str) -> NamespaceFolder:
+        """Return a namespace by its whole name, with all its parts.
+
+        Raises a `KVCascadeError` if it is unreadable.
+        """
         folders = tuple(root / name for root in self.roots)
-        description = read_description(self._fs, folders[0])
-        return PathNamespace(name, folders, description, self._clients.get(name, 0) > 0)
+        return NamespaceFolder(name, folders, read_description(self._fs, folders[0]), True, "")
+
+    def is_live(self, name: str) -> bool:
+        """Return True if an engine, or another node, has the namespace open."""
+        return self._clients.get(name, 0) > 0
 
     def only(self, text: str | None, path: Path) -> str:
         """Return the only namespace that fits a text, or the one that `path` is.
@@ -205,7 +182,7 @@ class OpenPath:
         return dropped
 
     @contextmanager
-    def source(self, namespace: PathNamespace) -> Iterator[ScanSource]:
+    def source(self, namespace: NamespaceFolder) -> Iterator[ScanSource]:
         """Open the files of a namespace for reading."""
         table = map_presence(self._fs, namespace.folders[0], self.facts(namespace.name)["slots"])
         folders = [folder / SEGMENTS for folder in namespace.folders]

@@ -86,7 +86,13 @@ class NamespaceFolder:
     @property
     def layout(self) -> SegmentLayout:
         """Shape of a segment; only if `is_readable`."""
-        return layout_of(self.document)
+        slots, fingerprint = self.document["slots_per_segment"], self.document["fingerprint"]
+        return SegmentLayout(self.block_bytes, slots, str(fingerprint))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block; only if `is_readable`."""
+        return int(self.document["block_bytes"])
 
     def parts_given(self, fs: FileSystem) -> set[int]:
         """Return the numbers of the parts whose folders were given."""
@@ -95,7 +101,10 @@ class NamespaceFolder:
 
     def segment_files(self) -> dict[int, Path]:
         """Return the segment files by number, ascending. Raises `TierIOError`."""
-        return segment_files(self.folders)
+        with os_errors(f"listing {self.folders[0]}"):
+            paths = [file for folder in self.folders for file in (folder / SEGMENTS).glob("*")]
+        numbered = ((segment_number(path.name), path) for path in paths)
+        return dict(sorted((n, path) for n, path in numbered if n is not None))
 
     def segment_sizes(self, fs: FileSystem) -> dict[int, int]:
         """Return the bytes on disk of each segment file."""
@@ -104,23 +113,6 @@ class NamespaceFolder:
             with suppress(OSError):  # it was just deleted
                 sizes[number] = fs.used_bytes(file)
         return sizes
-
-
-def layout_of(description: Mapping[str, Any]) -> SegmentLayout:
-    """Return the shape of a segment of a checked description."""
-    block_bytes, slots = description["block_bytes"], description["slots_per_segment"]
-    return SegmentLayout(block_bytes, slots, str(description["fingerprint"]))
-
-
-def segment_files(folders: Sequence[Path]) -> dict[int, Path]:
-    """Return the segment files in namespace directories by number, ascending.
-
-    Raises `TierIOError`.
-    """
-    with os_errors(f"listing {folders[0]}"):
-        paths = [file for folder in folders for file in (folder / SEGMENTS).glob("*")]
-    numbered = ((segment_number(path.name), path) for path in paths)
-    return dict(sorted((n, path) for n, path in numbered if n is not None))
 
 
 def folders_in(

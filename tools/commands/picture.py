@@ -74,13 +74,13 @@ def new_figure(width: float, height: float) -> Any:
     return figure
 
 
-def head(figure: Any, title: str, subtitle: str, left: float = 0.015) -> None:
+def head(figure: Any, title: str, subtitle: str) -> None:
     """Write a title and a line below it at the top left; any text is shown as it is."""
     inches = figure.get_size_inches()[1]
     texts = ((title, 0.28, TITLE_POINTS, "bold", INK), (subtitle, 0.56, TEXT_POINTS, "normal", DIM))
     for text, top, points, weight, colour in texts:
         figure.text(
-            left, 1 - top / inches, text, ha="left", va="center", fontsize=points,
+            0.015, 1 - top / inches, text, ha="left", va="center", fontsize=points,
             fontweight=weight, color=colour, parse_math=False,
         )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 import typer
@@ -23,7 +24,7 @@ def print_version(as_json: JsonOption = False) -> None:
 
         kvcascade version --json
     """
-    installed = {name: _version(name) for name in ("torch", *ENGINES)}
+    installed = {name: installed_version(name) for name in ("torch", *ENGINES)}
     found = {"Python": platform.python_version()}
     found |= {name: number for name, number in installed.items() if number}
     if as_json:
@@ -40,9 +41,9 @@ def print_version_and_end(is_asked: bool) -> None:
         raise typer.Exit
 
 
-def _version(distribution: str) -> str | None:
-    """Return the installed version of a distribution, or None."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
+def installed_version(*distributions: str) -> str | None:
+    """Return the version of the first of these distributions that is installed, or None."""
+    for name in distributions:
+        with suppress(PackageNotFoundError):
+            return version(name)
+    return None

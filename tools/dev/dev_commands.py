@@ -17,7 +17,6 @@ from ..commands.command_line import (
     ExitCode,
     JsonOption,
     OutOption,
-    PlotOption,
     complain,
 )
 from .bench import BARE, BARE_MINUTES, MEASUREMENTS, BenchOptions, run
@@ -114,7 +113,6 @@ def bench(
     nvme: NvmeOption = None,
     path: PathOption = None,
     out: OutOption = DEFAULT_OUT,
-    plot: PlotOption = None,
     minutes: MinutesOption = None,
     lmcache_python: LMCacheOption = None,
     as_json: JsonOption = False,
@@ -128,29 +126,17 @@ def bench(
         kvcascade bench --quick
 
         kvcascade bench --path /mnt/nvme --only transfers --repeats 5
-
-        kvcascade bench --out results --plot results/bench.png
     """
+    options = dict(nvme or ())
+    names = tuple(only or ())
+    python = lmcache_python and lmcache_python.absolute()  # servers have other working folders
+    asked = BenchOptions(quick, names, repeats, options, path, out, as_json, minutes, python)
     if disk is not None:
-        if (
-            quick
-            or only
-            or repeats
-            or nvme
-            or path
-            or plot
-            or minutes
-            or lmcache_python
-            or out != DEFAULT_OUT
-        ):
+        if asked != BenchOptions(as_json=as_json):
             said = "PATH stands alone; options other than --json are for comparisons without PATH"
             raise typer.Exit(complain(said, ExitCode.USAGE, as_json))
         bench_path(disk, as_json)
         return
-    options = dict(nvme or ())
-    names = tuple(only or ())
-    python = lmcache_python and lmcache_python.absolute()  # servers have other working folders
-    asked = BenchOptions(quick, names, repeats, options, path, out, plot, as_json, minutes, python)
     raise typer.Exit(run(asked))
 
 

@@ -9,7 +9,6 @@ engine has chosen them already.
 from __future__ import annotations
 
 import configparser
-import re
 import sys
 from collections.abc import Iterable
 from importlib.metadata import Distribution, PackageMetadata, distribution
@@ -19,7 +18,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 SETUP = Path(__file__).resolve().parents[2] / "setup.cfg"
-BEGIN, END = "<!-- begin: python -m kvcascade.tools.dev.licences -->", "<!-- end -->"
 _CLASSIFIER = "License :: OSI Approved :: "
 _SHORT = {
     "Apache Software License": "Apache-2.0",
@@ -82,12 +80,6 @@ def table() -> str:
     for name, package in closure(required()).items():
         lines.append(f"| {name} | {licence(package)} | {'yes' if name in direct else ''} |")
     return "\n".join(lines)
-
-
-def between_marks(page: str) -> str:
-    """Return the generated part of the page."""
-    match = re.search(f"{re.escape(BEGIN)}\n(.*?)\n{re.escape(END)}", page, re.DOTALL)
-    return match[1] if match else ""
 
 
 if __name__ == "__main__":

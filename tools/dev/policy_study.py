@@ -1,9 +1,9 @@
-"""Policies side by side on request traces: the tables of docs/policies.md, and pictures.
+"""Policies side by side on request traces: the tables of docs/policies.md.
 
     python -m kvcascade.tools.dev.policy_study OUT TRACE...
 
 A trace is a file that `kvcascade replay` reads, or a part of one: `FILE:FIRST:STOP`, in requests.
-The folder OUT gets `NAME.json` and `NAME.png` for each trace, and `policies.md` with all tables.
+The folder OUT gets `NAME.json` for each trace, and `policies.md` with all tables.
 
 The study has one tier and no time. A request hits all blocks up to the first missing one, and the
 missing blocks are then stored in one of two ways. `late`: all blocks are stored, and then the tier
@@ -20,12 +20,10 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import cycle
 from pathlib import Path
 
 from ...tiers.base import BlockHash, BlockStatus
 from ...tiers.policies import ORDERS, create
-from ..commands.picture import INK, LINES, LineStyle, head, label_lines, new_figure, save, tidy
 from ..replay.traces import Trace, read_trace
 
 SHARES = (0.01, 0.05, 0.1, 0.3)
@@ -217,30 +215,6 @@ def table(name: str, found: Sequence[PolicyCell]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(name: str, found: Sequence[PolicyCell], path: Path) -> None:
-    """Draw the hit ratio over the size as PNG, one line per policy. Raises `CommandError` without
-    matplotlib."""
-    figure = new_figure(7.6, 4.4)
-    axes = figure.add_axes((0.075, 0.135, 0.745, 0.66))
-    ends: list[tuple[str, float, LineStyle]] = []
-    for policy, style in zip(dict.fromkeys(c.policy for c in found), cycle(LINES), strict=False):
-        way = "late" if policy == OPTIMUM else "early"
-        points = [c for c in found if (c.policy, c.way) == (policy, way)]
-        axes.plot([c.share for c in points], [c.hit_ratio for c in points], **style.options)
-        ends.append((policy, points[-1].hit_ratio, style))
-    axes.set_xscale("log")
-    axes.set_xticks(SHARES, [f"{share:.0%}" for share in SHARES])
-    axes.minorticks_off()
-    axes.set_ylim(0, max(cell.hit_ratio for cell in found) * 1.06 or 1)
-    axes.yaxis.set_major_formatter(lambda value, place: f"{value:.0%}")
-    axes.set_xlabel("size of the tier, as a share of the distinct blocks", fontsize=9, color=INK)
-    axes.grid(axis="y", alpha=0.25)
-    tidy(axes)
-    label_lines(axes, ends)
-    head(figure, name, "input tokens that the tier had when their request came")
-    save(figure, path)
-
-
 def load_workload(text: str, block_tokens: float = 0) -> StudyWorkload:
     """Read `FILE` or `FILE:FIRST:STOP`. Raises as `read_trace` does.
 
@@ -269,7 +243,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         document = {"trace": work.name, "cells": [asdict(cell) for cell in found]}
         (options.out / f"{work.name}.json").write_text(json.dumps(document, indent=1) + "\n")
         tables.append(table(work.name, found))
-        plot(work.name, found, options.out / f"{work.name}.png")
     (options.out / "policies.md").write_text("\n".join(tables))
     return 0
 

@@ -23,19 +23,19 @@ from typing import Any
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from .model import make_llama
 from .remote_server import remote_tier
 from .server import (
-    CPU_ENVIRONMENT,
-    ENVIRONMENT,
+    BLOCK_TOKENS,
     ServerProcess,
+    cascade_extra,
+    environment_of,
     is_on_cpu,
     offloading,
-    write_tokenizer,
+    served_model,
+    server_options,
 )
 
 VOCABULARY = 1024
-BLOCK_TOKENS = 32
 BLOCK_BYTES = 4 * 4 * 2 * BLOCK_TOKENS * 32 * 4
 """Layers, KV heads, key and value, tokens, size of a head, and bytes of a float32."""
 PROMPTS = 12
@@ -52,7 +52,7 @@ Scrape = tuple[float, str]
 """Seconds since the epoch, and the text of `/metrics`."""
 
 
-def configuration(disk: Path, remote: Mapping[str, Any]) -> dict[str, Any]:
+def configuration(model: Path, disk: Path, remote: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of the server: caches far smaller than the prompts.
 
     `remote`: options of the remote tier.
@@ -68,20 +68,8 @@ def configuration(disk: Path, remote: Mapping[str, Any]) -> dict[str, Any]:
         },
         {"type": "remote", **remote},
     ]
-    extra = {
-        "spec_name": "CascadeOffloadingSpec",
-        "spec_module_path": "kvcascade.spec",
-        "write_mode": "through",
-        "tiers": tiers,
-    }
-    return {
-        "dtype": "float32",
-        "max_model_len": 2048,
-        "enforce_eager": True,
-        "block_size": BLOCK_TOKENS,
-        "num_gpu_blocks_override": 80,
-        "kv_transfer_config": offloading(extra),
-    }
+    transfer = offloading(cascade_extra(tiers, write_mode="through"))
+    return server_options(model, 2048, 80, transfer, on_cpu=is_on_cpu())
 
 
 def scrapes_of(server: ServerProcess) -> list[Scrape]:
@@ -136,14 +124,13 @@ def _escaped(text: str) -> str:
 
 def record(folder: Path) -> list[Scrape]:
     """Run the server in an empty folder, and return its scrapes."""
-    model = make_llama(folder / "model", seed=5, vocab=VOCABULARY)
-    write_tokenizer(model, VOCABULARY)
+    model = served_model(folder / "model", VOCABULARY, seed=5)
     root = str(Path(__file__).resolve().parents[2])
-    environment = {**ENVIRONMENT, **(CPU_ENVIRONMENT if is_on_cpu() else {})}
+    environment = environment_of(on_cpu=is_on_cpu())
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     with remote_tier(folder / "remote") as remote:
-        options = {"model": str(model), **configuration(folder / "disk", remote)}
+        options = configuration(model, folder / "disk", remote)
         return _served(folder / "server.log", options, environment)
 
 

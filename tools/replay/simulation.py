@@ -30,8 +30,8 @@ from ...tiers.policies import create
 from .replay_report import BreakEven, Quantiles, ReplayedTier, ReplayReport
 from .tier_options import ReplayOptions, TierOptions
 from .traces import Ids, Trace, TraceRequest
-from .virtual import SlotBackend, Timed, VirtualClock
-from .virtual_node import VirtualTierOptions, open_virtual_tier
+from .virtual import SlotBackend, VirtualClock
+from .virtual_node import VirtualPath, VirtualTierOptions, open_virtual_tier
 
 RETRY_S = 0.25
 """Time after which a request that waits for room looks up again, if no event comes first."""
@@ -104,8 +104,8 @@ class Simulation:
         self._options = options
         self.block_bytes = max(1, round(options.kv_bytes_per_token * trace.block_tokens))
         self._clock = VirtualClock()
-        self._timed: list[Timed] = []
-        """Everything that ends at times of its own."""
+        self._paths: list[VirtualPath] = []
+        """The paths of the tiers below; their transfers end at times of their own."""
         self._node_tiers: list[NodeTier] = []
         """The tiers below whose blocks a node moves."""
         self.manager = self._make_manager(options.tiers)
@@ -136,7 +136,7 @@ class Simulation:
     def _pass_until(self, until_s: float | None) -> None:
         """Process all events before a time; with None, until no event is left."""
         for _ in range(MAX_ROUNDS):
-            due_s = min((each.next_end_s for each in self._timed), default=float("inf"))
+            due_s = min((each.next_end_s for each in self._paths), default=float("inf"))
             if self._asking or self._storing:
                 due_s = min(due_s, self._clock.now_s + RETRY_S)
             if due_s == float("inf") or (until_s is not None and due_s > until_s):
@@ -287,7 +287,7 @@ class Simulation:
             self._clock,
         )
         self._node_tiers.append(port)
-        self._timed.append(node.path)
+        self._paths.append(node.path)
         return port
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -100,12 +100,3 @@ class SlotBackend(Backend):
 
     def reset(self) -> list[BlockStatus]:
         raise AssertionError("a replay resets nothing")
-
-
-class Timed(Protocol):
-    """Something that ends at times of its own."""
-
-    @property
-    def next_end_s(self) -> float:
-        """Time of the next end in seconds of the clock; `inf` if nothing is in flight."""
-        ...

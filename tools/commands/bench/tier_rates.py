@@ -29,8 +29,7 @@ from ....errors import os_errors
 from ....handlers.device.copier import GpuBlocks
 from ....handlers.device.device_cpu import CpuDeviceCopier, cpu_layouts
 from ....handlers.device.geometry import PageRef, WorkerLayout
-from ....manager.below.port import Ended, Put
-from ....tiers.base import BlockHash, BlockOutcome, SlotArray
+from ....tiers.base import BlockHash, SlotArray
 from ....tiers.cpu.arena import Arena, ArenaRole
 from ....tiers.cpu.header import ArenaGeometry
 from ....tiers.nvme.namespace import NamespaceKey
@@ -54,7 +53,7 @@ from .bench_results import (
     transfer_block_bytes,
     transfer_case,
 )
-from .bench_tier import new_keys, node_cpu_s, open_bench_tier, reset_tier
+from .bench_tier import move_blocks, new_keys, node_cpu_s, open_bench_tier, reset_tier
 from .machine_facts import headline, machine_facts, version_facts
 from .raw_disk import THREADS, RawDisk, drop_page_cache
 
@@ -63,9 +62,6 @@ METADATA_FACTOR = 1.25
 SPARE_BYTES = 256 * MIB
 """Capacity of the tier beyond its blocks, for index and records."""
 TRANSFER_LIMIT_S = 60.0
-WRITE_PAUSE_S = 0.01
-OFFERED_AGAIN = frozenset({BlockOutcome.CANCELLED, BlockOutcome.NO_SPACE})
-"""Outcomes of blocks for which there was no file yet."""
 GOOD_SHARE = 0.9
 """Share of the best rate, in both directions, from which a block size is recommended."""
 
@@ -259,67 +255,29 @@ class _TiersUnderTest:
         expected = self._device.copy()
         self._copy(self._copier.submit_store, slots)  # the first access to the memory is not timed
         found = {MEMORY_DOWN: self._gigabytes / self._copy(self._copier.submit_store, slots)}
-        self._write(new_keys(blocks))  # makes the files
+        self._move(new_keys(blocks), is_put=True)  # makes the files
         reset_tier(self._tier, TRANSFER_LIMIT_S)
         keys = new_keys(blocks)
-        found |= self._rates(self._write, keys, DOWN, CPU_DOWN)
+        found |= self._rates(keys, DOWN, CPU_DOWN, is_put=True)
         drop_page_cache([self._folder])
         self._arena.slots[:] = 0
-        found |= self._rates(self._read, keys, UP, CPU_UP)
+        found |= self._rates(keys, UP, CPU_UP, is_put=False)
         self._device[:] = 0
         found[MEMORY_UP] = self._gigabytes / self._copy(self._copier.submit_load, slots)
         if not np.array_equal(self._device, expected):
             raise BenchError("bytes that came back from the disk differ from those stored")
         return found
 
-    def _rates(
-        self, move: Callable[[Sequence[BlockHash]], None], keys: Sequence[BlockHash], *names: str
-    ) -> dict[str, float]:
+    def _rates(self, keys: Sequence[BlockHash], *names: str, is_put: bool) -> dict[str, float]:
         """Run one transfer; return its rate and the CPU time of this process and the node."""
         began, cpu_began = time.perf_counter(), self._cpu_s()
-        move(keys)
+        self._move(keys, is_put=is_put)
         took_s, cpu_s = time.perf_counter() - began, self._cpu_s() - cpu_began
         return dict(zip(names, (self._gigabytes / took_s, cpu_s / self._gigabytes), strict=True))
 
-    def _write(self, keys: Sequence[BlockHash]) -> None:
-        """Write block `i` from slot `i`. While files are made, blocks are offered again."""
-        port, left = self._tier.port, dict(zip(keys, range(len(keys)), strict=True))
-        end_s = time.monotonic() + TRANSFER_LIMIT_S
-        while left:
-            if time.monotonic() > end_s:
-                raise BenchError(f"writing took more than {TRANSFER_LIMIT_S:.0f} s")
-            job_id, offered = next(self._job_ids), list(left)
-            answers = port.put(job_id, offered, list(left.values()))
-            started = [k for k, a in zip(offered, answers, strict=True) if a is Put.STARTED]
-            if not started:
-                self._tier.node.wait(lambda: port.takes_puts, WRITE_PAUSE_S)
-                port.maintain()
-                continue
-            for key, outcome in zip(started, self._outcomes(job_id, "writing"), strict=True):
-                if outcome is BlockOutcome.OK:
-                    del left[key]
-                elif outcome not in OFFERED_AGAIN:
-                    raise BenchError(f"writing failed: {outcome.value}; see the log")
-
-    def _read(self, keys: Sequence[BlockHash]) -> None:
-        job_id = next(self._job_ids)
-        self._tier.port.get(job_id, 1, keys, range(len(keys)))
-        if set(self._outcomes(job_id, "reading")) != {BlockOutcome.OK}:
-            raise BenchError("reading failed; see the log")
-
-    def _outcomes(self, job_id: int, doing: str) -> Sequence[BlockOutcome]:
-        """Wait for the end of a job; return its outcomes."""
-        ended: list[Ended] = []
-
-        def has_ended() -> bool:
-            ended.extend(self._tier.port.poll())
-            return bool(ended)
-
-        if not self._tier.node.wait(has_ended, TRANSFER_LIMIT_S):
-            raise BenchError(f"{doing} took more than {TRANSFER_LIMIT_S:.0f} s")
-        (only,) = ended
-        assert only.ticket == job_id, "there is one job at a time"
-        return only.outcomes
+    def _move(self, keys: Sequence[BlockHash], *, is_put: bool) -> None:
+        """Move all blocks in one job."""
+        move_blocks(self._tier, keys, len(keys), TRANSFER_LIMIT_S, is_put=is_put)
 
     def _cpu_s(self) -> float:
         """Return the CPU time of all threads of this process and the node."""

@@ -177,7 +177,7 @@ def _export(
                 progress=advance,
             )
     if as_json:
-        emit("export", report.as_json())
+        emit("export", report)
     else:
         skipped = f", {report.skipped} skipped (damaged, or removed meanwhile)"
         missing = f", {report.missing} that were asked for are not stored"
@@ -217,7 +217,7 @@ def _import(
             except DifferentNamespaceError as error:
                 raise CommandError(str(error), ExitCode.DIFFERENT) from None
     if as_json:
-        emit("import", report.as_json())
+        emit("import", report)
     else:
         print(
             f"{report.imported} of {report.blocks} blocks imported into {report.namespace}, "

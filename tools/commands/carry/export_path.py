@@ -15,7 +15,8 @@ from ....tiers.nvme.disk.transfers import Throttle
 from ....tiers.nvme.path.block_scan import NamedBlock, scan_blocks
 from ....tiers.nvme.segments.chains import head_of
 from ....tiers.nvme.segments.format import SlotRecord
-from ..path_blocks import OpenPath, PathNamespace
+from ..path_blocks import OpenPath
+from ..path_folders import NamespaceFolder
 from ..verify.verify_report import Progress
 from .carried import CarriedHead, real_file
 from .export_writer import Choice, ExportReport, ExportWriter, whole_or_nothing
@@ -23,7 +24,7 @@ from .export_writer import Choice, ExportReport, ExportWriter, whole_or_nothing
 
 def export_namespace(
     path: OpenPath,
-    namespace: PathNamespace,
+    namespace: NamespaceFolder,
     choice: Choice,
     out: Path,
     *,
@@ -48,7 +49,6 @@ def export_namespace(
     heads = _prompt_heads(path, name, choice.prompts)
     chosen, missing = _chosen(path, namespace, choice, heads)
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    row_of = {each.key: row for row, each in enumerate(chosen)}
     with (
         os_errors(f"writing {out}"),
         whole_or_nothing(target) as file,
@@ -62,8 +62,7 @@ def export_namespace(
         )
 
         def put(block: NamedBlock, payload: memoryview) -> None:
-            record = SlotRecord(block.key, 0, block.checksum, len(payload), epoch)
-            writer.put(row_of[block.key], record, payload)
+            writer.put(SlotRecord(block.key, 0, block.checksum, len(payload), epoch), payload)
 
         for findings in scan_blocks(source, chosen, throttle, put):
             progress(len(findings))
@@ -95,9 +94,9 @@ def _prompt_heads(path: OpenPath, name: str, prompts: Sequence[str]) -> set[int]
 
 
 def _chosen(
-    path: OpenPath, namespace: PathNamespace, choice: Choice, heads: Set[int]
+    path: OpenPath, namespace: NamespaceFolder, choice: Choice, heads: Set[int]
 ) -> tuple[list[NamedBlock], int]:
-    """Return the blocks to export, in slot order, and how many that were asked for are not stored.
+    """Return the blocks to export, and how many that were asked for are not stored.
 
     Raises `ConfigError` if a choice was made and fits no block.
     """
@@ -115,10 +114,10 @@ def _chosen(
         del found[choice.hot_bytes // namespace.block_bytes :]
     if not found and choice != Choice():
         _refuse_empty(namespace, choice)
-    return sorted(found, key=lambda each: each.slot), len(missing) + len(absent)
+    return found, len(missing) + len(absent)
 
 
-def _refuse_empty(namespace: PathNamespace, choice: Choice) -> NoReturn:
+def _refuse_empty(namespace: NamespaceFolder, choice: Choice) -> NoReturn:
     size = namespace.block_bytes
     if choice.hot_bytes is not None and choice.hot_bytes < size:
         raise ConfigError(
@@ -129,8 +128,8 @@ def _refuse_empty(namespace: PathNamespace, choice: Choice) -> NoReturn:
     )
 
 
-def _head(namespace: PathNamespace, blocks: int, created: str) -> CarriedHead:
-    about = namespace.description
+def _head(namespace: NamespaceFolder, blocks: int, created: str) -> CarriedHead:
+    about = namespace.document
     return CarriedHead(
         label=str(about.get("label", "")),
         fields=about["fields"],

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 from ....tiers.nvme.disk.filesystem import RealFile, RealFileSystem
 from ....tiers.nvme.disk.transfers import write_all
-from ....tiers.nvme.segments.format import SLOT_RECORD_BYTES, SlotRecord
+from ....tiers.nvme.segments.format import SlotRecord
 from .carried import CarriedHead
 
 PARTIAL_SUFFIX = ".partial"
@@ -48,52 +48,41 @@ class ExportReport:
     """Number of blocks of the chosen prompts, and of hashes, that are not in the cache."""
     file_bytes: int
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the report as a JSON object."""
-        return asdict(self)
-
 
 class ExportWriter:
-    """Writes rows in any order; rows from the end fill the gaps of skipped blocks. `put` is
-    thread-safe."""
+    """Writes a row for each block that is put. `put` is thread-safe."""
 
     def __init__(
-        self, file: RealFile, rows: int, block_bytes: int, head_of: Callable[[int], CarriedHead]
+        self, file: RealFile, most: int, block_bytes: int, head_of: Callable[[int], CarriedHead]
     ) -> None:
-        """Prepare the rows; `head_of` returns the head of a file with a number of blocks."""
+        """Prepare `most` rows; `head_of` returns the head of a file with a number of blocks."""
         self._file = file
         self._block_bytes = block_bytes
         self._head_of = head_of
-        self._records: list[bytes | None] = [None] * rows
-        self._room = len(head_of(rows).header())
+        self._rows = count()
+        self._records: dict[int, bytes] = {}
+        self._room = len(head_of(most).header())
 
-    def put(self, row: int, record: SlotRecord, payload: memoryview) -> None:
+    def put(self, record: SlotRecord, payload: memoryview) -> None:
         """Write a payload that has been verified."""
+        row = next(self._rows)  # atomic
         write_all(self._file, [payload], self._offset(row))
         self._records[row] = record.pack()
 
     @property
     def blocks(self) -> int:
         """Number of rows that have been written."""
-        return sum(record is not None for record in self._records)
+        return len(self._records)
 
     def finish(self) -> int:
-        """Close the gaps, write records and header; return the size of the file."""
-        rows = [row for row, record in enumerate(self._records) if record is not None]
-        gaps = [row for row in range(len(rows)) if self._records[row] is None]
-        buffer = memoryview(bytearray(self._block_bytes))
-        for gap in gaps:
-            last = rows.pop()
-            self._file.preadv([buffer], self._offset(last))
-            write_all(self._file, [buffer], self._offset(gap))
-            self._records[gap], self._records[last] = self._records[last], None
-        there = [record for record in self._records if record is not None]
-        end = self._offset(len(there))
-        write_all(self._file, [memoryview(b"".join(there))], end)
-        header = self._head_of(len(there)).header(self._room)
+        """Write records and header; return the size of the file."""
+        records = b"".join(record for _, record in sorted(self._records.items()))
+        end = self._offset(self.blocks)
+        write_all(self._file, [memoryview(records)], end)
+        header = self._head_of(self.blocks).header(self._room)
         assert len(header) == self._room, "the header only gets shorter"
         write_all(self._file, [memoryview(header)], 0)
-        size = end + len(there) * SLOT_RECORD_BYTES
+        size = end + len(records)
         self._file.truncate(size)
         return size
 

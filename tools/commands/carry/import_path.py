@@ -116,8 +116,7 @@ def _target(
 def _refuse_reset(root: Path, name: str) -> None:
     """Raise `InUseError` if running engines were reset."""
     with open_path(root) as opened:
-        is_live = name in opened.names and opened.namespace(name).is_live
-        if is_live and opened.was_reset(name):
+        if opened.is_live(name) and opened.was_reset(name):
             raise InUseError(
                 f"the engines of {name} were reset: their weights may differ from those of its "
                 "fingerprint and of the blocks; stop the engines first"

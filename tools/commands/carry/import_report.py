@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from ....errors import ConfigError
@@ -35,10 +35,6 @@ class ImportReport:
     """Number of blocks that the device refused, or that found no room."""
     reason: str | None = None
     """Reason why blocks failed, with a remedy."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the report as a JSON object."""
-        return asdict(self)
 
 
 def refuse_unless_equal(

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ....assembly.named import checked
@@ -28,7 +27,7 @@ from ....vllm.engine_facts import hashes_change_at_restart
 from ..check.config_check import ask_server
 from ..check.transfer_config import Given, read_config, read_tiering
 from ..command_line import ARENA_DIR
-from ..version import ENGINES
+from ..version import ENGINES, installed_version
 from .findings import Facts, PathFacts
 
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -55,7 +54,7 @@ def look(config: Path | None) -> Facts:
     if wanted.remote is not None:
         ask_server(wanted.remote, problems, doubts)
     arena_dir = wanted.arena_dir
-    installed = _vllm_version()
+    installed = installed_version(*ENGINES)
     reason = None if installed is None else _vllm_problem()
     return Facts(
         vllm=installed,
@@ -156,15 +155,6 @@ def _driver() -> str | None:
         try:
             return path.read_text().split("\n")[0].strip()
         except OSError:
-            continue
-    return None
-
-
-def _vllm_version() -> str | None:
-    for name in ENGINES:
-        try:
-            return version(name)
-        except PackageNotFoundError:
             continue
     return None
 

@@ -155,8 +155,7 @@ def _run(
                 problem = sentence(error)
         reports = Collector(fs, opened, wish, problem=problem).collect(chosen, dry_run)
     if as_json:
-        listed = [report.as_json() for report in reports]
-        emit("gc", {"is_dry_run": dry_run, "namespaces": listed})
+        emit("gc", {"is_dry_run": dry_run, "namespaces": reports})
     else:
         print_collected(reports, dry_run)
     if wish.whole and any(report.skipped for report in reports):

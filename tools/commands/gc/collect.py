@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -85,10 +85,6 @@ class GcReport:
     """Parts that were skipped, and the reason: an engine has them open, or they cannot be read."""
     is_incomplete: bool = False
     """True if requested blocks may be left, or more bytes than asked for; `skipped` says why."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the report as a JSON object."""
-        return asdict(self)
 
 
 @dataclass(slots=True)

@@ -107,7 +107,7 @@ def _all(
     if url is not None:
         reports = _with_dirty_share(reports, url)
     if as_json:
-        emit("inspect", {"namespaces": [each.as_json() for each in reports], "path": about})
+        emit("inspect", {"namespaces": reports, "path": about})
     else:
         print_reports(show.console(), reports)
         if about is not None:
@@ -191,7 +191,7 @@ def _block(
     with open_path(path, also) as opened:
         found = look(opened, opened.only(namespace, path), block)
     if as_json:
-        emit("block", found.as_json())
+        emit("block", found)
     else:
         print_block(show.console(), found)
     return ExitCode.OK if found.verdict == "ok" else ExitCode.PROBLEMS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,8 @@ from rich.console import Console
 from ....tiers.nvme.path.block_scan import BlockFinding, NamedBlock, scan_blocks
 from ....tiers.nvme.segments.chains import HEAD_BYTES, Chains, head_of
 from .. import show
-from ..path_blocks import GROUP_BYTES, OpenPath, PathNamespace
+from ..path_blocks import GROUP_BYTES, OpenPath
+from ..path_folders import NamespaceFolder
 from .namespace_report import tokens_per_block
 
 if TYPE_CHECKING:
@@ -82,10 +83,6 @@ class BlockReport:
     """Source of the shapes, or the reason why there are none."""
     layers: list[LayerStatistics] = field(default_factory=list)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the report as a JSON object."""
-        return asdict(self)
-
 
 def look(opened: OpenPath, name: str, text: str) -> BlockReport:
     """Return a report on the only block of a namespace whose hash begins with `text`.
@@ -98,9 +95,9 @@ def look(opened: OpenPath, name: str, text: str) -> BlockReport:
     layout = namespace.layout
     number, index = divmod(block.slot, layout.slots)
     group = int.from_bytes(block.key[-GROUP_BYTES:], "big")
-    tokens = tokens_per_block(dict(namespace.description["fields"]), group)
+    tokens = tokens_per_block(dict(namespace.document["fields"]), group)
     layers, source = [], "the namespace does not record the layout of layers in a block"
-    slices = layer_slices(namespace.description, group)
+    slices = layer_slices(namespace.document, group)
     if slices and verdict is BlockFinding.OK:
         try:
             layers, source = statistics(payload, slices), "namespace.json"
@@ -215,7 +212,7 @@ def _position(report: BlockReport) -> str:
 
 
 def _payload(
-    opened: OpenPath, namespace: PathNamespace, block: NamedBlock
+    opened: OpenPath, namespace: NamespaceFolder, block: NamedBlock
 ) -> tuple[memoryview, BlockFinding]:
     """Return the payload of a block, and what its checksum says."""
     found = bytearray()

@@ -115,10 +115,6 @@ class NamespaceReport:
     fields: dict[str, Any] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the report as a JSON object."""
-        return asdict(self)
-
     @property
     def room(self) -> int:
         """Return the slots of the capacity, or of the files so far if no engine recorded a
@@ -252,7 +248,7 @@ class Inspector:
             found,
             blocks=slots.blocks,
             capacity_slots=slots.table.slots,
-            payload_bytes=slots.blocks * one.document["block_bytes"],
+            payload_bytes=slots.blocks * one.block_bytes,
             epoch=slots.table.epoch,
             dirty_share=_dirty_share(found.fingerprint, slots.table, self._arena_dir),
             groups=self._groups(one, slots.blocks, is_open),
@@ -273,7 +269,7 @@ class Inspector:
             engines=facts["engines"],
             granted_slots=facts["granted_slots"],
             blocks=facts["blocks"],
-            payload_bytes=facts["blocks"] * one.document["block_bytes"],
+            payload_bytes=facts["blocks"] * one.block_bytes,
             capacity_slots=facts["slots"],
             epoch=facts["epoch"],
             written_bytes=written,

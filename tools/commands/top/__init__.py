@@ -90,7 +90,7 @@ def _show(
         run(source, read, interval)
     picture = frame(source, read())
     if as_json:
-        emit("top", picture.as_json())
+        emit("top", picture)
     else:
         show.console().print(render(picture))
     return ExitCode.PROBLEMS if any(tier.problem for tier in picture.tiers) else ExitCode.OK

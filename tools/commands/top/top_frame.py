@@ -13,9 +13,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from http.client import HTTPException
-from typing import Any
 
 from ....errors import TierIOError
 from ....observe.metrics import PREFIX
@@ -79,10 +78,6 @@ class Frame:
     """Number of requests that wait in the queue for reads."""
     corrupt_blocks: float | None = None
     dropped_dirty_blocks: float | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the frame as a JSON object."""
-        return asdict(self)
 
 
 def parse_metrics(text: str) -> Figures:

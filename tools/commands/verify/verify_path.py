@@ -15,7 +15,8 @@ from ....tiers.nvme.disk.filesystem import open_read_only
 from ....tiers.nvme.disk.transfers import Throttle, read_all
 from ....tiers.nvme.path.block_scan import BlockFinding, NamedBlock, scan_blocks
 from ....tiers.nvme.segments.format import SegmentLayout
-from ..path_blocks import OpenPath, PathNamespace
+from ..path_blocks import OpenPath
+from ..path_folders import NamespaceFolder
 from .verify_report import BlockProblem, Problem, Progress, VerifyReport
 
 _PROBLEMS = {
@@ -27,7 +28,7 @@ _PROBLEMS = {
 
 def verify_namespace(
     path: OpenPath,
-    namespace: PathNamespace,
+    namespace: NamespaceFolder,
     throttle: Throttle,
     progress: Progress,
     *,
@@ -38,7 +39,7 @@ def verify_namespace(
     Raises a `KVCascadeError`.
     """
     name = namespace.name
-    report = VerifyReport(name, namespace.is_live)
+    report = VerifyReport(name, path.is_live(name))
     slots = int(path.facts(name)["slots"])
     damaged: list[NamedBlock] = []
     named = list(path.blocks(name))

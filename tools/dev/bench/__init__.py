@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 from ...commands.command_line import (
     ExitCode,
     answering_apart,
-    check_place,
     code_of,
     complain,
     emit,
@@ -104,7 +103,6 @@ class BenchOptions:
     path: Path | None = None
     """Folder on the disk to measure; None for the folder of `out`."""
     out: Path = Path("out")
-    plot: Path | None = None
     as_json: bool = False
     minutes: float | None = None
     """Time after which no case begins, in minutes; None for `BARE_MINUTES` with `BARE`, and for no
@@ -116,9 +114,7 @@ class BenchOptions:
 def run(options: BenchOptions) -> int:
     """Run the benchmark; return the exit status."""
     is_bare = set(options.only or MEASUREMENTS) <= set(BARE)
-    needed: tuple[str, ...] = BARE_NEEDED if is_bare else NEEDED
-    needed = (*needed, "matplotlib") if options.plot else needed
-    if lacks(needed, "bench", options.as_json):
+    if lacks(BARE_NEEDED if is_bare else NEEDED, "bench", options.as_json):
         return ExitCode.MISSING
     from ....errors import KVCascadeError
     from ...commands.bench.bench_results import BenchError
@@ -217,13 +213,7 @@ def _run(options: BenchOptions) -> dict[str, Any]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     reporter.print(f"{facts['seconds']:.0f} s in all; saved {out / 'bench.json'}")
-    found = document(tables, facts)
-    if options.plot:
-        from .bench_plot import plot
-
-        plot(found, options.plot)
-        reporter.print(f"saved {options.plot}")
-    return found
+    return document(tables, facts)
 
 
 def command_of(options: BenchOptions) -> str:
@@ -242,8 +232,7 @@ def command_of(options: BenchOptions) -> str:
 def _folders(options: BenchOptions) -> tuple[Path, Path]:
     """Return the folder for results, and an empty folder for measurements.
 
-    Raises the mapped form of an `OSError`, and `ConfigError` if the picture's file cannot be
-    created, which often lies in the former.
+    Raises the mapped form of an `OSError`.
     """
     from ....errors import os_errors
 
@@ -251,7 +240,6 @@ def _folders(options: BenchOptions) -> tuple[Path, Path]:
     folder = (options.path or out).absolute() / "kvcascade-bench"
     with os_errors(f"making {out}"):
         out.mkdir(parents=True, exist_ok=True)
-    check_place("--plot", options.plot)
     with os_errors(f"making {folder}"):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

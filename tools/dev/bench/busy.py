@@ -72,6 +72,7 @@ def run(
 ) -> Figures:
     """Measure one contender: idle and busy, in both directions."""
     from .vllm_calls import random_keys
+    from .vllm_steps import check_pattern
 
     idle = bench.round_trip(opened)
     with bench.fresh():
@@ -81,7 +82,7 @@ def run(
         drop_page_cache(bench.folders)
         device[: bench.blocks].zero_()
         up_s, more_quiet, more_loaded = _half(bench, opened, device, keys, setup, is_down=False)
-        _check(device[: bench.blocks])
+        check_pattern(device[: bench.blocks], SEED)
     down, up = bench.rate(down_s), bench.rate(up_s)
     before = quantile(quiet + more_quiet, 0.99) * 1e3
     after = quantile(loaded + more_loaded, 0.99) * 1e3
@@ -129,12 +130,6 @@ def _half(
         engine.manager.complete_load(set(resident), context)
         engine.manager.on_request_finished(context)
     return took_s, quiet, loaded
-
-
-def _check(device: torch.Tensor) -> None:
-    from .vllm_steps import check_pattern
-
-    check_pattern(device, SEED)
 
 
 def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:

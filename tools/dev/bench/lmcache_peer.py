@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....tiers.cpu.arena import DEFAULT_ARENA_DIR
 from ...commands.bench.bench_results import GIB, BenchError
-from ..server import LOG_LINES_SHOWN, free_port
-from .scale import BLOCK_TOKENS
+from ..server import BLOCK_TOKENS, LOG_LINES_SHOWN, free_port
 
 if TYPE_CHECKING:
     import torch

@@ -4,8 +4,7 @@ That environment lacks kvcascade, so this file is run by its path and imports no
 arguments are the options of the disk tier as JSON, the file that stands in for the device's memory,
 the bytes of a block and the number of blocks. Each line of standard input is a JSON object: `do`
 ("store" or "ask") and `keys`, one in hexadecimal digits for each block. The answer is a line of
-JSON: the numbers of the blocks that were written or loaded, with the `wall_s` and `cpu_s` that it
-took.
+JSON: the numbers of the `blocks` that were written or loaded.
 """
 
 # pyright: reportMissingImports=false
@@ -15,7 +14,6 @@ import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,11 +124,8 @@ def main(adapter: str, device: str, block_bytes: str, blocks: str) -> None:
     for line in sys.stdin:
         asked: dict[str, Any] = json.loads(line)
         keys = [object_key(digits) for digits in asked["keys"]]
-        began_s, cpu_s = time.perf_counter(), time.process_time()
         numbers = tiers.store(keys) if asked["do"] == "store" else tiers.ask(keys)
-        took_s = time.perf_counter() - began_s
-        used_s = time.process_time() - cpu_s
-        print(json.dumps({"blocks": numbers, "wall_s": took_s, "cpu_s": used_s}), file=answers)
+        print(json.dumps({"blocks": numbers}), file=answers)
     tiers.close()
 
 

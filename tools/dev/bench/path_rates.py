@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import shutil
 from collections.abc import Callable, Generator, Sequence
@@ -27,6 +26,7 @@ from ...commands.bench.bench_results import OURS, BenchError, Goal, Quantity
 from ...commands.bench.raw_disk import drop_page_cache
 from . import node_rates
 from .measurement import Case, Figures, Measurement, MeasurementSetup, Say
+from .scheduler.filled import key_of
 
 FILL_BATCH = 4096
 COMMIT_BATCHES = (512, 64, 16)
@@ -40,11 +40,6 @@ SPARE_SHARE = 64
 IDENTITY = b"bench"
 EVICTING = "commit of a block that replaces one, batches of"
 _OTHER_BOOT = b"another boot"
-
-
-def key_of(number: int) -> bytes:
-    """Return a key of 36 bytes, as blocks of one KV group have."""
-    return hashlib.sha256(number.to_bytes(8, "little")).digest() + bytes(4)
 
 
 class FilledPath:

@@ -21,18 +21,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
-from ..model import make_llama
 from ..other_host import OtherHost, other_host
 from ..remote_server import listening, valkey_binary, valkey_command
 from ..server import (
     Completion,
     ServerProcess,
+    cascade_extra,
     free_port,
     is_on_cpu,
     offloading,
-    write_tokenizer,
+    served_model,
 )
 from .engine.engine_runs import (
     ANSWER_TOKENS,
@@ -60,27 +60,16 @@ REMOTE, NONE = "remote", "none"
 
 Row = dict[str, Any]
 Sleep = Callable[[float], None]
-
-
-class Asked(Protocol):
-    """A server of vLLM that answers prompts."""
-
-    def complete(self, prompt: Sequence[int], answer_tokens: int) -> Completion:
-        """Return the answer to a prompt."""
-        ...
-
-
-class Link(Protocol):
-    """A link whose rate can be limited."""
-
-    def limit(self, rate: str | None) -> None:
-        """Let no more than this rate through; None: no limit."""
+Complete = Callable[[Prompt, int], Completion]
+"""Function that returns a server's answer to a prompt, of so many tokens."""
+Limit = Callable[[str | None], None]
+"""Function that lets no more than a rate through a link; None: no limit."""
 
 
 class Pair:
     """Both servers."""
 
-    def __init__(self, servers: Mapping[str, Asked], sleep: Sleep = time.sleep) -> None:
+    def __init__(self, servers: Mapping[str, Complete], sleep: Sleep = time.sleep) -> None:
         self._servers = servers
         self._sleep = sleep
 
@@ -90,7 +79,7 @@ class Pair:
         for number, prompt in enumerate(asked):
             for name in (REMOTE, NONE) if number % 2 else (NONE, REMOTE):
                 self._sleep(IDLE_AFTER_S)
-                found[name].append(self._servers[name].complete(prompt, ANSWER_TOKENS))
+                found[name].append(self._servers[name](prompt, ANSWER_TOKENS))
         ms = {name: [1e3 * each.ttft_s for each in answers] for name, answers in found.items()}
         pairs = zip(found[REMOTE], found[NONE], strict=True)
         return {
@@ -108,13 +97,17 @@ class Pair:
         began_s = time.monotonic()
         for prompt in asked:
             self._sleep(RECOVERY_PAUSE_S)
-            if self._servers[REMOTE].complete(prompt, ANSWER_TOKENS).cached_tokens:
+            if self._servers[REMOTE](prompt, ANSWER_TOKENS).cached_tokens:
                 return {"case": case, "recovery_s": time.monotonic() - began_s}
         return {"case": case, "recovery_s": None}
 
 
 def measure(
-    pair: Pair, link: Link, signal_server: Callable[[int], None], held: Sequence[Prompt], each: int
+    pair: Pair,
+    limit: Limit,
+    signal_server: Callable[[int], None],
+    held: Sequence[Prompt],
+    each: int,
 ) -> Iterator[Row]:
     """Yield the rows. `held`: prompts that are in the remote tier, `held_prompts(each)`."""
 
@@ -123,9 +116,9 @@ def measure(
 
     yield pair.row("in the remote tier", held[:each])
     yield pair.row("new prompts", new("new", each))
-    link.limit(SLOW_LINK)
+    limit(SLOW_LINK)
     yield pair.row(f"in the remote tier, link of {SLOW_LINK}", held[each : 3 * each])
-    link.limit(None)
+    limit(None)
     yield pair.row("in the remote tier, link mended", held[3 * each : 4 * each])
     for outage in range(OUTAGES):
         signal_server(signal.SIGSTOP)
@@ -150,25 +143,23 @@ class Engines:
         """`remote`: options of the remote tier; `layers` and `kv_heads`: shape of the model."""
         self._servers = Servers(folder, is_on_cpu(), lambda line: None)
         self._remote = remote
-        self._model = make_llama(
+        self._model = served_model(
             folder / "model",
+            VOCABULARY,
             layers=layers,
             hidden=SCALE.hidden,
             kv_heads=kv_heads,
-            vocab=VOCABULARY,
             max_positions=SCALE.prompt_tokens_max,
         )
-        write_tokenizer(self._model, VOCABULARY)
 
     def started(self, name: str, stack: ExitStack) -> ServerProcess:
         """Start a server, which has answered some prompts; it stops at the end of `stack`."""
         tiers = [{"type": "cpu", "capacity": "2GiB"}, *([] if name == NONE else [self._remote])]
-        extra = {"spec_name": "CascadeOffloadingSpec", "spec_module_path": "kvcascade.spec"}
         options = self._servers.options(
             self._model,
             SCALE.prompt_tokens_max,
             DEVICE_BLOCKS,
-            offloading({**extra, "tiers": tiers}),
+            offloading(cascade_extra(tiers)),
         )
         warm_up = fresh_prompts(SCALE, f"warm up {name}", WARM_UPS)
         return stack.enter_context(self._servers.running(name, options, warm_up))
@@ -237,9 +228,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         engines = Engines(folder, remote, options.layers, options.kv_heads)
         held = held_prompts(options.each)
         engines.fill(held)
-        pair = Pair({name: engines.started(name, stack) for name in (REMOTE, NONE)})
+        pair = Pair({name: engines.started(name, stack).complete for name in (REMOTE, NONE)})
         print("| case | remote, ms | none, ms | ratio | cached tokens |\n|---|---|---|---|---|")
-        for row in measure(pair, host, server.send_signal, held, options.each):
+        for row in measure(pair, host.limit, server.send_signal, held, options.each):
             rows.append(row)
             print(shown(row), flush=True)
     described = {"cpus": os.cpu_count(), "load": os.getloadavg(), "rows": rows}

@@ -1,13 +1,12 @@
-"""Sizes of the measurements: full, under two minutes, or the minimum for tests."""
+"""Sizes of the measurements: full, or under two minutes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from ...commands.bench.bench_results import GIB, KIB, MIB
+from ..server import BLOCK_TOKENS
 
-BLOCK_TOKENS = 32
-"""Tokens per block; the engine on CPU requires multiples of 32."""
 SUFFIX_BLOCKS = 2
 
 
@@ -133,29 +132,3 @@ QUICK = Scale(
     burst_blocks=1000,
     quiet_bursts=300,
 )
-SMOKE = Scale(
-    repeats=1,
-    manager_blocks=(128, 256),
-    index_blocks=(200,),
-    reopen_blocks=(200,),
-    path_blocks=(3_000,),
-    questions=64,
-    block_sizes=(4 * KIB,),
-    transfer_bytes=256 * KIB,
-    busy_block_size=4 * KIB,
-    busy_bytes=256 * KIB,
-    burst_blocks=16,
-    quiet_bursts=8,
-    engine=EngineScale(2, 256, prefixes=2, prefix_blocks=4, fresh=2, fresh_rounds=1, cpu_share=1.0),
-    restart=RestartScale(
-        2,
-        256,
-        documents=2,
-        document_blocks=4,
-        requests=4,
-        clients=(2,),
-        small_cpu_bytes=4 * MIB,
-        large_cpu_bytes=8 * MIB,
-    ),
-)
-"""Smallest sizes of every measurement, for tests."""

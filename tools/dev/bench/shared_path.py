@@ -20,9 +20,7 @@ from tempfile import TemporaryDirectory
 
 from ....assembly.node_parts import OpenTier, SlotMemory
 from ....handlers.node.path_wire import NodeState
-from ....manager.below.port import Ended, Put
-from ....manager.flow import MAX_JOBS_IN_FLIGHT, batch_blocks
-from ....tiers.base import BlockOutcome
+from ....manager.flow import batch_blocks
 from ....tiers.cpu.arena import Arena, ArenaRole
 from ....tiers.cpu.header import ArenaGeometry
 from ....tiers.nvme.namespace import NamespaceKey
@@ -37,7 +35,13 @@ from ...commands.bench.bench_results import (
     BenchError,
     Quantity,
 )
-from ...commands.bench.bench_tier import new_keys, node_cpu_s, open_bench_tier, reset_tier
+from ...commands.bench.bench_tier import (
+    move_blocks,
+    new_keys,
+    node_cpu_s,
+    open_bench_tier,
+    reset_tier,
+)
 from ...commands.bench.raw_disk import THREADS, RawDisk, drop_page_cache
 from .measurement import Case, Figures, Measurement, MeasurementSetup
 
@@ -45,7 +49,6 @@ SHAPES = ((1, 512 * KIB), (2, 512 * KIB), (4, 512 * KIB), (8, 64 * KIB))
 """Engines, and bytes of a block."""
 CAPACITY_FACTOR = 1.5
 SPARE_BYTES = 256 * MIB
-PAUSE_S = 0.002
 PHASE_LIMIT_S = 120.0
 CLOSE_LIMIT_S = 5.0
 ENGINES_CPU, WRITER_CPU = "CPU time of all nodes, down", "CPU time of the writer's node, down"
@@ -87,7 +90,6 @@ class _Mover:
         arena[:] = os.urandom(MIB) * (len(arena) // MIB) + bytes(len(arena) % MIB)
         self._expected = bytes(arena)
         self._keys = new_keys(share.blocks)
-        self._tickets = 0
 
     def run(self, phase: str) -> PhaseEnd:
         """Run one phase to its end. Raises `BenchError`."""
@@ -107,45 +109,9 @@ class _Mover:
         return PhaseEnd(took_s, cpu_s, self._tier.port.feed.state is NodeState.LEADING)
 
     def _move(self, *, is_put: bool) -> None:
-        """Keep some jobs in flight until each block was moved; blocks put off are offered again."""
-        port, per_job = self._tier.port, batch_blocks(self._share.block_bytes)
-        left, flying = list(range(len(self._keys))), dict[int, list[int]]()
-        end_s = time.monotonic() + PHASE_LIMIT_S
-        while left or flying:
-            if time.monotonic() > end_s:
-                raise BenchError(f"{len(left)} blocks were not moved in {PHASE_LIMIT_S:.0f} s")
-            while left and len(flying) < MAX_JOBS_IN_FLIGHT:
-                some, ticket = left[:per_job], self._tickets
-                started = self._start(ticket, some, is_put=is_put)
-                if not started:
-                    break
-                self._tickets += 1
-                flying[ticket] = started
-                left = [at for at in some if at not in set(started)] + left[per_job:]
-            port.maintain()
-            for ended in self._ended():
-                moved = zip(flying.pop(ended.ticket), ended.outcomes, strict=True)
-                left += [at for at, outcome in moved if outcome is not BlockOutcome.OK]
-            port.take_lost()
-
-    def _ended(self) -> list[Ended]:
-        """Return jobs that ended; wait for the first one, `PAUSE_S` at most."""
-        found: list[Ended] = []
-
-        def has_ended() -> bool:
-            found.extend(self._tier.port.poll())
-            return bool(found)
-
-        self._tier.node.wait(has_ended, PAUSE_S)
-        return found
-
-    def _start(self, ticket: int, places: list[int], *, is_put: bool) -> list[int]:
-        port, keys = self._tier.port, [self._keys[at] for at in places]
-        if not is_put:
-            port.get(ticket, 1, keys, places)
-            return places
-        answers = port.put(ticket, keys, places)
-        return [at for at, answer in zip(places, answers, strict=True) if answer is Put.STARTED]
+        """Move each block once, in jobs of an engine's size."""
+        per_job = batch_blocks(self._share.block_bytes)
+        move_blocks(self._tier, self._keys, per_job, PHASE_LIMIT_S, is_put=is_put)
 
 
 def serve(share: EngineShare, orders: Connection) -> None:

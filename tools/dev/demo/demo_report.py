@@ -1,68 +1,13 @@
-"""Output of the demo: progress while it runs, and a table at the end."""
+"""The table of the demo."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from .demo_results import DemoTimes, Other, Phase
-
-PLAIN_WIDTH = 100
-"""Width in columns if the output is not a terminal."""
-PLAIN_STEPS = 4
-"""Progress lines per phase if the output is not a terminal."""
-
-
-class Count(Protocol):
-    """Callback with the number of answered requests."""
-
-    def __call__(self, answered: int) -> None: ...
-
-
-class DemoReporter:
-    """Prints progress: bars on a terminal, lines elsewhere."""
-
-    def __init__(self, console: Console | None = None) -> None:
-        plain = Console()
-        self.console = console or (plain if plain.is_terminal else Console(width=PLAIN_WIDTH))
-
-    def say(self, text: str) -> None:
-        """Print one line."""
-        self.console.print(text, highlight=False, markup=False)
-
-    @contextmanager
-    def requests(self, total: int) -> Iterator[Count]:
-        """Show progress over `total` requests; yield a callback that counts answered requests."""
-        if not self.console.is_terminal:
-            yield self._plain_count(total)
-            return
-        columns = (
-            TextColumn("    requests"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=self.console, transient=True) as progress:
-            task = progress.add_task("requests", total=total)
-            yield lambda answered: progress.advance(task, answered)
-
-    def _plain_count(self, total: int) -> Count:
-        done = 0
-
-        def count(answered: int) -> None:
-            nonlocal done
-            before, done = done, done + answered
-            if before * PLAIN_STEPS // total != done * PLAIN_STEPS // total:
-                self.say(f"    {done} of {total} requests answered")
-
-        return count
-
 
 SAME = "–"
 """Cell of a comparison that was not made."""

@@ -146,12 +146,6 @@ def times(values_s: Iterable[float]) -> DemoTimes:
     return DemoTimes(quantile(values, 0.5), quantile(values, 0.95))
 
 
-def wrong_tokens(given: Sequence[int], expected: Sequence[int]) -> int:
-    """Return the number of positions that differ, including missing or additional tokens."""
-    differing = sum(a != b for a, b in zip(given, expected, strict=False))
-    return differing + abs(len(given) - len(expected))
-
-
 def sources_of(replies: Sequence[Reply], metrics: Metrics, block_tokens: int) -> Sources:
     """Return the sources of the tokens by the engine's counters; raise if they are inconsistent.
 

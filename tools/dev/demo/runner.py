@@ -18,11 +18,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from ..server import Completion, offloading, tiering_options
+from ...commands.bench.bench_report import Reporter
+from ..server import (
+    BLOCK_TOKENS,
+    ServerProcess,
+    cascade_extra,
+    differing_tokens,
+    offloading,
+    server_options,
+    tiering_options,
+)
 from . import disk
-from .demo_report import DemoReporter
 from .demo_results import (
     READ_BYTES,
     WRITTEN_BYTES,
@@ -37,13 +45,10 @@ from .demo_results import (
     sources_of,
     tiering_sources,
     times,
-    wrong_tokens,
 )
 from .workload import ChatShape, Turn, Workload, waves
 
 KIB, MIB = 1 << 10, 1 << 20
-BLOCK_TOKENS = 32
-"""Tokens per block; the engine on CPU requires multiples of 32."""
 WIDTH = 2
 """Number of requests that are sent together."""
 DIRTY_AGE_S = 0.5
@@ -74,24 +79,12 @@ class Settings:
     cpu_bytes: int = 20 * MIB
     nvme_bytes: int = 96 * MIB
     segment_bytes: int = 16 * MIB
-    engine_options: Mapping[str, Any] | None = None
-    """Further arguments for the engine, such as its share of the GPU."""
 
     def server(self, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the arguments of a server: with offloading if there are options for it."""
-        options: dict[str, Any] = {
-            "model": str(self.model),
-            "dtype": "float32",
-            "max_model_len": 32 * -(-self.shape.prompt_tokens_max // 32),
-            "enforce_eager": True,
-            "enable_prefix_caching": True,
-            "block_size": BLOCK_TOKENS,
-            "num_gpu_blocks_override": self.gpu_blocks,
-            **(self.engine_options or {}),
-        }
-        if extra is not None:
-            options["kv_transfer_config"] = offloading(extra)
-        return options
+        tokens_max = BLOCK_TOKENS * -(-self.shape.prompt_tokens_max // BLOCK_TOKENS)
+        transfer = None if extra is None else offloading(extra)
+        return server_options(self.model, tokens_max, self.gpu_blocks, transfer, on_cpu=self.on_cpu)
 
     def tiering(self) -> dict[str, Any]:
         """Return the options of vLLM's own tiering."""
@@ -99,63 +92,21 @@ class Settings:
 
     def cascade(self, nvme: Path, remote: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of kvcascade with three tiers."""
-        return {
-            "spec_name": "CascadeOffloadingSpec",
-            "spec_module_path": "kvcascade.spec",
-            "dirty_age_s": DIRTY_AGE_S,
-            "tiers": [
-                {"type": "cpu", "capacity": self.cpu_bytes},
-                {
-                    "type": "nvme",
-                    "capacity": self.nvme_bytes,
-                    "path": str(nvme),
-                    "min_free": 0,
-                    "segment_size": self.segment_bytes,
-                },
-                {"type": "remote", "writes": "through", **remote},
-            ],
-        }
+        tiers = [
+            {"type": "cpu", "capacity": self.cpu_bytes},
+            {
+                "type": "nvme",
+                "capacity": self.nvme_bytes,
+                "path": str(nvme),
+                "min_free": 0,
+                "segment_size": self.segment_bytes,
+            },
+            {"type": "remote", "writes": "through", **remote},
+        ]
+        return cascade_extra(tiers, dirty_age_s=DIRTY_AGE_S)
 
 
-class Server(Protocol):
-    """Interface of a server, as a phase needs it."""
-
-    def ready(self) -> float:
-        """Wait until the server answers; return the seconds since its start."""
-        ...
-
-    def version(self) -> str:
-        """Return the version of vLLM."""
-        ...
-
-    def complete_all(
-        self, prompts: Sequence[Sequence[int]], answer_tokens: int, clients: int
-    ) -> list[Completion]:
-        """Request completions of all prompts, with `clients` at a time."""
-        ...
-
-    def send(self, prompts: Sequence[Sequence[int]], answer_tokens: int) -> None:
-        """Send requests without waiting for answers."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Return the growth of the server's counters."""
-        ...
-
-    def process_numbers(self) -> list[int]:
-        """Return the process ids of the server."""
-        ...
-
-    def stop(self) -> None:
-        """Stop the server by SIGTERM."""
-        ...
-
-    def kill(self) -> int:
-        """Kill all processes of the server by `kill -9`; return how many there were."""
-        ...
-
-
-Launch = Callable[[str, Mapping[str, Any]], AbstractContextManager[Server]]
+Launch = Callable[[str, Mapping[str, Any]], AbstractContextManager[ServerProcess]]
 """Function that starts a server, given the name of its log and its arguments."""
 StartRemote = Callable[[], AbstractContextManager[Mapping[str, Any]]]
 """Function that starts a server for blocks; it yields the options of a remote tier there."""
@@ -179,7 +130,7 @@ class Demo:
         settings: Settings,
         launch: Launch,
         start_remote: StartRemote,
-        reporter: DemoReporter,
+        reporter: Reporter,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self.settings = settings
@@ -243,7 +194,7 @@ class Demo:
             leftovers=served.leftovers,
         )
         self.phases.append(phase)
-        self._reporter.say(f"    {_summary(phase)}")
+        self._reporter.print(f"    {_summary(phase)}")
 
     def _tiering(
         self, key: str, title: str, turns: Sequence[Turn], is_killed: bool
@@ -268,9 +219,8 @@ class Demo:
         is_killed: bool,
     ) -> _Served:
         """Run a server from its start to its end."""
-        say = self._reporter.say
-        say(f"{name}: starting a server")
-        with self._launch(f"{log}.log", self.settings.server(extra)) as server:
+        say, options = self._reporter.print, self.settings.server(extra)
+        with self._reporter.measuring(name), self._launch(f"{log}.log", options) as server:
             start_s = server.ready()
             self.engine_version = server.version()
             say(f"    ready after {start_s:.1f} s; {len(turns)} requests")
@@ -286,24 +236,25 @@ class Demo:
                 server.stop()
         return _Served(replies, metrics, start_s, disk.left_behind(shared))
 
-    def _answer(self, server: Server, turns: Sequence[Turn], is_reference: bool) -> list[Reply]:
+    def _answer(
+        self, server: ServerProcess, turns: Sequence[Turn], is_reference: bool
+    ) -> list[Reply]:
         """Send all requests; the prompts of every phase contain the answers of the reference."""
         replies: list[Reply] = []
-        with self._reporter.requests(len(turns)) as count:
-            for wave in waves(turns, WIDTH):
-                prompts = self._prompts(wave)
-                completions = server.complete_all(prompts, self._answer_tokens, WIDTH)
-                answered = [Reply.to(turn, c) for turn, c in zip(wave, completions, strict=True)]
-                if is_reference:
-                    self._reference.update((reply.turn, reply) for reply in answered)
-                replies += answered
-                count(len(answered))
+        for wave in waves(turns, WIDTH):
+            prompts = self._prompts(wave)
+            completions = server.complete_all(prompts, self._answer_tokens, WIDTH)
+            answered = [Reply.to(turn, c) for turn, c in zip(wave, completions, strict=True)]
+            if is_reference:
+                self._reference.update((reply.turn, reply) for reply in answered)
+            replies += answered
+            self._reporter.progress(f"{len(replies)} of {len(turns)} requests answered")
         return replies
 
-    def _kill(self, server: Server, turns: Sequence[Turn]) -> None:
+    def _kill(self, server: ServerProcess, turns: Sequence[Turn]) -> None:
         server.send(self._prompts(turns[:WIDTH]), LONG_ANSWER * self._answer_tokens)
         self._pause(KILL_AFTER_S)
-        self._reporter.say(f"    kill -9 of all {server.kill()} processes, with requests running")
+        self._reporter.print(f"    kill -9 of all {server.kill()} processes, with requests running")
 
     @property
     def _answer_tokens(self) -> int:
@@ -314,7 +265,7 @@ class Demo:
         return [self._workload.prompt(turn, answers) for turn in turns]
 
     def _wrong_tokens(self, replies: Iterable[Reply]) -> int:
-        return sum(wrong_tokens(r.tokens, self._reference[r.turn].tokens) for r in replies)
+        return sum(differing_tokens(r.tokens, self._reference[r.turn].tokens) for r in replies)
 
 
 def _sources(key: str, replies: Sequence[Reply], metrics: Metrics) -> Sources:

@@ -8,9 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ....commands.bench.bench_results import NONE, OURS, VLLM, Goal, Quantity
-from ...server import is_on_cpu, write_tokenizer
+from ...server import BLOCK_TOKENS, is_on_cpu
 from ..measurement import Case, Measurement, MeasurementSetup
-from ..scale import BLOCK_TOKENS, EngineScale
+from ..scale import EngineScale
 
 if TYPE_CHECKING:
     from .engine_runs import EngineRuns
@@ -47,19 +47,10 @@ def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
 
 def make_runs(setup: MeasurementSetup, scale: EngineScale) -> EngineRuns:
     """Return servers of every contender over a model of this scale, which is created."""
-    from ...model import make_llama
-    from .engine_runs import VOCABULARY, EngineRuns, Servers
+    from .engine_runs import EngineRuns, Servers, make_model
 
-    positions = scale.prompt_tokens_max
-    model = make_llama(
-        setup.folder / "model",
-        layers=scale.layers,
-        hidden=scale.hidden,
-        vocab=VOCABULARY,
-        max_positions=positions,
-    )
-    write_tokenizer(model, VOCABULARY)
-    return EngineRuns(Servers(setup.folder, is_on_cpu(), setup.say), model, scale)
+    servers = Servers(setup.folder, is_on_cpu(), setup.say)
+    return EngineRuns(servers, make_model(setup.folder, scale), scale)
 
 
 def prefixes_case(runs: EngineRuns, scale: EngineScale, repeats: int) -> Case:

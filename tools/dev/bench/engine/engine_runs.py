@@ -19,25 +19,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from ....commands.bench.bench_results import LMCACHE, NONE, OURS, VLLM, BenchError, quantile
 from ...demo import disk
 from ...server import (
+    BLOCK_TOKENS,
     COMMAND,
-    CPU_ENVIRONMENT,
-    ENVIRONMENT,
-    GPU_OPTIONS,
     ServerError,
     ServerProcess,
+    cascade_extra,
+    differing_tokens,
+    environment_of,
     offloading,
+    served_model,
+    server_options,
     tiering_options,
 )
 from ..lmcache_peer import QUIET, remove_memory, transfer_config
 from ..measurement import Say
-from ..scale import BLOCK_TOKENS, SUFFIX_BLOCKS, EngineScale
+from ..scale import SUFFIX_BLOCKS, EngineScale, RestartScale
 
 ANSWER_TOKENS = 4
 FIRST_TOKEN = 3
@@ -106,6 +108,17 @@ def one_pass(scale: EngineScale) -> list[Prompt]:
     ]
 
 
+def make_model(folder: Path, scale: EngineScale | RestartScale) -> Path:
+    """Write the model of a scale, with its tokenizer; return its folder."""
+    return served_model(
+        folder / "model",
+        VOCABULARY,
+        layers=scale.layers,
+        hidden=scale.hidden,
+        max_positions=scale.prompt_tokens_max,
+    )
+
+
 class FreshRounds:
     """An engine that receives prompts without repetition, with new ones in each round.
 
@@ -161,7 +174,8 @@ class Servers:
         self._started += 1
         self._say(f"{contender}: starting server {self._started}")
         log = self._folder / f"server-{self._started}.log"
-        environment = {**ENVIRONMENT, **QUIET, **(_cpu_environment() if self._on_cpu else {})}
+        environment = {**environment_of(on_cpu=self._on_cpu), **QUIET}
+        environment |= _cpu_environment() if self._on_cpu else {}
         try:
             with ServerProcess(log, options, environment, self._command(contender)) as server:
                 server.ready()
@@ -189,20 +203,7 @@ class Servers:
         self, model: Path, tokens_max: int, device_blocks: int, transfer: dict[str, Any] | None
     ) -> dict[str, Any]:
         """Return the arguments of a server; `transfer` is the result of `transfer`."""
-        found: dict[str, Any] = {
-            "model": str(model),
-            "dtype": "float32",
-            "max_model_len": tokens_max,
-            "enforce_eager": True,
-            "enable_prefix_caching": True,
-            "block_size": BLOCK_TOKENS,
-            "num_gpu_blocks_override": device_blocks,
-        }
-        if not self._on_cpu:
-            found |= GPU_OPTIONS
-        if transfer is not None:
-            found["kv_transfer_config"] = transfer
-        return found
+        return server_options(model, tokens_max, device_blocks, transfer, on_cpu=self._on_cpu)
 
     def transfer(
         self, contender: str, folder: Path, cpu_bytes: int, nvme: dict[str, Any]
@@ -228,11 +229,7 @@ class Servers:
             return tiering_options(self._on_cpu, cpu_bytes, folder)
         assert contender == OURS
         tier = {"type": "nvme", "path": str(folder), "min_free": 0, **nvme}
-        return {
-            "spec_name": "CascadeOffloadingSpec",
-            "spec_module_path": "kvcascade.spec",
-            "tiers": [{"type": "cpu", "capacity": cpu_bytes}, tier],
-        }
+        return cascade_extra([{"type": "cpu", "capacity": cpu_bytes}, tier])
 
 
 class EngineRuns:
@@ -310,10 +307,9 @@ class EngineRuns:
         self._first_pass = self._first_pass or passes[0].tokens
         return float(
             sum(
-                a != b
+                differing_tokens(found, expected)
                 for answers in passes
                 for expected, found in zip(self._first_pass, answers.tokens, strict=True)
-                for a, b in zip_longest(expected, found)
             )
         )
 
@@ -356,7 +352,7 @@ class EngineRuns:
 
 
 def _cpu_environment() -> dict[str, str]:
-    """Return the environment, which is the same for every contender.
+    """Return more of the environment, which is the same for every contender.
 
     Cores: by default vLLM reserves one for its scheduler and, with a connector, another one, if
     there are enough. On two cores, only the engine without a connector would lose half of its
@@ -366,7 +362,7 @@ def _cpu_environment() -> dict[str, str]:
     page. By default this depends on the layout of its heap.
     """
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    return {**CPU_ENVIRONMENT, **KEPT_MEMORY, "VLLM_CPU_OMP_THREADS_BIND": cores}
+    return {**KEPT_MEMORY, "VLLM_CPU_OMP_THREADS_BIND": cores}
 
 
 def written_bytes(contender: str, folder: Path) -> int:

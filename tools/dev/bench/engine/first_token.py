@@ -11,15 +11,14 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ....commands.bench.bench_results import LMCACHE, NONE, OURS, VLLM, Goal, Quantity, quantile
-from ...server import Completion, ServerProcess, is_on_cpu
+from ...server import BLOCK_TOKENS, Completion, ServerProcess, differing_tokens, is_on_cpu
 from ..lmcache_peer import is_measured
 from ..measurement import Case, Figures, Measurement, MeasurementSetup
-from ..scale import BLOCK_TOKENS, RestartScale
+from ..scale import RestartScale
 from .restart import (
     ANSWER_TOKENS,
     TAIL_TOKENS,
@@ -27,7 +26,6 @@ from .restart import (
     computed_tokens,
     documents,
     kill_server,
-    make_model,
     options_of,
     random_tokens,
     stop_server,
@@ -154,14 +152,12 @@ class Lifetimes:
             ttft_s = quantile((answer.ttft_s for answer in answers), 0.5)
             figures[f"{moment}: {TTFT}"] = ttft_s * 1e3
             figures[f"{moment}: {COMPUTED}"] = computed_tokens(answers)
-        pairs = [
-            pair
+        unlike = (
+            differing_tokens(answer.tokens, expected)
             for answers in passes
             for expected, answer in zip(self._expected, answers, strict=True)
-            for pair in zip_longest(expected, answer.tokens)
-        ]
-        figures[UNLIKE.name] = float(sum(a != b for a, b in pairs))
-        return figures
+        )
+        return figures | {UNLIKE.name: float(sum(unlike))}
 
 
 def scale_of(scale: RestartScale) -> RestartScale:
@@ -182,7 +178,7 @@ def _warm_up(scale: RestartScale, number: int) -> list[Prompt]:
 
 def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
     """Yield one case: all contenders with the same documents."""
-    from .engine_runs import Servers
+    from .engine_runs import Servers, make_model
 
     scale = scale_of(setup.scale.restart)
     contenders = ORDER if is_measured(setup) else tuple(who for who in ORDER if who != LMCACHE)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....commands.bench.bench_results import MIB, OURS, VLLM, Goal, Quantity, quantile
-from ...server import is_on_cpu, write_tokenizer
+from ...server import BLOCK_TOKENS, is_on_cpu
 from ..measurement import Case, Figures, Measurement, MeasurementSetup
-from ..scale import BLOCK_TOKENS, RestartScale
+from ..scale import RestartScale
 
 if TYPE_CHECKING:
     from ...server import Completion, ServerProcess
@@ -154,25 +154,9 @@ def computed_tokens(answers: Sequence[Completion]) -> float:
     return float(sum(answer.prompt_tokens - answer.cached_tokens for answer in answers))
 
 
-def make_model(folder: Path, scale: RestartScale) -> Path:
-    """Write the model of a scale, with its tokenizer; return its folder."""
-    from ...model import make_llama
-    from .engine_runs import VOCABULARY
-
-    model = make_llama(
-        folder / "model",
-        layers=scale.layers,
-        hidden=scale.hidden,
-        vocab=VOCABULARY,
-        max_positions=scale.prompt_tokens_max,
-    )
-    write_tokenizer(model, VOCABULARY)
-    return model
-
-
 def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
     """Yield two ways to end a server, then storms with increasing numbers of clients."""
-    from .engine_runs import Servers
+    from .engine_runs import Servers, make_model
 
     scale = setup.scale.restart
     servers = Servers(setup.folder, is_on_cpu(), setup.say)

@@ -18,7 +18,7 @@ from .....handlers.device.geometry import PageRef, TensorLayout, WorkerLayout
 from .....handlers.device.hazards import Direction
 from .....tiers.cpu.arena import Arena, ArenaRole
 from .....tiers.cpu.header import ArenaGeometry
-from ....commands.bench.bench_results import LIMIT, OURS, Goal, Quantity
+from ....commands.bench.bench_results import GIB, LIMIT, OURS, Goal, Quantity
 from ..measurement import Case, Figures, Measurement, MeasurementSetup
 from .gpu_device import Contender, CudaDevice, Device, DeviceRoom
 from .gpu_moves import (
@@ -63,7 +63,6 @@ CALL = (Goal(1.0),)
 REPEATS_MAX = 3
 """Maximum repetitions of a case, so that the time suffices for all shapes."""
 
-GIB = 1 << 30
 PINNED = "CPU memory is pinned"
 
 

@@ -19,13 +19,12 @@ import numpy as np
 from .....handlers.device.copier import DeviceCopier, GpuBlocks, TransferResult
 from .....handlers.device.hazards import Direction
 from .....tiers.base import SlotArray
-from ....commands.bench.bench_results import BenchError
+from ....commands.bench.bench_results import GIGA, BenchError
 from ..measurement import Figures
 
 if TYPE_CHECKING:
     import torch
 
-GIGA = 1e9
 BYTES_PER_TIMING = 2 << 30
 """Bytes to move for one timing; transfers are repeated until then."""
 REPEATS_MAX = 50
@@ -85,9 +84,9 @@ class GpuTransfer:
     slots: SlotArray
 
     @classmethod
-    def scattered(cls, count: int, blocks: int, slots: int, seed: int = 0) -> GpuTransfer:
+    def scattered(cls, count: int, blocks: int, slots: int) -> GpuTransfer:
         """Return a transfer of `count` different blocks and slots."""
-        source = random.Random(seed)
+        source = random.Random(0)
         ids = source.sample(range(blocks), count)
         return cls(
             GpuBlocks.of(ids, [count], [0]),

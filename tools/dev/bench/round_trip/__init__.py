@@ -21,7 +21,7 @@ from .....config.sizes import human
 from .....tiers.base import BlockHash
 from .....tiers.cpu.arena import DEFAULT_ARENA_DIR
 from .....tiers.cpu.header import ArenaGeometry
-from ....commands.bench.bench_results import MIB, OURS, BenchError, Quantity
+from ....commands.bench.bench_results import GIGA, MIB, OURS, BenchError, Quantity
 from ....commands.bench.raw_disk import drop_page_cache
 from ..gpu.gpu import MEMORY_SHARE, GpuShape
 from ..measurement import Case, Figures, Measurement, MeasurementSetup
@@ -43,7 +43,6 @@ WINDOW = 6
 """Number of requests that wait for their blocks concurrently."""
 NEEDED = ("lmdb", "msgspec")
 """Modules of the NVMe tier, which other measurements on a GPU do without."""
-GIGA = 1e9
 CPU, CUDA = "cpu", "cuda"
 
 STORED, WRITTEN = "device to CPU tier", "CPU tier to NVMe"

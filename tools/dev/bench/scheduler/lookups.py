@@ -19,7 +19,6 @@ AGAIN, AGAIN_AS_HIT = "asked again while pending", "  beside vLLM's plain hit"
 STEPS = "steps before it is on its way"
 CPU_FACTOR = 5
 """Slots of the CPU tier per block of a lookup, so that every block gets room."""
-READ_BYTES = 4 << 20
 VLLM_FILES = 4096
 """Blocks in vLLM's `fs` tier: one file and two folders each."""
 
@@ -39,15 +38,15 @@ def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
 
 def ours(folder: Path, blocks: int, setup: MeasurementSetup) -> Figures:
     """Reopen, and look up blocks that are present, absent, and being promoted."""
-    from ..vllm_calls import as_offload_key, copied, over
+    from ..vllm_calls import copied, over
     from .vllm_lookups import ask_ours
 
     asked = min(setup.scale.questions, blocks // 2)
     numbers = random.sample(range(blocks), 2 * asked)
-    keys = copied([as_offload_key(key_of(number)) for number in numbers])
+    keys = copied([key_of(number) for number in numbers])
     drop_page_cache([folder])
     opened = open_stalled(folder, blocks, CPU_FACTOR * 2 * asked)
-    warm_up = partial(read_file, opened.presence)
+    warm_up = opened.presence.read_bytes  # into the page cache
     found = ask_ours(over(opened.manager), keys, warm_up, opened.node.jobs)
     return {
         COLD_HIT: found.cold_hit_us,
@@ -58,14 +57,6 @@ def ours(folder: Path, blocks: int, setup: MeasurementSetup) -> Figures:
         AGAIN_AS_HIT: found.again_us,
         STEPS: found.steps,
     }
-
-
-def read_file(path: Path) -> None:
-    """Read a file into the page cache."""
-    buffer = bytearray(READ_BYTES)
-    with path.open("rb", buffering=0) as file:
-        while file.readinto(buffer):
-            pass
 
 
 def vllm(setup: MeasurementSetup) -> Figures:

@@ -51,7 +51,7 @@ Request = tuple[ReqContext, list[OffloadKey]]
 def ask_ours(
     manager: OffloadingManager,
     keys: Sequence[OffloadKey],
-    warm_up: Callable[[], None],
+    warm_up: Callable[[], object],
     promotions: list[int],
 ) -> OurAnswers:
     """Look up present and absent blocks, before and after `warm_up`.
