@@ -34,7 +34,7 @@ from ...segments.format import (
 from ...segments.segment_files import SegmentFiles
 from ..block_table import block_table_bytes
 from ..path_messages import NamespaceSpec
-from .path_capacity import BUDGET_LOCK
+from .older_versions import BUDGET_LOCK
 from .path_plan import SegmentPlan, plan_segments, slots_of_segment
 
 BLOCKS, PRESENCE, STATE, SEGMENTS = "blocks", "presence", "state", "segments"

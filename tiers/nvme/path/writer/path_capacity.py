@@ -26,11 +26,8 @@ from ...namespace import (
     remove_locked_namespace,
 )
 from ..path_messages import PathOptions
+from .older_versions import BUDGET_LOCK, BUDGET_WAIT_S, growth_bytes
 
-BUDGET_LOCK = ".kvcascade.lock"
-"""Lock file in each path that older versions hold while they make a file."""
-BUDGET_WAIT_S = 30.0
-"""Longest wait for an engine of an older version that makes a file."""
 PATH_REST_S = 5.0
 """Rest of a path after a failed write; then it is tried again."""
 RETRY_AFTER_S = 30.0
@@ -129,12 +126,13 @@ class PathCapacity:
 
     def _make_room(self, root: Path, growth: int, own_bytes: int, own: frozenset[Path]) -> int:
         taken = remove_leftovers(self._fs, root)
-        held = 0
+        ahead = held = 0
         with ExitStack() as locks:
             idle: list[FoundNamespace] = []
             for one in self._others(root, own):
                 lock = lock_namespace(self._fs, one.path)
                 if lock is None:
+                    ahead += growth_bytes(self._fs, one.path)
                     held += one.used_bytes
                 else:
                     locks.callback(lock.release)
@@ -142,10 +140,11 @@ class PathCapacity:
                 taken += one.used_bytes
             with os_errors(f"asking for the free space of {root}"):
                 free = self._fs.free_bytes(root)
-            over = taken + own_bytes - self.share_bytes
-            short = growth + self.options.min_free_bytes - free
+            over = taken + ahead + own_bytes - self.share_bytes
+            reserve = self.options.min_free_bytes
+            short = growth + reserve + (ahead if reserve else 0) - free
             self._remove_oldest(root, idle, over, short)
-            return held
+            return held + ahead
 
     def _remove_oldest(
         self, root: Path, idle: Sequence[FoundNamespace], over: int, short: int
