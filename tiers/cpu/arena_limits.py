@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...config.machine import HUGETLBFS, ThisMachine
+from ...config.machine import HUGETLBFS, Machine
 from ...config.sizes import human
 from ...errors import ConfigError, os_errors
 from .huge_pages import may_share_huge_pages
@@ -36,7 +36,7 @@ class MachineMemory:
 
 def probe_machine(arena_dir: str) -> MachineMemory:
     """Read the limits of this machine. Raises a `KVCascadeError` if that fails."""
-    machine, folder = ThisMachine(), Path(arena_dir)
+    machine, folder = Machine(), Path(arena_dir)
     with os_errors(f"asking for the free space of arena_dir {arena_dir}"):
         free = machine.disk(folder).free
         block_bytes = os.statvfs(folder).f_bsize
