@@ -12,7 +12,6 @@ from kvcascade.config.cgroup import NO_LIMIT, GroupMemory, group_memory
 from kvcascade.config.machine import Machine, cpu_capacity
 from kvcascade.config.schema import parse
 from kvcascade.errors import ConfigError
-from kvcascade.tiers.cpu import arena_limits as late
 from kvcascade.tiers.cpu.arena_limits import check_capacity, probe_machine
 
 GIB = 1 << 30
@@ -97,9 +96,8 @@ def test_both_checks_know_the_container(tmp_path: Path, monkeypatch: pytest.Monk
     """The early one before the model loads, the late one before memory is taken."""
     host = SimpleNamespace(total=1024 * GIB, available=900 * GIB)
     limits = GroupMemory(64 * MIB, 20 * MIB)
-    for module in (early, late):
-        monkeypatch.setattr(module, "group_memory", lambda: limits)
-        monkeypatch.setattr(module.psutil, "virtual_memory", lambda: host)
+    monkeypatch.setattr(early, "group_memory", lambda: limits)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: host)
     memory = Machine().memory()
     assert (memory.total, memory.available) == (64 * MIB, 20 * MIB)
     config = parse({"tiers": [{"type": "cpu", "capacity": "25%", "arena_dir": str(tmp_path)}]})

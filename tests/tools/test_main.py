@@ -249,6 +249,7 @@ def test_completion_for_a_home_that_cannot_be_written(
 ) -> None:
     (tmp_path / "home").touch()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # the test names it
     assert main(["--install-completion", "bash"]) == ExitCode.CANNOT_OPEN
     said = capsys.readouterr().err
     assert "cannot be written" in said and "--show-completion" in said and said.count("\n") == 1
