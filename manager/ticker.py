@@ -1,8 +1,8 @@
 """Background thread that maintains the cascade while the engine is idle.
 
 vLLM makes no calls between requests. Due blocks and ended transfers must not wait for the next
-request. The thread calls `maintain`, which returns at once if the scheduler holds the lock. The
-thread therefore never delays the scheduler.
+request. The thread calls `maintain`, which returns at once if the scheduler holds the lock. So it
+delays the scheduler by one `maintain` at most.
 """
 
 from __future__ import annotations
