@@ -338,6 +338,7 @@ class NodeTwin:
             return
         self.outbox.clear()  # a new socket has nothing of the former one
         self.inbox.clear()
+        self.has_lost = False
         self.client = self.rig.writer.connect()
         self.node.linked(is_leader=False)
 
