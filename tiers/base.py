@@ -23,6 +23,9 @@ import numpy.typing as npt
 BlockHash = NewType("BlockHash", bytes)
 """Chained prefix hash that identifies a block: opaque bytes, at most 255."""
 
+GROUP_BYTES = 4
+"""Length of the KV group's number, with which vLLM's hashes of blocks end."""
+
 SlotArray = npt.NDArray[np.int32]
 """Slot numbers: int32 array of shape `(n,)`."""
 

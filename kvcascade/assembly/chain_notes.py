@@ -11,12 +11,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+from ..tiers.base import GROUP_BYTES
 from ..tiers.nvme.segments.chains import MAX_RUN_BLOCKS
 
 MAX_QUEUED = 256
 """Limit on requests that wait to be logged."""
-GROUP_BYTES = 4
-"""Length of the KV group's number, with which a key ends."""
 
 Write = Callable[[Sequence[bytes], int, int], None]
 """Writes a chain: its keys in prefix order, the number of them that earlier requests stored, and

@@ -37,7 +37,7 @@ from ..handlers.device.copier import GpuBlocks
 from ..manager.base import HIT, MISS, PENDING, BlockEvent
 from ..manager.request import Request
 from ..manager.standstill import Standstill
-from ..tiers.base import BlockHash, SlotSpec
+from ..tiers.base import GROUP_BYTES, BlockHash, SlotSpec
 from . import engine_facts, offload_metrics
 from .generation import (
     Locality,
@@ -71,8 +71,6 @@ if TYPE_CHECKING:
 log_beside_vllm()
 
 _HIT, _MISS, _PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
-_GROUP_BYTES = 4
-"""Length of the KV group's number, with which a key ends."""
 _ROW_LAYOUTS = ("replicated_layout", "canonical_layout")
 """Options of vLLM's tiering that put the same bytes of a block in another order."""
 _PAGE_ORDER = "VLLM_KV_CACHE_LAYOUT"
@@ -162,7 +160,7 @@ class CascadeManager(OffloadingManager):
         One RETRY in each KV group is enough. After it, the search for a prefix ends with the first
         miss. The search for a window ends once all of its blocks are present or in flight.
         """
-        group = key[-_GROUP_BYTES:]
+        group = key[-GROUP_BYTES:]
         if group != self._deferred_group:
             self._deferred_group = group
             return LookupResult.RETRY

@@ -12,7 +12,7 @@ import msgspec
 
 from ...handlers.node.path_wire import JobDone, unpack_outcomes
 from ...handlers.node.remote_wire import AskJob, RemoteNote, VerbTotals
-from ...tiers.base import RESET_TICKS_PER_S, BlockHash, BlockOutcome
+from ...tiers.base import GROUP_BYTES, RESET_TICKS_PER_S, BlockHash, BlockOutcome
 from ...tiers.remote.presence import PresenceMemory, drop_oldest
 from ...tiers.remote.remote_counters import Verb
 from ..counters import latencies
@@ -21,8 +21,6 @@ from .single_tier import MAX_MARKS, NodeClient, NodeInbox
 CLOCK_SKEW_TICKS = 60 * RESET_TICKS_PER_S
 """Greatest difference of two hosts' clocks. An engine that stored blocks before it heard of a reset
 keeps them only if the reset is older than the engine by more than that."""
-GROUP_BYTES = 4
-"""Length of the KV group's number, with which a key ends."""
 
 _NO_ANSWER = frozenset({BlockOutcome.IO_ERROR, BlockOutcome.CANCELLED})
 """Outcomes of questions that the server did not answer."""

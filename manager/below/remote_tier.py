@@ -16,9 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from ...handlers.node.path_wire import JobDone, PutJob
+from ...handlers.node.path_wire import JobDone, PutJob, pack_slots
 from ...handlers.node.remote_wire import FetchJob, RemoteResetJob, ResetDone
 from ...tiers.base import BlockHash, BlockOutcome, new_reset_mark
 from ...tiers.breaker import Breaker
@@ -282,7 +280,7 @@ class _RemoteWrites(Traffic[RemoteFeed]):
         return answers_to_put(len(keys), (), started, Put.ALREADY)
 
     def _start(self, ticket: int, keys: list[BlockHash], slots: list[int]) -> bool:
-        packed, mark = np.array(slots, dtype=np.int32).tobytes(), self._flow.feed.mark
+        packed, mark = pack_slots(slots), self._flow.feed.mark
         self._epochs[ticket] = self._memory.epoch
         if self._submit(ticket, keys, lambda number: PutJob(number, list(keys), packed, mark)):
             return True

@@ -86,7 +86,7 @@ class RemoteRig:
         return [*ended.outcomes]
 
     def known(self, block_hash: BlockHash) -> Presence:
-        """What the store remembers of a block."""
+        """Return the presence of a block as the store remembers it."""
         return self.store._link.memory.of(block_hash)
 
     @property

@@ -16,6 +16,7 @@ from typing import Any
 from ...errors import ConfigError, FormatError
 from ...handlers.node.path_io import SEGMENTS
 from ...handlers.node.path_session import PathSession, open_session, tier_roots
+from ...tiers.base import GROUP_BYTES
 from ...tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ...tiers.nvme.path.block_scan import NamedBlock, ScanSource
 from ...tiers.nvme.path.payload_files import PayloadFiles
@@ -35,8 +36,6 @@ from .path_folders import (
 
 SEGMENTS_PER_QUESTION = 16
 """Segments that are deleted between two answers, so that Ctrl-C ends the command soon."""
-GROUP_BYTES = 4
-"""Length of the group's number at the end of a block hash, as vLLM makes hashes."""
 DELETE_LIMIT_S = 600.0
 """Longest wait for the deletion of files."""
 

@@ -86,7 +86,7 @@ def list_(
         with opened(remote, options) as tier, counting("listing", as_json) as advance:
             found = contents_of(tier, namespace, advance)
         if as_json:
-            emit("remote-ls", found.as_json())
+            emit("remote-ls", found)
         else:
             print_contents(found)
 
@@ -162,7 +162,7 @@ def gc(
         with opened(remote, options) as tier, counting("listing", as_json) as advance:
             report = collect_remote(tier, namespace, wish, advance, is_dry_run=dry_run)
         if as_json:
-            emit("remote-gc", report.as_json())
+            emit("remote-gc", report)
         else:
             print_collected(report)
     finish(ExitCode.PROBLEMS if report.failed else ExitCode.OK)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from ....tiers.remote.abilities import RemoteEntry
 from ....tiers.remote.base import RemoteOutcome
@@ -62,10 +61,6 @@ class RemoteCollected:
     """Number of blocks that the server did not remove."""
     note: str = ""
     """Advice on the usual way of this kind of server."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the report as a JSON object."""
-        return asdict(self)
 
 
 @dataclass(slots=True)

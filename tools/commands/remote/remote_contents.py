@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 from ....tiers.remote.abilities import RemoteEntry
 from ....tiers.remote.objects import parse_name, parts_of
@@ -59,10 +58,6 @@ class RemoteContents:
     generations: list[GenerationReport] = field(default_factory=list)
     other_objects: int = 0
     """Objects that are not blocks, such as those that hold the generations in a bucket."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the report as a JSON object."""
-        return asdict(self)
 
 
 class Generations:

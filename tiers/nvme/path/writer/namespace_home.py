@@ -218,6 +218,8 @@ def check_mounted(fs: FileSystem, roots: Sequence[Path]) -> None:
     Its disk is not mounted. All blocks in it would count as lost, and others would be written to
     the disk of the mount point. Raises `TierIOError` if a path cannot be listed.
     """
+    if len(roots) == 1:
+        return
     found = {name: read_description(fs, roots[0] / name) for name in homes_under(fs, roots[0])}
     names = [name for name, each in found.items() if each.get("parts") == len(roots)]
     for root in filter(fs.exists, roots[1:] if names else ()):
