@@ -52,7 +52,7 @@ from .tiers.nvme.namespace import NamespaceKey, is_namespace_name
 from .tiers.nvme.path.path_messages import PROTOCOL, Hello, NamespaceSpec, PathOptions, Touch
 from .tiers.nvme.path.presence_file import map_presence
 from .tiers.nvme.path.presence_table import PresenceTable
-from .tiers.nvme.path.writer.namespace_home import spec_of
+from .tiers.nvme.path.writer.namespace.namespace_home import spec_of
 from .tiers.nvme.segments.format import PAGE_BYTES
 
 TIMEOUT_S = 30.0

@@ -22,21 +22,21 @@ from ..tiers.base import BlockHash, BlockStatus, LoadStoreSpec
 from .admission import Admission, AdmitAll, PastUses
 from .base import BlockEvent, PrepareStoreOutput
 from .below.port import Below, Ended
-from .claim_queue import ClaimQueue
-from .claims import Holds, PromotionRoom
 from .counters import Counters
 from .demotion import Aging, Demoter
 from .flow import Clock, Flow
 from .flush import Closing
 from .level import Tier, Transfer
 from .lookup import Answers, Lookups
-from .promotion import Promoter
+from .promotion.claim_queue import ClaimQueue
+from .promotion.claims import Holds, PromotionRoom
+from .promotion.promoter import Promoter
+from .promotion.worth import PrefillSpeed, Worth
 from .request import Request, RequestEnds
 from .resets import Resets
 from .state import TierState
 from .stores import Stores
 from .workers import WorkerTransfers
-from .worth import PrefillSpeed, Worth
 
 STEPS_UNTIL_FLUSHED = 8
 """Number of steps after a reset until every worker has finished its earlier transfers. It exceeds

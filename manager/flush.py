@@ -17,10 +17,10 @@ from itertools import chain
 from typing import Any
 
 from ..tiers.base import BlockHash
-from .claims import Holds
 from .demotion import Demoter
 from .flow import Flow
 from .level import Level
+from .promotion.claims import Holds
 from .workers import WorkerTransfers
 
 RESTS_AT_MOST = 2

@@ -18,13 +18,13 @@ from typing import Any
 from ..tiers.base import BlockHash, BlockStatus
 from .base import HIT, MISS, PENDING, RETRY, LookupState
 from .below.port import ASKING
-from .claim_queue import ClaimQueue
 from .counters import Reason
 from .flow import Flow
-from .promotion import Promoter
+from .promotion.claim_queue import ClaimQueue
+from .promotion.promoter import Promoter
+from .promotion.worth import Worth
 from .request import Request
 from .workers import WorkerTransfers
-from .worth import Worth
 
 MAX_LOOKS_PER_STEP = 4096
 """Number of blocks that one step searches below, at 3 to 11 µs for each block found. Requests that

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, TypeVar
 from ..tiers.base import BlockHash, BlockStatus
 
 if TYPE_CHECKING:
-    from .claim_queue import ClaimQueue
-    from .claims import Claim
     from .demotion import Aging
     from .flow import Flow
-    from .worth import Worth
+    from .promotion.claim_queue import ClaimQueue
+    from .promotion.claims import Claim
+    from .promotion.worth import Worth
 
 Hash = TypeVar("Hash", bound=bytes)
 

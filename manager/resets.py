@@ -9,11 +9,11 @@ from collections import Counter
 from itertools import chain
 
 from ..config.schema import OnReset
-from .claim_queue import ClaimQueue
 from .demotion import Demoter
 from .flow import Flow
 from .lookup import Lookups
-from .promotion import Promoter
+from .promotion.claim_queue import ClaimQueue
+from .promotion.promoter import Promoter
 from .workers import WorkerTransfers
 
 

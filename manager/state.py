@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..handlers.node.remote_wire import RemoteNote
+from ..handlers.node.remote.remote_wire import RemoteNote
 from ..tiers.endurance import DayTotals
 
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from ..tiers.base import BlockHash
 from .base import PrepareStoreOutput
-from .claim_queue import ClaimQueue
 from .demotion import Demoter
 from .flow import Flow
 from .lookup import Answers
-from .promotion import Promoter
+from .promotion.claim_queue import ClaimQueue
+from .promotion.promoter import Promoter
+from .promotion.worth import Worth
 from .request import Request
 from .workers import WorkerTransfers
-from .worth import Worth
 
 MAX_DEFERRALS = 32
 """Largest number of consecutive deferred stores of a request. It is several times the usual number.

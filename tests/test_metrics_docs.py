@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcascade.handlers.node.remote_wire import RemoteNote
+from kvcascade.handlers.node.remote.remote_wire import RemoteNote
 from kvcascade.manager.counters import Counters
 from kvcascade.manager.state import TierState
 from kvcascade.observe.metrics import (

@@ -27,9 +27,9 @@ from ...tiers.nvme.path.lmdb_block_table import open_block_table
 from ...tiers.nvme.path.path_lock import PathDoor
 from ...tiers.nvme.path.path_messages import MAX_FRAME_BYTES, PathOptions, from_node
 from ...tiers.nvme.path.presence_file import boot_id
-from ...tiers.nvme.path.writer.namespace_start import StartMeans
+from ...tiers.nvme.path.writer.namespace.namespace_start import StartMeans
+from ...tiers.nvme.path.writer.namespace.waiting_grants import Reply
 from ...tiers.nvme.path.writer.path_writer import PathWriter
-from ...tiers.nvme.path.writer.waiting_grants import Reply
 from ...tiers.nvme.path.writer_note import note_of_this_process, save_note
 from .path_link import FrameSocket, Waker
 

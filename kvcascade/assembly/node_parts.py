@@ -35,7 +35,7 @@ from ..tiers.nvme.namespace import NamespaceKey
 from ..tiers.nvme.path.path_messages import PROTOCOL, Hello, PathOptions, chain_of
 from ..tiers.nvme.path.presence_file import map_presence
 from ..tiers.nvme.path.presence_table import PresenceTable
-from ..tiers.nvme.path.writer.namespace_home import spec_of
+from ..tiers.nvme.path.writer.namespace.namespace_home import spec_of
 from ..tiers.nvme.path.writer.path_plan import plan_segments, slots_of_segment
 from ..tiers.policies import order_class
 from .named import admission_rule

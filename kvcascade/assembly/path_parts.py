@@ -26,7 +26,7 @@ from ..errors import ConfigError, os_errors
 from ..tiers.nvme.disk.filesystem import FileSystem
 from ..tiers.nvme.namespace import DESCRIPTION, is_namespace_name
 from ..tiers.nvme.path.path_messages import NamespaceSpec, PathOptions
-from ..tiers.nvme.path.writer.namespace_home import read_description
+from ..tiers.nvme.path.writer.namespace.namespace_home import read_description
 from ..tiers.nvme.path.writer.path_options import PathRecord, load_record
 from ..tiers.policies import known_names
 

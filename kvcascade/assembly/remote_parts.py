@@ -15,10 +15,10 @@ from ..config.remote import RemoteTierOptions
 from ..errors import ConfigError
 from ..handlers.node.node_keeper import NodeKeeper
 from ..handlers.node.path_client import Loop
-from ..handlers.node.remote_client import remote_process, remote_thread
-from ..handlers.node.remote_loop import RemoteLoop
-from ..handlers.node.remote_node import SlotParts
-from ..handlers.node.remote_wire import RemoteSetup
+from ..handlers.node.remote.remote_client import remote_process, remote_thread
+from ..handlers.node.remote.remote_loop import RemoteLoop
+from ..handlers.node.remote.remote_node import SlotParts
+from ..handlers.node.remote.remote_wire import RemoteSetup
 from ..manager.below.port import LOAD_RATIO_MAX_REMOTE, TierFacts
 from ..manager.below.remote_tier import MEDIUM, UNBOUNDED_BLOCKS, RemoteTier, RemoteTierParts
 from ..tiers.cpu.header import HEADER_BYTES

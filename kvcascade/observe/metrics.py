@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from ..handlers.node.remote_wire import VerbTotals
+from ..handlers.node.remote.remote_wire import VerbTotals
 from ..manager.counters import Counters, LinkCounters
 from ..manager.state import TierState
 from ..tiers.remote.uploads import Offer

@@ -1,6 +1,6 @@
 """The cascade for vLLM 0.16 to 0.19: spec, manager and handlers of the generation of block hashes.
 
-Only translation happens here. This generation does not name requests; `manager.anonymous` makes up
+Only translation happens here. This generation does not name requests; `AnonymousManager` makes up
 for that. Its versions differ in three ways, which are told apart by looking at the objects:
 
 - KV caches are a dictionary of the backends' own tensors (to 0.18) or already pages (0.19);
@@ -38,7 +38,7 @@ from ..config.schema import CascadeConfig
 from ..errors import ConfigError
 from ..handlers.node.node_keeper import at_exit
 from ..logs import get_logger
-from ..manager.anonymous import AnonymousManager
+from ..manager.promotion.anonymous import AnonymousManager
 from ..tiers.base import SlotSpec
 from . import engine_facts, kv_pages
 from .copy_handler import CascadeHandler

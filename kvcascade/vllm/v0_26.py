@@ -35,8 +35,8 @@ from ..assembly.named import configured
 from ..config.schema import CascadeConfig
 from ..handlers.device.copier import GpuBlocks
 from ..manager.base import HIT, MISS, PENDING, BlockEvent
+from ..manager.promotion.standstill import Standstill
 from ..manager.request import Request
-from ..manager.standstill import Standstill
 from ..tiers.base import GROUP_BYTES, BlockHash, SlotSpec
 from . import engine_facts, offload_metrics
 from .generation import (

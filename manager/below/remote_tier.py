@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...handlers.node.path_wire import JobDone, PutJob, pack_slots
-from ...handlers.node.remote_wire import FetchJob, RemoteResetJob, ResetDone
+from ...handlers.node.remote.remote_wire import FetchJob, RemoteResetJob, ResetDone
 from ...tiers.base import BlockHash, BlockOutcome, new_reset_mark
 from ...tiers.breaker import Breaker
 from ...tiers.remote.presence import ABSENT, HELD, PresenceMemory

@@ -17,7 +17,7 @@ from kvcascade.assembly.remote_parts import blocks_of
 from kvcascade.config.options import At
 from kvcascade.config.remote import parse_remote
 from kvcascade.errors import ConfigError
-from kvcascade.handlers.node.remote_node import SlotParts
+from kvcascade.handlers.node.remote.remote_node import SlotParts
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 

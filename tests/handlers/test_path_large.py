@@ -21,8 +21,8 @@ from kvcascade.tiers.nvme.path.block_table import ApplyOutcome, Changes
 from kvcascade.tiers.nvme.path.lmdb_block_table import open_block_table
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tiers.nvme.path.presence_file import boot_id
-from kvcascade.tiers.nvme.path.writer.namespace_home import key_of, make_home
-from kvcascade.tiers.nvme.path.writer.namespace_start import StartMeans
+from kvcascade.tiers.nvme.path.writer.namespace.namespace_home import key_of, make_home
+from kvcascade.tiers.nvme.path.writer.namespace.namespace_start import StartMeans
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 
 BLOCK, SEGMENTS = 4096, 8

@@ -8,7 +8,11 @@ import pytest
 from support.clock import ManualClock
 from support.executors import SteppingExecutor
 
-from kvcascade.handlers.node.remote_loop import COMPLAINT_INTERVAL_S, FIRST_QUESTION_S, Complaints
+from kvcascade.handlers.node.remote.remote_loop import (
+    COMPLAINT_INTERVAL_S,
+    FIRST_QUESTION_S,
+    Complaints,
+)
 
 SAID = "tiers[1].url: the server has no such bucket; create it."
 

@@ -11,10 +11,10 @@ from support.path_engine import WAIT_S
 from support.remote_rig import PAYLOAD_BYTES
 from support.remote_twin import RemoteTwin
 
-from kvcascade.handlers.node import remote_loop
 from kvcascade.handlers.node.path_client import ThreadChild
-from kvcascade.handlers.node.remote_loop import RemoteLoop
-from kvcascade.handlers.node.remote_node import SlotParts
+from kvcascade.handlers.node.remote import remote_loop
+from kvcascade.handlers.node.remote.remote_loop import RemoteLoop
+from kvcascade.handlers.node.remote.remote_node import SlotParts
 from kvcascade.tiers.remote.base import CounterAnswer
 from kvcascade.tiers.remote.objects import ObjectFormat
 from kvcascade.tiers.remote.remote_store import StoreOptions

@@ -14,9 +14,9 @@ from support.cascade import Cascade, block_bytes
 from support.keys import key, keys
 from support.memory_handler import MemoryHandler
 
-from kvcascade.manager import anonymous
-from kvcascade.manager.anonymous import AnonymousManager
 from kvcascade.manager.cascading import ManagerOptions
+from kvcascade.manager.promotion import anonymous
+from kvcascade.manager.promotion.anonymous import AnonymousManager
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 
 STEPS = 3

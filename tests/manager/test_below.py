@@ -10,8 +10,8 @@ from support.twin_engine import DEADLINE_S, TwinEngine
 
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.port import Put
-from kvcascade.manager.claim_queue import HOLD_DEADLINES
 from kvcascade.manager.counters import Reason
+from kvcascade.manager.promotion.claim_queue import HOLD_DEADLINES
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockOutcome
 

@@ -8,12 +8,12 @@ from support.inside import demoters, levels
 from support.keys import key, keys
 
 from kvcascade.config.schema import WriteMode
-from kvcascade.manager import promotion
 from kvcascade.manager.admission import AdmitSecondTouch
 from kvcascade.manager.base import BlockEvent, LookupState
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.counters import Reason
 from kvcascade.manager.flow import MAX_BATCH_BLOCKS
+from kvcascade.manager.promotion import promoter
 from kvcascade.manager.request import Request
 from kvcascade.manager.stores import MAX_DEFERRALS
 from kvcascade.tiers.base import BlockHash, BlockOutcome
@@ -409,7 +409,7 @@ class TestPromotion:
     def test_a_long_queue_is_not_looked_through_at_every_step(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(promotion, "MAX_JOBS_IN_FLIGHT", 0)
+        monkeypatch.setattr(promoter, "MAX_JOBS_IN_FLIGHT", 0)
         cascade = Cascade((64, 64), ManagerOptions(promotion_deadline_s=10.0))
         cascade.below_only(keys(0, 16))
         request = Request()

@@ -8,11 +8,12 @@ import pytest
 from support.cascade import Cascade, key
 from support.storm import GB, Asker, Machine, Storm, prompt
 
-from kvcascade.manager import claim_queue, lookup
+from kvcascade.manager import lookup
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.cascading import ManagerOptions
-from kvcascade.manager.claims import OVERTAKING_SHARE
 from kvcascade.manager.counters import Reason
+from kvcascade.manager.promotion import claim_queue
+from kvcascade.manager.promotion.claims import OVERTAKING_SHARE
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash
 
@@ -221,7 +222,7 @@ class TestTurns:
     def test_what_nobody_waits_for_any_more_is_not_sent(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvcascade.manager.promotion.MAX_JOBS_IN_FLIGHT", 0)
+        monkeypatch.setattr("kvcascade.manager.promotion.promoter.MAX_JOBS_IN_FLIGHT", 0)
         rig, request = Rig(), Request("aborted")
         rig.ask(request, 0, 6)
         rig.manager.end_step()

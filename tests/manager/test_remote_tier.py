@@ -12,7 +12,7 @@ from support.remote_tier_rig import RemoteTierRig, is_asking
 from support.remote_twin import RemoteTwin
 
 from kvcascade.config.remote import WriteWhen
-from kvcascade.handlers.node.remote_wire import RemoteNote
+from kvcascade.handlers.node.remote.remote_wire import RemoteNote
 from kvcascade.manager.below.port import Put
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.breaker import FAILURES_TO_OPEN, REST_S

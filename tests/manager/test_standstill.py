@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcascade.manager.standstill import STILL_STEPS, Standstill
+from kvcascade.manager.promotion.standstill import STILL_STEPS, Standstill
 
 
 def step(standstill: Standstill) -> bool:

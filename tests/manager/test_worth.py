@@ -11,8 +11,7 @@ from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.port import LOAD_RATIO_MAX_HERE as HERE
 from kvcascade.manager.below.port import LOAD_RATIO_MAX_REMOTE as REMOTE
 from kvcascade.manager.cascading import ManagerOptions
-from kvcascade.manager.request import Request
-from kvcascade.manager.worth import (
+from kvcascade.manager.promotion.worth import (
     PROBE_INTERVAL_S,
     SAMPLE_BYTES_MIN,
     Backlog,
@@ -20,6 +19,7 @@ from kvcascade.manager.worth import (
     PrefillSpeed,
     Worth,
 )
+from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash
 
 MIB = 1 << 20

@@ -24,7 +24,7 @@ from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
-from kvcascade.tiers.nvme.path.writer.namespace_home import key_of
+from kvcascade.tiers.nvme.path.writer.namespace.namespace_home import key_of
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 
 LAST_RELEASE = "c6e20231a2b23fad5c9168ca9a2495b291fc5633"

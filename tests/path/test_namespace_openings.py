@@ -21,7 +21,10 @@ from kvcascade.tiers.nvme.path.path_messages import (
     TierFigures,
     Told,
 )
-from kvcascade.tiers.nvme.path.writer.held_messages import MAX_HELD_PER_CLIENT, OPENING_LIMIT_S
+from kvcascade.tiers.nvme.path.writer.messages.held_messages import (
+    MAX_HELD_PER_CLIENT,
+    OPENING_LIMIT_S,
+)
 
 WIDE = 120
 """Segments of a path that has room for two namespaces and more."""

@@ -166,7 +166,9 @@ def test_keys_are_listed_in_bounded_batches() -> None:
 
 
 def test_a_reset_is_named_to_others_that_publish_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcascade.tiers.nvme.path.writer.reset_messages.MAX_RESET_EVENTS", 5)
+    monkeypatch.setattr(
+        "kvcascade.tiers.nvme.path.writer.messages.reset_messages.MAX_RESET_EVENTS", 5
+    )
     rig = PathRig()
     own, other = RigNode(rig, wants_events=True), RigNode(rig, wants_events=True)
     quiet = RigNode(rig)

@@ -28,7 +28,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Touch,
     Why,
 )
-from kvcascade.tiers.nvme.path.writer.waiting_grants import MAX_WAITING_PER_CLIENT
+from kvcascade.tiers.nvme.path.writer.namespace.waiting_grants import MAX_WAITING_PER_CLIENT
 
 
 @pytest.mark.parametrize(

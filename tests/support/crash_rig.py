@@ -50,8 +50,8 @@ from kvcascade.tiers.nvme.path.path_messages import (
 )
 from kvcascade.tiers.nvme.path.payload_files import PayloadFiles
 from kvcascade.tiers.nvme.path.presence_file import boot_id
-from kvcascade.tiers.nvme.path.writer.namespace_start import StartMeans
-from kvcascade.tiers.nvme.path.writer.namespace_writer import NamespaceWriter
+from kvcascade.tiers.nvme.path.writer.namespace.namespace_start import StartMeans
+from kvcascade.tiers.nvme.path.writer.namespace.namespace_writer import NamespaceWriter
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 from kvcascade.tiers.nvme.path.writer.path_writer import PathWriter
 from kvcascade.tiers.policies import known_names

@@ -17,8 +17,8 @@ from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, SlotSpec
 from kvcascade.tiers.nvme.disk.filesystem import FileSystem
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
+from kvcascade.tiers.nvme.path.writer.namespace.slot_space import SlotSpace
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
-from kvcascade.tiers.nvme.path.writer.slot_space import SlotSpace
 from kvcascade.tiers.policies import create
 
 from .clock import ManualClock

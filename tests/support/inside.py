@@ -14,9 +14,12 @@ from kvcascade.manager.level import Level
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.lmdb_block_table import open_block_table
 from kvcascade.tiers.nvme.path.presence_file import boot_id
-from kvcascade.tiers.nvme.path.writer.namespace_home import homes_under, open_home
-from kvcascade.tiers.nvme.path.writer.namespace_start import StartMeans, open_namespace_writer
-from kvcascade.tiers.nvme.path.writer.namespace_writer import NamespaceWriter
+from kvcascade.tiers.nvme.path.writer.namespace.namespace_home import homes_under, open_home
+from kvcascade.tiers.nvme.path.writer.namespace.namespace_start import (
+    StartMeans,
+    open_namespace_writer,
+)
+from kvcascade.tiers.nvme.path.writer.namespace.namespace_writer import NamespaceWriter
 from kvcascade.tiers.nvme.path.writer.path_options import load_record
 
 

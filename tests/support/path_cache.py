@@ -15,7 +15,7 @@ from support.keys import key
 from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
-from kvcascade.tiers.nvme.path.writer.namespace_home import spec_of
+from kvcascade.tiers.nvme.path.writer.namespace.namespace_home import spec_of
 from kvcascade.tiers.nvme.segments.arrays import HEADER_BYTES
 from kvcascade.tools.commands.path_blocks import open_path
 

@@ -34,7 +34,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Refused,
     Welcome,
 )
-from kvcascade.tiers.nvme.path.writer.namespace_start import StartMeans
+from kvcascade.tiers.nvme.path.writer.namespace.namespace_start import StartMeans
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 from kvcascade.tiers.nvme.path.writer.path_writer import PathWriter
 

@@ -15,8 +15,8 @@ import msgspec
 
 from kvcascade.config.remote import WriteWhen
 from kvcascade.handlers.node.node_keeper import LISTEN_INTERVAL_S
-from kvcascade.handlers.node.remote_node import RemoteNode, SlotParts
-from kvcascade.handlers.node.remote_wire import from_remote_node, to_remote_node
+from kvcascade.handlers.node.remote.remote_node import RemoteNode, SlotParts
+from kvcascade.handlers.node.remote.remote_wire import from_remote_node, to_remote_node
 from kvcascade.manager.below.port import ASKING, LOAD_RATIO_MAX_REMOTE, Below, TierFacts
 from kvcascade.manager.below.remote_tier import (
     MEDIUM,

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions, Tier
+from kvcascade.manager.promotion.standstill import Standstill
 from kvcascade.manager.request import Request
-from kvcascade.manager.standstill import Standstill
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.nvme.path.path_messages import (
     MAX_KEYS_PER_MESSAGE,

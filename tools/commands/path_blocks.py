@@ -22,8 +22,8 @@ from ...tiers.nvme.path.block_scan import NamedBlock, ScanSource
 from ...tiers.nvme.path.payload_files import PayloadFiles
 from ...tiers.nvme.path.presence_file import map_presence
 from ...tiers.nvme.path.saved_state import SavedState
-from ...tiers.nvme.path.writer.block_questions import MAX_BLOCKS_PER_ANSWER
-from ...tiers.nvme.path.writer.namespace_home import STATE, read_description
+from ...tiers.nvme.path.writer.messages.block_questions import MAX_BLOCKS_PER_ANSWER
+from ...tiers.nvme.path.writer.namespace.namespace_home import STATE, read_description
 from ...tiers.nvme.path.writer.path_options import load_record, was_reset
 from ...tiers.nvme.path.writer_note import load_note
 from .path_folders import (

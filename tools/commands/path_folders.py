@@ -22,7 +22,7 @@ from ...tiers.nvme.namespace import (
     SHORT_FINGERPRINT_DIGITS,
     is_namespace_name,
 )
-from ...tiers.nvme.path.writer.namespace_home import SEGMENTS, read_description
+from ...tiers.nvme.path.writer.namespace.namespace_home import SEGMENTS, read_description
 from ...tiers.nvme.path.writer.path_options import load_record
 from ...tiers.nvme.segments.format import MAX_DESCRIPTION_BYTES, SegmentLayout, segment_number
 from .command_line import sentence

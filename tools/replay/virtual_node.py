@@ -34,7 +34,7 @@ from ...tiers.nvme.path.path_messages import (
 )
 from ...tiers.nvme.path.presence_file import map_presence
 from ...tiers.nvme.path.presence_table import PresenceTable
-from ...tiers.nvme.path.writer.namespace_start import StartMeans
+from ...tiers.nvme.path.writer.namespace.namespace_start import StartMeans
 from ...tiers.nvme.path.writer.path_plan import capacity_of
 from ...tiers.nvme.path.writer.path_writer import FIGURES_EVERY_S, PathWriter
 from .memory_path import MemoryBlocks, MemoryFiles

@@ -20,7 +20,7 @@ from ...policies.usage import LAST_USE, TIMES_USED, WRITTEN_AT
 from ..disk.filesystem import open_read_only
 from ..segments.arrays import HEADER_BYTES, parse_header
 from ..segments.chains import CHAINS, Chains
-from .writer.recency import MAX_SESSION_DIGITS, SESSION
+from .writer.namespace.recency import MAX_SESSION_DIGITS, SESSION
 
 _Head = tuple[np.dtype[Any], int, int]
 """Element type, length and session of an array."""

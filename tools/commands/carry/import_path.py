@@ -18,7 +18,7 @@ from ....handlers.node.path_io import SEGMENTS
 from ....tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ....tiers.nvme.namespace import DESCRIPTION, NamespaceKey
 from ....tiers.nvme.path.path_messages import NamespaceSpec
-from ....tiers.nvme.path.writer.namespace_home import key_of, read_description, spec_of
+from ....tiers.nvme.path.writer.namespace.namespace_home import key_of, read_description, spec_of
 from ....tiers.nvme.segments.format import segment_number
 from ..path_blocks import OpenPath, open_path
 from ..path_folders import choose, folders_in

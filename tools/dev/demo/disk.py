@@ -9,7 +9,7 @@ from pathlib import Path
 
 import lmdb
 
-from ....tiers.nvme.path.writer.namespace_home import BLOCKS
+from ....tiers.nvme.path.writer.namespace.namespace_home import BLOCKS
 
 META, TOTALS = b"meta", b"totals"
 """Database of the block table, and the record in it that begins with the bytes written."""

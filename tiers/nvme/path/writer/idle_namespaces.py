@@ -15,8 +15,8 @@ from .....logs import get_logger
 from ....endurance import DAY_S, day_totals
 from ...disk.filesystem import FileLock
 from ...namespace import LOCK
-from .namespace_home import NOTE_USE_EVERY_S, NamespaceHome, homes_under, open_home
-from .namespace_start import StartMeans
+from .namespace.namespace_home import NOTE_USE_EVERY_S, NamespaceHome, homes_under, open_home
+from .namespace.namespace_start import StartMeans
 
 RECENT_S = DAY_S + 2 * NOTE_USE_EVERY_S
 """Time since the noted use after which nothing was written in the last day."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from .namespace_writer import NamespaceWriter
+from .namespace.namespace_writer import NamespaceWriter
 
 UNLIMITED_SLOTS = 1 << 31
 """Number of slots that may be granted without a budget."""

@@ -26,7 +26,7 @@ from ...namespace import (
     remove_locked_namespace,
 )
 from ..path_messages import PathOptions
-from .older_versions import BUDGET_LOCK, BUDGET_WAIT_S, growth_bytes
+from .namespace.older_versions import BUDGET_LOCK, BUDGET_WAIT_S, growth_bytes
 
 PATH_REST_S = 5.0
 """Rest of a path after a failed write; then it is tried again."""

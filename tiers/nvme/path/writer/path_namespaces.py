@@ -20,7 +20,7 @@ from ....endurance import day_totals, merged
 from ...disk.filesystem import FileSystem
 from ..path_messages import Hello, NamespaceSpec, PathOptions
 from .idle_namespaces import IdleNamespaces
-from .namespace_home import (
+from .namespace.namespace_home import (
     NamespaceHome,
     check_mounted,
     check_same,
@@ -30,9 +30,9 @@ from .namespace_home import (
     plan_of,
     remove_home,
 )
-from .namespace_openings import BeingOpenedError, NamespaceOpenings, NamespaceToOpen
-from .namespace_start import StartMeans
-from .namespace_writer import NamespaceWriter
+from .namespace.namespace_openings import BeingOpenedError, NamespaceOpenings, NamespaceToOpen
+from .namespace.namespace_start import StartMeans
+from .namespace.namespace_writer import NamespaceWriter
 from .path_budget import WriteBudget
 from .path_capacity import PathCapacity
 from .path_options import (

@@ -23,8 +23,8 @@ import numpy as np
 
 from .....logs import get_logger
 from .idle_namespaces import IdleNamespaces
-from .namespace_openings import NamespaceOpenings
-from .namespace_writer import MAX_EVICTIONS_PER_STEP, NamespaceWriter
+from .namespace.namespace_openings import NamespaceOpenings
+from .namespace.namespace_writer import MAX_EVICTIONS_PER_STEP, NamespaceWriter
 from .path_capacity import RETRY_AFTER_S, PathCapacity
 from .segment_jobs import SegmentJobs
 

@@ -40,17 +40,17 @@ from ..path_messages import (
     Welcome,
     Why,
 )
-from .block_messages import BlockMessages, Client, Handle
-from .held_messages import HeldMessages, log_refusal, why_refused
-from .namespace_home import NOTE_USE_EVERY_S
-from .namespace_openings import BeingOpenedError
-from .namespace_start import StartMeans
-from .namespace_writer import NamespaceWriter, Settled
+from .messages.block_messages import BlockMessages, Client, Handle
+from .messages.held_messages import HeldMessages, log_refusal, why_refused
+from .messages.reset_messages import ResetMessages
+from .messages.writer_questions import WriterQuestions
+from .namespace.namespace_home import NOTE_USE_EVERY_S
+from .namespace.namespace_openings import BeingOpenedError
+from .namespace.namespace_start import StartMeans
+from .namespace.namespace_writer import NamespaceWriter, Settled
+from .namespace.waiting_grants import Reply
 from .path_namespaces import PathNamespaces
 from .path_options import check_paths, is_stronger
-from .reset_messages import ResetMessages
-from .waiting_grants import Reply
-from .writer_questions import WriterQuestions
 
 BUSY_WAIT_S = 0.005
 """Time until the next step, in seconds, while something is under way."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .....errors import KVCascadeError
 from .....logs import get_logger
-from .namespace_writer import NamespaceWriter
+from .namespace.namespace_writer import NamespaceWriter
 from .path_capacity import PathCapacity
 from .path_plan import fixed_bytes
 

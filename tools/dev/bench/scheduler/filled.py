@@ -46,8 +46,8 @@ from .....tiers.nvme.path.path_messages import (
     Welcome,
 )
 from .....tiers.nvme.path.presence_file import PRESENCE, boot_id, map_presence
-from .....tiers.nvme.path.writer.namespace_home import spec_of
-from .....tiers.nvme.path.writer.namespace_start import StartMeans
+from .....tiers.nvme.path.writer.namespace.namespace_home import spec_of
+from .....tiers.nvme.path.writer.namespace.namespace_start import StartMeans
 from .....tiers.nvme.path.writer.path_plan import plan_segments
 from .....tiers.nvme.path.writer.path_writer import PathWriter
 from .....tiers.policies import create

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .....errors import ConfigError
+from ......errors import ConfigError
 
 if TYPE_CHECKING:
-    from .path_writer import PathWriter
+    from ..path_writer import PathWriter
 
 MAX_OPEN_JOBS = 16
 """Most of these questions that wait for an answer at a time."""

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from .....errors import KVCascadeError
-from .....logs import get_logger
-from ...disk.filesystem import FileSystem
-from ...segments.arrays import MappedArrays
-from ...segments.chain_book import ChainBook
-from ...segments.chains import CHAINS, HEAD_BYTES, MAX_CHAIN_BLOCKS, ChainLog, cells_for
-from ..path_messages import MAX_CHAIN_HEADS, Chain
+from ......errors import KVCascadeError
+from ......logs import get_logger
+from ....disk.filesystem import FileSystem
+from ....segments.arrays import MappedArrays
+from ....segments.chain_book import ChainBook
+from ....segments.chains import CHAINS, HEAD_BYTES, MAX_CHAIN_BLOCKS, ChainLog, cells_for
+from ...path_messages import MAX_CHAIN_HEADS, Chain
 
 _log = get_logger(__name__)
 

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from .....errors import FINAL_ERRORS, KVCascadeError
-from .....logs import get_logger
-from ..path_messages import Ask, FromNode, Hello, Refused, RefusedWhy, StillOpening
-from .waiting_grants import Reply
+from ......errors import FINAL_ERRORS, KVCascadeError
+from ......logs import get_logger
+from ...path_messages import Ask, FromNode, Hello, Refused, RefusedWhy, StillOpening
+from ..namespace.waiting_grants import Reply
 from .writer_questions import told
 
 OPENING_LIMIT_S = 600.0

@@ -22,10 +22,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..tiers.base import BlockHash
+from ...tiers.base import BlockHash
 
 if TYPE_CHECKING:
-    from .request import Request
+    from ..request import Request
 
 SAMPLE_BYTES_MIN = 8 << 20
 SAMPLE_S_MIN = 0.05

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from .node_child import Connection, launch
-from .node_keeper import KeeperOptions, NodeKeeper
-from .path_client import Loop, ThreadChild, client_of
+from ..node_child import Connection, launch
+from ..node_keeper import KeeperOptions, NodeKeeper
+from ..path_client import Loop, ThreadChild, client_of
 from .remote_wire import RemoteSetup, ResetNoted, from_remote_node
 
-REMOTE_MODULE = "kvcascade.handlers.node.remote_main"
+REMOTE_MODULE = "kvcascade.handlers.node.remote.remote_main"
 _OPTIONS = KeeperOptions(remedy="without its remote tier the engine starts")
 
 

@@ -22,11 +22,11 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from ..tiers.base import BlockHash, LoadStoreSpec
-from .base import BlockEvent, PrepareStoreOutput
-from .cascading import CascadingOffloadingManager
-from .flow import Clock
-from .request import Request
+from ...tiers.base import BlockHash, LoadStoreSpec
+from ..base import BlockEvent, PrepareStoreOutput
+from ..cascading import CascadingOffloadingManager
+from ..flow import Clock
+from ..request import Request
 from .standstill import Standstill
 
 WAITING_MAX = 4096

@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from .....errors import KVCascadeError, NoSpaceError, os_errors
-from .....logs import get_logger
-from ....base import BlockHash, SlotMask
-from ....policies import EvictionOrder, order_class
-from ....policies.ordered import tag_of
-from ....policies.usage import SlotUsage
-from ...disk.filesystem import FileSystem
-from ...segments.arrays import MappedArrays
+from ......errors import KVCascadeError, NoSpaceError, os_errors
+from ......logs import get_logger
+from .....base import BlockHash, SlotMask
+from .....policies import EvictionOrder, order_class
+from .....policies.ordered import tag_of
+from .....policies.usage import SlotUsage
+from ....disk.filesystem import FileSystem
+from ....segments.arrays import MappedArrays
 
 SESSION = "session"
 """File in the state folder: the number of the last opening, in decimal digits."""

@@ -12,17 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-from .....errors import KVCascadeError, os_errors
-from .....logs import get_logger
-from ....endurance import DayTotals
-from ..block_table import Applied, ApplyOutcome, BlockTable, Changes
-from ..path_messages import MAX_KEYS_PER_MESSAGE, Committed, Grant, Touch
-from ..presence_file import OpenPresence
+from ......errors import KVCascadeError, os_errors
+from ......logs import get_logger
+from .....endurance import DayTotals
+from ...block_table import Applied, ApplyOutcome, BlockTable, Changes
+from ...path_messages import MAX_KEYS_PER_MESSAGE, Committed, Grant, Touch
+from ...presence_file import OpenPresence
+from ..messages.reset_messages import WaitingResets
 from .commit_batch import CommitBatch
 from .namespace_home import NamespaceHome
 from .prompt_log import PromptLog
 from .recency import Recency
-from .reset_messages import WaitingResets
 from .slot_space import SlotSpace
 from .waiting_grants import Reply, WaitingGrants
 

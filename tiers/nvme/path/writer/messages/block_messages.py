@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .....logs import get_logger
-from ..path_messages import (
+from ......logs import get_logger
+from ...path_messages import (
     NO_SLOT,
     Bad,
     Chain,
@@ -28,9 +28,9 @@ from ..path_messages import (
     Touch,
     Why,
 )
-from .commit_batch import slots_of
-from .namespace_writer import NamespaceWriter, is_within_limits
-from .path_namespaces import PathNamespaces
+from ..namespace.commit_batch import slots_of
+from ..namespace.namespace_writer import NamespaceWriter, is_within_limits
+from ..path_namespaces import PathNamespaces
 
 GRANT_WAIT_S = 1.0
 """Longest time in seconds that a grant waits for room that is being made."""

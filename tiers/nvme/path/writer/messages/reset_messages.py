@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ....base import new_reset_mark
-from ..path_messages import (
+from .....base import new_reset_mark
+from ...path_messages import (
     MAX_KEYS_PER_MESSAGE,
     MAX_RESET_EVENTS,
     Epoch,
@@ -18,8 +18,8 @@ from ..path_messages import (
 )
 
 if TYPE_CHECKING:
+    from ..namespace.namespace_writer import NamespaceWriter
     from .block_messages import Client
-    from .namespace_writer import NamespaceWriter
 
 MAX_RESET_MARKS = 64
 """Number of marks of resets that are remembered."""

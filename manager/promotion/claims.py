@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..tiers.base import BlockHash, BlockStatus
-from .level import Level
-from .request import Request
-from .workers import WorkerTransfers
+from ...tiers.base import BlockHash, BlockStatus
+from ..level import Level
+from ..request import Request
+from ..workers import WorkerTransfers
 
 if TYPE_CHECKING:
-    from .promotion import Promoter
+    from .promoter import Promoter
 
 STORE_SHARE = 16
 """Promotions leave 1/STORE_SHARE of the slots to stores, in addition to dirty slots. Half of the

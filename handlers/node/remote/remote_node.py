@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
-from ...tiers.base import BlockHash, BlockOutcome
-from ...tiers.remote.base import RemoteOutcome
-from ...tiers.remote.remote_store import EndedKind, RemoteEnded, RemoteState, RemoteStore
-from ...tiers.remote.uploads import Offer
-from .path_wire import JobDone, PutJob, pack_outcomes, unpack_slots
+from ....tiers.base import BlockHash, BlockOutcome
+from ....tiers.remote.base import RemoteOutcome
+from ....tiers.remote.remote_store import EndedKind, RemoteEnded, RemoteState, RemoteStore
+from ....tiers.remote.uploads import Offer
+from ..path_wire import JobDone, PutJob, pack_outcomes, unpack_slots
 from .remote_wire import (
     AskJob,
     FetchJob,

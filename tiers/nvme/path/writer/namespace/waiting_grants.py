@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..path_messages import ALREADY_SLOT, NO_SLOT, FromWriter, Grant, Granted, Why
-from ..presence_table import PresenceTable
+from ...path_messages import ALREADY_SLOT, NO_SLOT, FromWriter, Grant, Granted, Why
+from ...presence_table import PresenceTable
 from .slot_space import SlotSpace
 
 Reply = tuple[int, FromWriter]

@@ -1,6 +1,6 @@
 """The node of a remote tier, as a process of its own.
 
-    python -m kvcascade.handlers.node.remote_main SOCKET_FD ARENA_FD PARENT_PID
+    python -m kvcascade.handlers.node.remote.remote_main SOCKET_FD ARENA_FD PARENT_PID
 
 The process ends when its socket is closed, so it never outlives the scheduler's process. It reads
 the secrets that the options name itself; no message holds one.
@@ -16,13 +16,13 @@ import socket
 import sys
 from functools import partial
 
-from ...config.options import At
-from ...config.remote import parse_remote
-from ...tiers.cpu.huge_pages import map_file
-from ...tiers.remote.objects import ObjectFormat
-from ...tiers.remote.remote_options import open_remote_engine, store_options
-from ...tiers.remote.remote_probe import problem_of
-from .child_start import receive_setup, run_child
+from ....config.options import At
+from ....config.remote import parse_remote
+from ....tiers.cpu.huge_pages import map_file
+from ....tiers.remote.objects import ObjectFormat
+from ....tiers.remote.remote_options import open_remote_engine, store_options
+from ....tiers.remote.remote_probe import problem_of
+from ..child_start import receive_setup, run_child
 from .remote_loop import RemoteLoop
 from .remote_node import SlotParts
 from .remote_wire import RemoteSetup, to_remote_node

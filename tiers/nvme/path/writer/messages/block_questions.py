@@ -21,11 +21,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .....errors import ConfigError
+from ......errors import ConfigError
 
 if TYPE_CHECKING:
-    from .namespace_writer import NamespaceWriter
-    from .path_writer import PathWriter
+    from ..namespace.namespace_writer import NamespaceWriter
+    from ..path_writer import PathWriter
 
 MAX_BLOCKS_PER_ANSWER = 1024
 """Most blocks of one answer; other messages wait for it."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ...disk.filesystem import FileSystem
-from ...namespace import DESCRIPTION
-from ...segments.format import MAX_DESCRIPTION_BYTES
-from .path_plan import SMALL_FILES_BYTES
+from ....disk.filesystem import FileSystem
+from ....namespace import DESCRIPTION
+from ....segments.format import MAX_DESCRIPTION_BYTES
+from ..path_plan import SMALL_FILES_BYTES
 
 BUDGET_LOCK = ".kvcascade.lock"
 """Lock file in each path that older versions hold while they make a file."""

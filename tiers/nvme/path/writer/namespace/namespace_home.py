@@ -14,10 +14,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .....errors import ConfigError, CorruptionError, InUseError, KVCascadeError, os_errors
-from .....logs import get_logger
-from ...disk.filesystem import FileLock, FileSystem
-from ...namespace import (
+from ......errors import ConfigError, CorruptionError, InUseError, KVCascadeError, os_errors
+from ......logs import get_logger
+from ....disk.filesystem import FileLock, FileSystem
+from ....namespace import (
     DESCRIPTION,
     LOCK,
     MAX_OPEN_TRIES,
@@ -25,17 +25,17 @@ from ...namespace import (
     is_namespace_name,
     remove_namespace,
 )
-from ...segments.format import (
+from ....segments.format import (
     FORMAT_VERSION,
     MAX_DESCRIPTION_BYTES,
     SegmentLayout,
     parse_description,
 )
-from ...segments.segment_files import SegmentFiles
-from ..block_table import block_table_bytes
-from ..path_messages import NamespaceSpec
+from ....segments.segment_files import SegmentFiles
+from ...block_table import block_table_bytes
+from ...path_messages import NamespaceSpec
+from ..path_plan import SegmentPlan, plan_segments, slots_of_segment
 from .older_versions import BUDGET_LOCK
-from .path_plan import SegmentPlan, plan_segments, slots_of_segment
 
 BLOCKS, PRESENCE, STATE, SEGMENTS = "blocks", "presence", "state", "segments"
 LOCK_WAIT_S = 5.0

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ....base import SlotMask
-from ...segments.extents import ExtentPool, complement
+from .....base import SlotMask
+from ....segments.extents import ExtentPool, complement
 
 
 class HeldGrant(NamedTuple):

@@ -12,7 +12,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .....errors import ClosedError, KVCascadeError
+from ......errors import ClosedError, KVCascadeError
 from .namespace_home import NamespaceHome
 from .namespace_start import StartMeans, open_namespace_writer
 from .namespace_writer import NamespaceWriter

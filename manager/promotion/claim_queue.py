@@ -30,17 +30,17 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from ..tiers.base import BlockHash
-from .base import MISS, PENDING, LookupState
+from ...tiers.base import BlockHash
+from ..base import MISS, PENDING, LookupState
+from ..counters import Reason
+from ..flow import Flow
+from ..request import Request
 from .claims import Claim, Holds, PromotionRoom
-from .counters import Reason
-from .flow import Flow
-from .promotion import Promoter
-from .request import Request
+from .promoter import Promoter
 from .worth import Worth
 
 if TYPE_CHECKING:
-    from .lookup import Answers
+    from ..lookup import Answers
 
 HOLD_DEADLINES = 2
 """Number of deadlines for which ready blocks stay pinned for a request that does not load them."""

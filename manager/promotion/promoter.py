@@ -16,15 +16,15 @@ import math
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
-from ..tiers.base import BlockHash, BlockOutcome
-from .below.port import Ended
+from ...tiers.base import BlockHash, BlockOutcome
+from ..below.port import Ended
+from ..counters import Reason
+from ..demotion import Demoter
+from ..flow import MAX_JOBS_IN_FLIGHT, Flow, batch_blocks
+from ..level import Transfer
+from ..request import Request
+from ..workers import WorkerTransfers
 from .claims import Holds
-from .counters import Reason
-from .demotion import Demoter
-from .flow import MAX_JOBS_IN_FLIGHT, Flow, batch_blocks
-from .level import Transfer
-from .request import Request
-from .workers import WorkerTransfers
 from .worth import Worth
 
 DEADLINES_PER_JOB = 3

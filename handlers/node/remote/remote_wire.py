@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .path_wire import JobDone, NodeReady, PutJob
+from ..path_wire import JobDone, NodeReady, PutJob
 
 
 class RemoteSetup(msgspec.Struct, frozen=True, array_like=True, tag=96):

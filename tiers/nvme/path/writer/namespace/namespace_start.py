@@ -13,13 +13,13 @@ from typing import Protocol
 
 import numpy as np
 
-from .....errors import KVCascadeError, os_errors
-from .....logs import get_logger
-from ....base import SlotMask
-from ...disk.filesystem import FileSystem
-from ...namespace import NamespaceKey
-from ..block_table import ApplyOutcome, BlockTable, Changes, block_table_bytes
-from ..presence_file import OpenPresence, is_of_this_boot, open_presence
+from ......errors import KVCascadeError, os_errors
+from ......logs import get_logger
+from .....base import SlotMask
+from ....disk.filesystem import FileSystem
+from ....namespace import NamespaceKey
+from ...block_table import ApplyOutcome, BlockTable, Changes, block_table_bytes
+from ...presence_file import OpenPresence, is_of_this_boot, open_presence
 from .namespace_home import BLOCKS, NamespaceHome
 from .namespace_writer import MAX_EVICTIONS_PER_STEP, NamespaceWriter
 from .prompt_log import PromptLog

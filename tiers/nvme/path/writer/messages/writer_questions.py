@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .....errors import ConfigError, KVCascadeError
-from ..path_messages import Ask, Told
+from ......errors import ConfigError, KVCascadeError
+from ...path_messages import Ask, Told
 from .block_questions import describe, drop, some_blocks
 from .segment_questions import SegmentQuestions
 
 if TYPE_CHECKING:
-    from .path_writer import PathWriter
+    from ..path_writer import PathWriter
 
 TAKE = "take"
 """Name of the question whose answer waits until segments are deleted."""

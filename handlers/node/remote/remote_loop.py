@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import msgspec
 
-from ...config.remote import WriteWhen
-from ...logs import get_logger
-from ...tiers.remote.base import RemoteEngine
-from ...tiers.remote.objects import ObjectFormat
-from ...tiers.remote.remote_store import RemoteStore, StoreOptions
-from .path_link import FrameSocket, Waker
-from .path_wire import NodeReady
+from ....config.remote import WriteWhen
+from ....logs import get_logger
+from ....tiers.remote.base import RemoteEngine
+from ....tiers.remote.objects import ObjectFormat
+from ....tiers.remote.remote_store import RemoteStore, StoreOptions
+from ..path_link import FrameSocket, Waker
+from ..path_wire import NodeReady
 from .remote_node import RemoteNode, SlotParts
 from .remote_wire import to_remote_node
 

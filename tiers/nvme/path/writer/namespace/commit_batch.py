@@ -9,9 +9,9 @@ from collections.abc import Container
 
 import numpy as np
 
-from ..block_table import BlockTable
-from ..path_messages import Bad, Commit, CommitDone, Committed
-from ..presence_table import PresenceTable
+from ...block_table import BlockTable
+from ...path_messages import Bad, Commit, CommitDone, Committed
+from ...presence_table import PresenceTable
 from .slot_space import SlotSpace
 from .waiting_grants import Reply
 

@@ -1,0 +1,1 @@
+"""Nodes of a remote tier: their process, their loop, and their messages."""
