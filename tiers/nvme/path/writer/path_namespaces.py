@@ -107,7 +107,7 @@ class PathNamespaces:
             raise BeingOpenedError(name)
         check_same(namespace.home, key, spec.block_bytes)
         self._looked_at.discard(name)
-        self.note_use(namespace)
+        namespace.home.note_use(self.fs)
         share, shares = spec.min_share_bytes, self.record.min_shares
         if namespace.clients:  # of several engines the largest share holds
             share = max(share, namespace.min_share_bytes)
@@ -197,11 +197,6 @@ class PathNamespaces:
             namespace.make_durable(partial(self._means.table_of, is_durable=True))
         options = msgspec.structs.replace(self.options, durability=POWER)
         self._record(replace(self.record, options=options))
-
-    def note_use(self, namespace: NamespaceWriter) -> None:
-        """Set the time of the last use to now."""
-        with suppress(KVCascadeError):  # it is a hint
-            namespace.home.note_use(self.fs)
 
     def remove_empty(self) -> None:
         """Remove namespaces that lost their last segment while no node has them open."""
@@ -326,7 +321,7 @@ class PathNamespaces:
 
     def _close(self, namespace: NamespaceWriter) -> None:
         if namespace.clients:
-            self.note_use(namespace)
+            namespace.home.note_use(self.fs)
         try:
             with os_errors(f"closing {namespace.home.name}"):
                 namespace.close()

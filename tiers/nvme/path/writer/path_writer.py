@@ -120,7 +120,7 @@ class PathWriter:
         if gone is not None and gone.namespace is not None:
             self._settle(gone.namespace)  # what it committed before it ended counts
             gone.namespace.leave(client)
-            self.path.note_use(gone.namespace)
+            gone.namespace.home.note_use(self.path.fs)
         self._clients.pop(client, None)
         self._held.forget(client)
         self._questions.forget(client)
@@ -326,7 +326,7 @@ class PathWriter:
             self._note_use_at_s = now_s + NOTE_USE_EVERY_S
             for namespace in self.namespaces.values():
                 if namespace.clients:
-                    self.path.note_use(namespace)
+                    namespace.home.note_use(self.path.fs)
         self._out += self._held.signs_of_life()
         self.path.remove_empty()
         self._send_figures()

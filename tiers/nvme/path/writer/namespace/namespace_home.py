@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -77,9 +78,9 @@ class NamespaceHome:
         return self.folders[0] / STATE
 
     def note_use(self, fs: FileSystem) -> None:
-        """Set the time of the last use to now."""
+        """Set the time of the last use to now. A failure is ignored: the time is a hint."""
         for folder in self.folders:
-            with os_errors(f"noting a use of {folder}"):
+            with suppress(OSError):
                 fs.touch(folder / LOCK)
 
     def close(self) -> None:
