@@ -12,7 +12,6 @@ from support.bench_scale import SMOKE
 from kvcascade.config.schema import parse
 from kvcascade.tiers.policies import known_names
 from kvcascade.tools.commands.bench.bench_results import GIB, LMCACHE, NONE, OURS, VLLM
-from kvcascade.tools.dev.bench import lmcache_peer
 from kvcascade.tools.dev.bench.engine import gpu_engine
 from kvcascade.tools.dev.bench.engine.engine import MEASUREMENT
 from kvcascade.tools.dev.bench.engine.engine_runs import (
@@ -27,6 +26,7 @@ from kvcascade.tools.dev.bench.engine.engine_runs import (
     written_bytes,
 )
 from kvcascade.tools.dev.bench.measurement import MeasurementSetup
+from kvcascade.tools.dev.bench.peers import lmcache_peer
 from kvcascade.tools.dev.bench.scale import EngineScale
 from kvcascade.tools.dev.server import BLOCK_TOKENS, COMMAND
 

@@ -12,11 +12,12 @@ import torch
 from kvcascade.tools.commands.bench.bench_results import LMCACHE, BenchError
 from kvcascade.tools.commands.command_line import ExitCode
 from kvcascade.tools.dev import bench
-from kvcascade.tools.dev.bench import BenchOptions, faults, lmcache_peer
-from kvcascade.tools.dev.bench.lmcache_peer import LMCacheTiers, version_of
+from kvcascade.tools.dev.bench import BenchOptions, faults
 from kvcascade.tools.dev.bench.measurement import MeasurementSetup
+from kvcascade.tools.dev.bench.peers import lmcache_peer
+from kvcascade.tools.dev.bench.peers.lmcache_peer import LMCacheTiers, version_of
+from kvcascade.tools.dev.bench.peers.vllm_calls import random_keys
 from kvcascade.tools.dev.bench.scale import QUICK
-from kvcascade.tools.dev.bench.vllm_calls import random_keys
 
 PYTHON = Path(sys.executable)
 ACTOR = """

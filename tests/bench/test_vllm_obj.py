@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm not found")
 
+from kvcascade.tools.dev.bench.peers.vllm_obj import GOALS, VLLM, measure  # noqa: E402
 from kvcascade.tools.dev.bench.remote_rates import OURS  # noqa: E402 - only where vLLM is installed
-from kvcascade.tools.dev.bench.vllm_obj import GOALS, VLLM, measure  # noqa: E402
 
 
 def test_both_take_turns_and_a_ratio_above_one_is_in_our_favour() -> None:

@@ -27,7 +27,7 @@ from kvcascade.manager.level import Tier
 from kvcascade.manager.request import Request
 from kvcascade.tiers.cpu.cpu_backend import CpuBackend
 from kvcascade.tiers.policies import ORDERS, create
-from kvcascade.tools.dev.bench.vllm_calls import BLOCK_BYTES, over
+from kvcascade.tools.dev.bench.peers.vllm_calls import BLOCK_BYTES, over
 
 Make = Callable[[int], OffloadingManager]
 UNORDERED = {"s3fifo", "s3fifo_eager", "slru", "sieve", "fifo", "lirs"}

@@ -158,8 +158,8 @@ def _run(options: BenchOptions) -> dict[str, Any]:
     from ...commands.bench.bench_report import Reporter
     from ...commands.bench.bench_results import LMCACHE, document
     from ...commands.bench.machine_facts import headline, machine_facts, version_facts
-    from .lmcache_peer import version_of
     from .measurement import MeasurementSetup
+    from .peers.lmcache_peer import version_of
 
     out, folder = _folders(options)
     scale = scale_of(options)

@@ -26,8 +26,8 @@ from .transfer_bench import SEED, TransferBench
 if TYPE_CHECKING:
     import torch
 
-    from .vllm_calls import Key
-    from .vllm_engines import Engine
+    from .peers.vllm_calls import Key
+    from .peers.vllm_engines import Engine
 
 KEPT = Goal(0.7, is_least=True)
 CALM = Goal(1.5)
@@ -45,7 +45,7 @@ class BusyScheduler:
     def __init__(self, engine: Engine, keys: list[Key], burst: int) -> None:
         """Prepare bursts of lookups; `keys` are pinned blocks of the CPU tier, `burst` is the
         number per burst."""
-        from .vllm_calls import copied, new_request
+        from .peers.vllm_calls import copied, new_request
 
         self._lookup = engine.manager.lookup
         self._keys = list(islice(cycle(copied(keys)), burst))
@@ -71,8 +71,8 @@ def run(
     bench: TransferBench, opened: Callable[[torch.Tensor], Engine], setup: MeasurementSetup
 ) -> Figures:
     """Measure one contender: idle and busy, in both directions."""
-    from .vllm_calls import random_keys
-    from .vllm_steps import check_pattern
+    from .peers.vllm_calls import random_keys
+    from .peers.vllm_steps import check_pattern
 
     idle = bench.round_trip(opened)
     with bench.fresh():
@@ -108,8 +108,8 @@ def _half(
     is_down: bool,
 ) -> tuple[float, list[float], list[float]]:
     """Measure one direction; return its seconds, and those of the bursts before and during it."""
-    from .vllm_calls import end_step, frozen, random_keys
-    from .vllm_steps import put, read_up, settle, write_down
+    from .peers.vllm_calls import end_step, frozen, random_keys
+    from .peers.vllm_steps import put, read_up, settle, write_down
 
     scale = setup.scale
     with closing(opened(device)) as engine, frozen():

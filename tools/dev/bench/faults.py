@@ -23,15 +23,15 @@ from ...commands.bench.bench_results import (
     Goal,
     Quantity,
 )
-from .lmcache_peer import LMCacheTiers, is_measured
 from .measurement import Case, Figures, Measurement, MeasurementSetup
+from .peers.lmcache_peer import LMCacheTiers, is_measured
 from .transfer_bench import SEED, TransferBench
 
 if TYPE_CHECKING:
     import torch
 
-    from .vllm_calls import Key
-    from .vllm_engines import Engine
+    from .peers.vllm_calls import Key
+    from .peers.vllm_engines import Engine
 
 BLOCKS = 64
 BLOCK_BYTES = 64 * KIB
@@ -160,19 +160,19 @@ class EngineCache:
 
     def store(self, keys: Sequence[Key]) -> None:
         """Store all blocks of the device, and wait until they are on disk."""
-        from .vllm_steps import idle, write_down
+        from .peers.vllm_steps import idle, write_down
 
         write_down(self._engine, keys, idle)
 
     def offer(self, keys: Sequence[Key]) -> None:
         """Offer all blocks once more, and wait until those that it takes are on disk."""
-        from .vllm_steps import offer
+        from .peers.vllm_steps import offer
 
         offer(self._engine, keys, LIMIT_S)
 
     def ask(self, keys: Sequence[Key]) -> list[int]:
         """Ask for each block by itself; return the numbers of those loaded to the device."""
-        from .vllm_steps import ask_for_all
+        from .peers.vllm_steps import ask_for_all
 
         return ask_for_all(self._engine, keys, LIMIT_S)
 
@@ -208,8 +208,8 @@ class FaultBench(TransferBench):
 
     def run(self, opened: Opened) -> Figures:
         """Store, damage, read; then store again, and read again."""
-        from .vllm_calls import random_keys
-        from .vllm_steps import fill_pattern
+        from .peers.vllm_calls import random_keys
+        from .peers.vllm_steps import fill_pattern
 
         keys = random_keys(self.blocks)
         with self.fresh():

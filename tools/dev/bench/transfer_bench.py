@@ -30,8 +30,8 @@ from .measurement import Case, Figures, Measurement, MeasurementSetup
 if TYPE_CHECKING:
     import torch
 
-    from .vllm_calls import Key
-    from .vllm_engines import Engine, OurEngine, VllmEngine
+    from .peers.vllm_calls import Key
+    from .peers.vllm_engines import Engine, OurEngine, VllmEngine
 
 NEAR_LIMIT = Goal(0.9, LIMIT, is_least=True)
 ABOVE_VLLM = Goal(4.0, VLLM, is_least=True)
@@ -93,7 +93,7 @@ class TransferBench:
         """Return memory that stands in for the device's KV cache, filled with the pattern."""
         import torch
 
-        from .vllm_steps import fill_pattern
+        from .peers.vllm_steps import fill_pattern
 
         made = torch.zeros((self.blocks + extra_blocks, self.block_bytes), dtype=torch.int8)
         fill_pattern(made, SEED)
@@ -101,7 +101,7 @@ class TransferBench:
 
     def ours(self, device: torch.Tensor, weights: str = "bench") -> OurEngine:
         """Return our engine over this device, for weights of this name."""
-        from .vllm_engines import OurEngine
+        from .peers.vllm_engines import OurEngine
 
         return OurEngine(
             device, self._cpu_blocks, self.folders, self._disk_bytes, self._options, weights
@@ -109,7 +109,7 @@ class TransferBench:
 
     def vllm(self, device: torch.Tensor) -> VllmEngine:
         """Return vLLM's engine over this device."""
-        from .vllm_engines import VllmEngine
+        from .peers.vllm_engines import VllmEngine
 
         return VllmEngine(device, self._cpu_blocks, self.folders[0])
 
@@ -126,8 +126,8 @@ class TransferBench:
     def round_trip(self, opened: Callable[[torch.Tensor], Engine]) -> dict[str, float]:
         """Write, restart without page cache, and read; return both rates in GB/s. Raises if a byte
         differs."""
-        from .vllm_calls import random_keys
-        from .vllm_steps import check_pattern
+        from .peers.vllm_calls import random_keys
+        from .peers.vllm_steps import check_pattern
 
         keys = random_keys(self.blocks)
         figures: dict[str, float] = {}
@@ -147,8 +147,8 @@ class TransferBench:
         keys: list[Key],
         more: dict[str, float],
     ) -> float:
-        from .vllm_calls import frozen
-        from .vllm_steps import idle, write_down
+        from .peers.vllm_calls import frozen
+        from .peers.vllm_steps import idle, write_down
 
         with closing(opened(device)) as engine, frozen():
             took_s = write_down(engine, keys, idle)
@@ -163,8 +163,8 @@ class TransferBench:
         device: torch.Tensor,
         keys: list[Key],
     ) -> float:
-        from .vllm_calls import frozen
-        from .vllm_steps import idle, read_up
+        from .peers.vllm_calls import frozen
+        from .peers.vllm_steps import idle, read_up
 
         with closing(opened(device)) as engine, frozen():
             return self.rate(read_up(engine, keys, idle))

@@ -37,8 +37,8 @@ from ...server import (
     server_options,
     tiering_options,
 )
-from ..lmcache_peer import QUIET, remove_memory, transfer_config
 from ..measurement import Say
+from ..peers.lmcache_peer import QUIET, remove_memory, transfer_config
 from ..scale import SUFFIX_BLOCKS, EngineScale, RestartScale
 
 ANSWER_TOKENS = 4

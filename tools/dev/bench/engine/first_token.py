@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from ....commands.bench.bench_results import LMCACHE, NONE, OURS, VLLM, Goal, Quantity, quantile
 from ...server import BLOCK_TOKENS, Completion, ServerProcess, differing_tokens, is_on_cpu
-from ..lmcache_peer import is_measured
 from ..measurement import Case, Figures, Measurement, MeasurementSetup
+from ..peers.lmcache_peer import is_measured
 from ..scale import RestartScale
 from .restart import (
     ANSWER_TOKENS,

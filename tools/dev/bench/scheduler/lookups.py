@@ -38,7 +38,7 @@ def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
 
 def ours(folder: Path, blocks: int, setup: MeasurementSetup) -> Figures:
     """Reopen, and look up blocks that are present, absent, and being promoted."""
-    from ..vllm_calls import copied, over
+    from ..peers.vllm_calls import copied, over
     from .vllm_lookups import ask_ours
 
     asked = min(setup.scale.questions, blocks // 2)

@@ -24,7 +24,7 @@ PER_BLOCK = (
 
 def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
     """Yield a case per capacity."""
-    from ..vllm_calls import Keys, drive, our_lru, vllm_lru
+    from ..peers.vllm_calls import Keys, drive, our_lru, vllm_lru
 
     for blocks in setup.scale.manager_blocks:
         keys = Keys.for_capacity(blocks)

@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from .....manager.lookup import MAX_LOOKS_PER_STEP
 from ....commands.bench.bench_results import BenchError
-from ..vllm_calls import (
+from ..peers.vllm_calls import (
     BLOCK_BYTES,
     copied,
     end_step,
@@ -25,7 +25,7 @@ from ..vllm_calls import (
     requests_of,
     vllm_lru,
 )
-from ..vllm_engines import offloading_config
+from ..peers.vllm_engines import offloading_config
 
 PROBE_WAIT_S = 0.05
 ROUNDS_MAX = 100

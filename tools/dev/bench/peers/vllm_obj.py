@@ -1,6 +1,6 @@
 """vLLM's `obj` tier and a remote tier of ours on the same S3 server.
 
-    python -m kvcascade.tools.dev.bench.vllm_obj --out FOLDER
+    python -m kvcascade.tools.dev.bench.peers.vllm_obj --out FOLDER
 
 Both ask whether 1,000 blocks are there, then read them into memory that stands for the arena, and
 take turns. Ours verifies every block; theirs has no checksums. The server is moto, started here.
@@ -24,9 +24,9 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from ....tiers.remote.object_store import open_object_store
-from ..remote_server import BUCKET, REGION, s3_server
-from .remote_rates import OURS, TIMEOUT_S, Ours, RatedBlocks, RateRow, shown
+from .....tiers.remote.object_store import open_object_store
+from ...remote_server import BUCKET, REGION, s3_server
+from ..remote_rates import OURS, TIMEOUT_S, Ours, RatedBlocks, RateRow, shown
 from .vllm_calls import random_keys
 from .vllm_engines import offloading_config
 

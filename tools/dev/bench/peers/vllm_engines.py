@@ -35,8 +35,8 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from ....vllm.v0_26 import CascadeManager, CascadeOffloadingSpec, CascadeWorker
-from ...commands.path_blocks import open_path
+from .....vllm.v0_26 import CascadeManager, CascadeOffloadingSpec, CascadeWorker
+from ....commands.path_blocks import open_path
 
 TOKENS_PER_BLOCK = 16
 _engines = count()

@@ -26,14 +26,14 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
-from ....assembly.build import Cascade
-from ....manager.below.port import NoTierBelow
-from ....manager.cascading import CascadingOffloadingManager, ManagerOptions
-from ....manager.level import Tier
-from ....tiers.cpu.cpu_backend import CpuBackend
-from ....tiers.policies import create
-from ....vllm.v0_26 import CascadeManager
-from ...commands.bench.bench_tier import new_keys
+from .....assembly.build import Cascade
+from .....manager.below.port import NoTierBelow
+from .....manager.cascading import CascadingOffloadingManager, ManagerOptions
+from .....manager.level import Tier
+from .....tiers.cpu.cpu_backend import CpuBackend
+from .....tiers.policies import create
+from .....vllm.v0_26 import CascadeManager
+from ....commands.bench.bench_tier import new_keys
 
 Key = OffloadKey
 """Type of keys, for modules that do not import vLLM."""

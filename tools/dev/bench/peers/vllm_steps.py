@@ -14,8 +14,8 @@ from time import monotonic, perf_counter, sleep
 import torch
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
-from ...commands.bench.bench_results import BenchError
-from .transfer_bench import REQUEST_BYTES, WINDOW
+from ....commands.bench.bench_results import BenchError
+from ..transfer_bench import REQUEST_BYTES, WINDOW
 from .vllm_calls import end_step, new_request
 from .vllm_engines import Engine
 

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....tiers.cpu.arena import DEFAULT_ARENA_DIR
-from ...commands.bench.bench_results import GIB, BenchError
-from ..server import BLOCK_TOKENS, LOG_LINES_SHOWN, free_port
+from .....tiers.cpu.arena import DEFAULT_ARENA_DIR
+from ....commands.bench.bench_results import GIB, BenchError
+from ...server import BLOCK_TOKENS, LOG_LINES_SHOWN, free_port
 
 if TYPE_CHECKING:
     import torch
 
-    from .measurement import MeasurementSetup
+    from ..measurement import MeasurementSetup
     from .vllm_calls import Key
 
 OPTION = "--lmcache-python"
