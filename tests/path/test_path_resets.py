@@ -65,6 +65,28 @@ def test_an_engine_that_joins_engines_that_were_reset_is_told() -> None:
     assert "reset this engine" in note
 
 
+@pytest.mark.parametrize("is_there", [True, False], ids=["it is there", "it ended"])
+def test_who_comes_back_after_another_engine_started_may_have_other_weights(is_there: bool) -> None:
+    """Its node died after a reset. The other engine found no engine, so it began an epoch."""
+    rig = PathRig()
+    reset(RigNode(rig))
+    started = restart(rig, is_clean=False)
+    assert started.welcome is not None and started.welcome.notes == []
+    started.store(BLOCKS[:4])
+    if not is_there:
+        rig.writer.disconnect(started.client)
+    back = RigNode(rig, epoch=1)
+    assert back.welcome is not None
+    (note,) = back.welcome.notes
+    assert "started" in note
+    if not is_there:
+        assert back.held(BLOCKS) == [], "they are of the weights of the disk"
+    back.store(BLOCKS[4:])
+    joined = RigNode(rig)
+    assert joined.welcome is not None and "reset this engine" in joined.welcome.notes[0]
+    assert restart(rig, is_clean=True).held(BLOCKS) == []
+
+
 def test_a_start_that_drops_blocks_of_after_a_reset_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -147,32 +147,36 @@ class PathNamespaces:
                 self.space.idle.mark_unusable(opening.name)
         return ended
 
-    def begin_alone(self, namespace: NamespaceWriter, known_epoch: int | None) -> bool:
-        """Record the epoch in which an engine begins that finds no other one.
+    def begin(self, namespace: NamespaceWriter, known_epoch: int | None, *, is_alone: bool) -> bool:
+        """Keep blocks of other weights from an engine that joins. Return True if that needed a
+        reset.
 
         Blocks that were stored after a reset may be of weights that were updated in place. An
-        engine that starts has the weights of the disk, so it may not find them. Return True if the
-        namespace was reset for that. Raises a `KVCascadeError`.
+        engine that starts (it knows no epoch) has the weights of the disk, so it may not find them
+        if it is alone. Its epoch is recorded. An engine that comes back from an older epoch may
+        have updated weights: alone it begins empty, and the next start after it does, too. Raises
+        a `KVCascadeError`.
         """
         name, epoch = namespace.home.name, namespace.epoch
-        if epoch == known_epoch or not was_reset(self.record, name, epoch):
+        is_of_reset = was_reset(self.record, name, epoch)
+        if known_epoch == epoch or (known_epoch is None and not (is_of_reset and is_alone)):
             return False
-        had_blocks = namespace.space.used > 0
-        if not namespace.reset():
+        had_blocks = is_alone and namespace.space.used > 0
+        if is_alone and not namespace.reset():
             raise TierIOError(
                 None,
-                f"the blocks of {name} from after a reset could not be removed; look at the disk, "
+                f"the blocks of {name} from another epoch could not be removed; look at the disk, "
                 "or remove the directory",
             )
-        epochs = {**self.record.epochs, name: namespace.epoch}
-        self._record(replace(self.record, epochs=epochs))
+        started = namespace.epoch if known_epoch is None else namespace.epoch - 1
+        self._record(replace(self.record, epochs={**self.record.epochs, name: started}))
         if had_blocks:
             _log.warning(
-                "%s begins empty: its blocks were stored after a reset, perhaps with weights that "
-                "were updated in place",
+                "%s begins empty: its blocks were stored before or after a reset that this engine "
+                "did not see, perhaps with other weights",
                 name,
             )
-        return True
+        return is_alone
 
     def notes_for(self, hello: Hello, namespace: NamespaceWriter) -> list[str]:
         """Return sentences for the log of a node."""
@@ -180,7 +184,12 @@ class PathNamespaces:
         if notes:
             _log.warning("%s: %s", hello.name, notes[0])
         name = namespace.home.name
-        if hello.epoch is None and was_reset(self.record, name, namespace.epoch):
+        if hello.epoch not in (None, namespace.epoch):
+            notes.append(
+                f"other engines of {name} were reset, or started, while this node was away; all "
+                "of them need the weights of this engine"
+            )
+        elif hello.epoch is None and was_reset(self.record, name, namespace.epoch):
             remedy = "an engine that starts alone removes those"
             if not hello.is_reader:
                 remedy = "update and reset this engine, too, before it serves"

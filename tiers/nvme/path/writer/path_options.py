@@ -49,13 +49,14 @@ class PathRecord:
     min_shares: dict[str, int] = field(default_factory=dict)
     """By name of a namespace: bytes that other namespaces may not take from it."""
     epochs: dict[str, int] = field(default_factory=dict)
-    """By name of a namespace: epoch in which the last engine began that found no other one."""
+    """By name of a namespace: epoch in which an engine last started alone. Another number than the
+    current epoch stands for blocks of updated weights."""
     removed_day: bytes = b""
     """Record of the bytes written in the last day to namespaces that were removed (`endurance`)."""
 
 
 def was_reset(record: PathRecord | None, name: str, epoch: int) -> bool:
-    """Return True if a namespace was reset since the last engine began that found no other one.
+    """Return True if a namespace was reset since an engine last started alone.
 
     `epoch` is its current one. Blocks that were stored since may be of weights that were updated in
     place, not of those of its fingerprint.

@@ -221,8 +221,9 @@ class PathWriter:
                     self._settle(each)
                 self.path.strengthen()
             namespace = self.path.open_for(message)
-            is_alone = not (message.is_reader or self._engines_of(namespace))
-            if is_alone and self.path.begin_alone(namespace, message.epoch):
+            is_alone = not self._engines_of(namespace)
+            is_engine = not message.is_reader
+            if is_engine and self.path.begin(namespace, message.epoch, is_alone=is_alone):
                 self._out += [(reader, Epoch(namespace.epoch)) for reader in namespace.clients]
         except KVCascadeError as error:
             self._refuse(client, why_refused(error), str(error))
