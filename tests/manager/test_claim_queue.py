@@ -154,6 +154,25 @@ class TestTurns:
         assert rig.ask(huge, 10, 26) == 8
         assert rig.manager.counters.recomputed_blocks[Reason.BUDGET] == 8
 
+    def test_a_prefix_beyond_the_budget_waits_for_no_pause_of_other_loads(self) -> None:
+        """An engine with many hits loads in every step, so a step without loads may never come."""
+        rig, large = Rig(promotion_budget_slots=None), Request("large")
+        others = [Request("even"), Request("odd")]
+        assert rig.ask(others[0], 0, 1) is None
+        rig.read()
+        for step in range(20):
+            now, before = others[step % 2], others[1 - step % 2]
+            assert rig.ask(now, 0, 1) == 1
+            rig.manager.prepare_load(keys(0, 1), now)
+            if step:
+                rig.manager.complete_load(keys(0, 1))
+                rig.manager.finish_request(before)
+                others[1 - step % 2] = Request()
+            if rig.ask(large, 10, 40) is not None:
+                return
+            rig.read()
+        raise AssertionError("it got no turn")
+
     @pytest.mark.parametrize("budget", [15, 16])
     def test_a_budget_of_nearly_the_whole_tier_leaves_no_request_waiting(self, budget: int) -> None:
         """Stores keep a share of the tier, whatever the budget."""
