@@ -6,13 +6,14 @@ The line is drawn over the source, so imports inside functions and for type chec
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from support.project import FOLDERS, ROOT, module_files, python_files_outside_tests
+from support.project import FOLDERS, ROOT, files, module_files, python_files_outside_tests
 
 ORDER = ("base", "tiers", "handlers", "manager", "spec", "tools")
 """Layers from the bottom up; a module may import its own layer and those below."""
@@ -113,6 +114,29 @@ def test_every_module_is_seen() -> None:
         if found.target.split(".")[0] == "kvcascade" and found.target not in MODULES
     ]
     assert not unresolved
+
+
+ABSOLUTE = re.compile(r"\bfrom (kvcascade[\w.]*) import ([\w, ]*)|\bimport (kvcascade[\w.]*\w)")
+"""An import in any text: code that a test or a script keeps in a string is never compiled here."""
+
+
+def resolves(module: str, names: str) -> bool:
+    """Whether there is such a module, and whether it speaks of all these names."""
+    if module not in MODULES:
+        return False
+    source = MODULES[module].read_text(encoding="utf-8")
+    each = [part.split()[0] for part in names.split(",") if part.strip()]
+    return all(f"{module}.{n}" in MODULES or re.search(rf"\b{n}\b", source) for n in each)
+
+
+def test_imports_in_strings_and_pages_name_what_there_is() -> None:
+    wrong = [
+        f"{name}: {found[0]}"
+        for name in files()
+        for found in ABSOLUTE.finditer((ROOT / name).read_bytes().decode(errors="replace"))
+        if not resolves(found[1] or found[3], found[2] or "")
+    ]
+    assert not wrong
 
 
 def test_imports_point_down() -> None:

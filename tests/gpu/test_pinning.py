@@ -27,7 +27,7 @@ ALONE = ArenaRole.scheduler(expect_workers=False)
 
 SECOND_RANK = """
 import os, sys, torch
-from kvcascade.handlers.host_register import cuda_registration
+from kvcascade.handlers.device.host_register import cuda_registration
 from kvcascade.tiers.cpu.arena import Arena, ArenaRole
 from kvcascade.tiers.cpu.header import ArenaGeometry
 slots, rank_bytes = map(int, sys.argv[2:4])
