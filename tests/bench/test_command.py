@@ -18,7 +18,14 @@ from support.clock import ManualClock
 
 from kvcascade.config import schema
 from kvcascade.tools.__main__ import main
-from kvcascade.tools.commands.bench.bench_results import OURS, VLLM, Table
+from kvcascade.tools.commands.bench.bench_results import (
+    OURS,
+    VLLM,
+    BenchError,
+    Quantity,
+    Row,
+    Table,
+)
 from kvcascade.tools.commands.bench.machine_facts import headline, machine_facts, version_facts
 from kvcascade.tools.commands.command_line import SCHEMA_VERSION, ExitCode
 from kvcascade.tools.dev import bench
@@ -205,6 +212,19 @@ def test_results_without_a_place_are_refused_before_anything_is_measured(
     monkeypatch.setattr(bench, "measure", measure)
     (tmp_path / "file").write_text("")
     assert bench.run(BenchOptions(out=tmp_path / "file")) == ExitCode.CANNOT_OPEN
+
+
+def test_what_was_measured_is_saved_when_the_rest_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(name: str, setup: MeasurementSetup) -> Table:
+        setup.keep(Table(name, "", "", [Row("one", Quantity("a", "s"), {OURS: [1.0]})]))
+        raise BenchError("no GPU any more")
+
+    monkeypatch.setattr(bench, "measure", measure)
+    assert bench.run(BenchOptions(only=("gpu",), out=tmp_path)) == ExitCode.PROBLEMS
+    (saved,) = json.loads((tmp_path / "bench.json").read_text())["measurements"]
+    assert (saved["name"], saved["rows"][0]["samples"]) == ("gpu", {OURS: [1.0]})
 
 
 def test_json(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -19,13 +19,23 @@ from support.clock import ManualClock
 from support.executors import InlineExecutor
 from support.gpu_twin import FREE_BYTES, FakeCuda, Kernels, Link, MemoryDevice
 
+from kvcascade.handlers.device.copier import GpuBlocks
 from kvcascade.handlers.device.device_cpu import CpuDeviceCopier
 from kvcascade.handlers.device.hazards import Direction
+from kvcascade.tiers.base import SlotArray
 from kvcascade.tiers.cpu.header import ArenaGeometry
-from kvcascade.tools.commands.bench.bench_results import LIMIT, OURS, VLLM, BenchError, Row
+from kvcascade.tools.commands.bench.bench_results import (
+    LIMIT,
+    LMCACHE,
+    OURS,
+    PAGES,
+    VLLM,
+    BenchError,
+    Row,
+)
 from kvcascade.tools.dev.bench.gpu import gpu, gpu_moves
 from kvcascade.tools.dev.bench.gpu.gpu import GpuShape
-from kvcascade.tools.dev.bench.gpu.gpu_device import CudaDevice, DeviceRoom
+from kvcascade.tools.dev.bench.gpu.gpu_device import Contender, CudaDevice, DeviceRoom
 from kvcascade.tools.dev.bench.gpu.gpu_moves import (
     BESIDE,
     HEAR_LONGEST,
@@ -215,21 +225,28 @@ def test_bytes_are_compared(copier: type[CpuDeviceCopier]) -> None:
             check(mover, tensors, TRANSFER)
 
 
-def measure(device: MemoryDevice, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
+def measure(
+    device: MemoryDevice,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    note: Callable[[str], None] = lambda line: None,
+) -> list[Row]:
     """All rows of small shapes."""
     monkeypatch.setattr(gpu, "SHAPES", (SMALL, GpuShape("joined", 1, 4096)))
     monkeypatch.setattr(gpu, "COUNTS", (1, 16, 256))
     monkeypatch.setattr(gpu_moves, "BYTES_PER_TIMING", 1)
+    monkeypatch.setattr(gpu, "PACED_S", gpu_moves.PACED_S[:1])
     monkeypatch.setattr(gpu_moves, "PACED_JOBS_MAX", 2)
     monkeypatch.setattr(gc, "collect", lambda: 0)  # no time is taken here that it could disturb
     measurement = replace(gpu.MEASUREMENT, cases=partial(gpu.cases, device=device))
-    return list(run(measurement, MeasurementSetup(folder, SMOKE, lambda line: None)).rows)
+    setup = MeasurementSetup(folder, SMOKE, lambda line: None, note=note)
+    return list(run(measurement, setup).rows)
 
 
 def test_every_row_has_its_contenders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = MemoryDevice(ENDLESS)
     rows = measure(device, tmp_path, monkeypatch)
-    assert len(rows) == 2 * (1 + 8 * len(gpu.COUNTS) + 2 * 4 + 2 * 6)
+    assert len(rows) == 2 * (1 + 8 * len(gpu.COUNTS) + 2 * 4 + 6)
     for row in rows:
         contenders = set(row.samples)
         if row.quantity.name in RATE.values():
@@ -245,6 +262,60 @@ def test_every_row_has_its_contenders(tmp_path: Path, monkeypatch: pytest.Monkey
     assert device.released == 2, "memory of a shape goes before the next one's comes"
 
 
+def not_there(tensors: Sequence[torch.Tensor], slots: int) -> Contender:
+    """What an installed vLLM of another version does."""
+    raise ModuleNotFoundError("No module named 'vllm.v1.kv_offload.cpu.common'")
+
+
+class Refused(Link):
+    """Its calls fail like a driver's: from a submission on, and at the end."""
+
+    def __init__(self, submissions: int) -> None:
+        super().__init__(ManualClock())
+        self._left = submissions
+
+    def submit_store(self, job_id: int, blocks: GpuBlocks, slots: SlotArray) -> bool:
+        self._left -= 1
+        if self._left < 0:
+            raise RuntimeError("cuMemcpyBatchAsync failed: error 1 at copy 0\nand a trace")
+        return super().submit_store(job_id, blocks, slots)
+
+    def shutdown(self, deadline_s: float = 5.0) -> None:
+        raise RuntimeError("error 700")
+
+
+@pytest.mark.parametrize("submissions", [0, 9], ids=["first", "later"])
+def test_a_contender_that_fails_is_a_note(
+    submissions: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our rows and the other contender's stay as they are without it."""
+    device, notes = MemoryDevice(ENDLESS), list[str]()
+    refused = Contender(Refused(submissions), is_pinned=True)
+    device.more = {LMCACHE: not_there, PAGES: lambda tensors, slots: refused}
+    monkeypatch.setattr(gpu, "check", lambda mover, *_: mover.submit(Direction.STORE, TRANSFER))
+    rows = measure(device, tmp_path, monkeypatch, notes.append)
+    assert len(rows) == 2 * (1 + 8 * len(gpu.COUNTS) + 2 * 4 + 6)
+    for row in rows:
+        assert row.quantity.name in BESIDE.values() or {OURS, VLLM} <= set(row.samples), row
+        assert LMCACHE not in row.samples
+    assert any(PAGES in row.samples for row in rows) is bool(submissions)
+    failed = [f"{shape.label}: {{}} failed and is left out: {{}}" for shape in gpu.SHAPES]
+    reason = "ModuleNotFoundError: No module named 'vllm.v1.kv_offload.cpu.common'"
+    assert [line for line in notes if "LMCache" in line] == [
+        line.format("LMCache", reason) for line in failed
+    ]
+    reason = "RuntimeError: cuMemcpyBatchAsync failed: error 1 at copy 0"
+    assert failed[0].format("per page", reason) in notes
+    assert failed[0].format("per page", "RuntimeError: error 700") in notes
+
+
+def test_ours_does_not_fail_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = MemoryDevice(ENDLESS)
+    monkeypatch.setattr(device, "ours", lambda *_: Contender(Refused(0), is_pinned=True))
+    with pytest.raises(RuntimeError):
+        measure(device, tmp_path, monkeypatch)
+
+
 def test_what_does_not_fit_has_rows_without_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,7 +326,7 @@ def test_what_does_not_fit_has_rows_without_figures(
     assert case.startswith("joined: 256 blocks, not measured: 2.5 MiB of /dev/shm")
     assert [row.quantity.name for row in without] == list(RATE.values())
     assert not any(row.samples or row.verdicts() for row in without)
-    assert len(rows) == 2 * (1 + 2 * 4 + 2 * 6) + 8 * (3 + 2) + 2
+    assert len(rows) == 2 * (1 + 2 * 4 + 6) + 8 * (3 + 2) + 2
     device.said = ("vLLM is not here",)
     notes: list[str] = []
     for _ in gpu.cases(

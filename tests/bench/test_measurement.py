@@ -80,6 +80,24 @@ def test_a_case_is_let_go_of_when_a_contender_fails(tmp_path: Path) -> None:
     assert ended == ["one"]
 
 
+def test_rows_are_kept_before_the_next_case_may_fail(tmp_path: Path) -> None:
+    kept: list[list[str]] = []
+
+    def fail() -> Figures:
+        raise RuntimeError("no GPU")
+
+    def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
+        yield Case("one", {OURS: lambda: {"a": 1.0}})
+        yield Case("two", {OURS: fail})
+
+    given = replace(
+        setup(tmp_path, [], repeats=1), keep=lambda table: kept.append([r.case for r in table.rows])
+    )
+    with pytest.raises(RuntimeError, match="no GPU"):
+        run(Measurement("m", "M", "", QUANTITIES, cases), given)
+    assert kept == [["one"]]
+
+
 def test_flatness_compares_the_smallest_and_the_largest() -> None:
     names = [row.quantity.name for row in flatness(_manager_rows(1.0, 1.2))]
     assert "lookup, hit" in names and "end of a step" not in names

@@ -12,8 +12,9 @@ from support.executors import InlineExecutor
 
 from kvcascade.handlers.device.batched_copy import NoBatchedCopyError
 from kvcascade.handlers.device.device_cpu import CpuDeviceCopier
+from kvcascade.handlers.device.host_register import HostRegistration
 from kvcascade.tiers.cpu.header import ArenaGeometry
-from kvcascade.tools.commands.bench.bench_results import PAGES, VLLM
+from kvcascade.tools.commands.bench.bench_results import PAGES, VLLM, BenchError
 from kvcascade.tools.dev.bench.gpu import gpu_device
 from kvcascade.tools.dev.bench.gpu.gpu import GpuShape
 from kvcascade.tools.dev.bench.gpu.gpu_moves import DeviceMover, GpuTransfer, check
@@ -57,6 +58,14 @@ def test_a_transfer_is_heard_of_when_it_has_ended(twin: TwinCuda) -> None:
     (result,) = copier.get_finished()
     assert (result.job_id, result.size_bytes, result.time_s) == (1, 16 * 64, 0.25)
     copier.shutdown()
+
+
+def test_memory_that_is_not_pinned_is_not_given_to_the_driver(twin: TwinCuda) -> None:
+    tensors = [torch.zeros((BLOCKS, 64), dtype=torch.int8)]
+    refused = HostRegistration(lambda address, length: "the test", lambda address: None)
+    with pytest.raises(BenchError, match="could not be pinned"):
+        PageCopier(tensors, BLOCKS, batch, refused)
+    assert not twin.streams
 
 
 def test_who_stands_in_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,8 @@ class MemoryDevice(Device):
         self.free = room
         self.said: tuple[str, ...] = ()
         """Its notes."""
+        self.more: dict[str, Make] = {}
+        """Contenders beside vLLM's."""
         self.released = 0
 
     def room(self) -> DeviceRoom:
@@ -133,7 +135,7 @@ class MemoryDevice(Device):
         return self.said
 
     def others(self) -> Mapping[str, Make]:
-        return {VLLM: self._vllm}
+        return {VLLM: self._vllm, **self.more}
 
     def _vllm(self, tensors: Sequence[torch.Tensor], slots: int) -> Contender:
         shape = GpuShape("", len(tensors), tensors[0].shape[1])

@@ -187,6 +187,9 @@ def _run(options: BenchOptions) -> dict[str, Any]:
         share = 1.0 if options.minutes is not None else BARE_SHARES.get(name, 1.0)
         return time.monotonic() - began < minutes * 60 * share
 
+    def keep(table: Table) -> None:
+        write(out / "bench.json", [*tables, table], facts)
+
     reporter.print(f"kvcascade bench: {headline(facts)}")
     tables: list[Table] = []
     try:
@@ -205,6 +208,7 @@ def _run(options: BenchOptions) -> dict[str, Any]:
                         note,
                         in_time,
                         options.lmcache_python,
+                        keep,
                     )
                     tables.append(measure(name, setup))
                 reporter.table(tables[-1])

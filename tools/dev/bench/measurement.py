@@ -42,6 +42,8 @@ class MeasurementSetup:
     """Function that returns False if no new work may begin."""
     lmcache_python: Path | None = None
     """Python of an environment with LMCache, if one was named."""
+    keep: Callable[[Table], None] = lambda table: None
+    """Function that saves the rows so far; it is called after each case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class Measurement:
 def run(measurement: Measurement, setup: MeasurementSetup) -> Table:
     """Run all cases of a measurement."""
     rows: list[Row] = []
+    table = Table(measurement.name, measurement.title, measurement.note, rows)
     with closing(measurement.cases(setup)) as cases:
         for case in cases:
             if not setup.has_time():
@@ -85,8 +88,9 @@ def run(measurement: Measurement, setup: MeasurementSetup) -> Table:
                 )
                 break
             rows += run_case(case, case.quantities or measurement.quantities, setup)
+            setup.keep(table)
     rows += measurement.derived(rows)
-    return Table(measurement.name, measurement.title, measurement.note, rows)
+    return table
 
 
 def run_case(case: Case, quantities: Sequence[Quantity], setup: MeasurementSetup) -> list[Row]:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 from .....config.sizes import human
+from .....handlers.device.copier import DeviceCopier
 from .....handlers.device.geometry import PageRef, TensorLayout, WorkerLayout
 from .....handlers.device.hazards import Direction
 from .....tiers.cpu.arena import Arena, ArenaRole
 from .....tiers.cpu.header import ArenaGeometry
+from ....commands.bench.bench_report import TITLES
 from ....commands.bench.bench_results import GIB, LIMIT, OURS, Goal, Quantity
-from ..measurement import Case, Figures, Measurement, MeasurementSetup
+from ..measurement import Case, Figures, Measurement, MeasurementSetup, Say
 from .gpu_device import Contender, CudaDevice, Device, DeviceRoom
 from .gpu_moves import (
     BESIDE,
@@ -134,11 +136,14 @@ def lacking(shape: GpuShape, count: int, free: DeviceRoom) -> str:
 class GpuBench:
     """One shape: device tensors, and each contender's CPU memory, for the largest transfer.
 
-    Raises `BenchError` if a contender returns bytes that differ from those it stored.
+    Raises `BenchError` if kvcascade returns bytes that differ from those it stored. If another
+    contender fails, a note says so, and the contender has no more figures for this shape.
     """
 
-    def __init__(self, device: Device, shape: GpuShape, largest: int, undo: ExitStack) -> None:
-        self._device, self._shape = device, shape
+    def __init__(
+        self, device: Device, shape: GpuShape, largest: int, undo: ExitStack, note: Say
+    ) -> None:
+        self._device, self._shape, self._note = device, shape, note
         self._room, self._beside = room_for(largest), min(largest, BESIDE_BLOCKS)
         self._movers: dict[str, DeviceMover] = {}
         self._is_pinned: dict[str, bool] = {}
@@ -156,11 +161,12 @@ class GpuBench:
             **{name: partial(make, tensors, self._room) for name, make in device.others().items()},
         }
         for name, make in makers.items():
-            contender = make()
-            undo.callback(contender.copier.shutdown)
-            self._movers[name] = DeviceMover(contender.copier)
-            self._is_pinned[name] = contender.is_pinned
-            check(self._movers[name], tensors, some)
+            with self._excused(name):
+                contender = make()
+                undo.callback(self._shut_down, name, contender.copier)
+                self._movers[name] = DeviceMover(contender.copier)
+                self._is_pinned[name] = contender.is_pinned
+                check(self._movers[name], tensors, some)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -173,9 +179,10 @@ class GpuBench:
 
     def costs(self, name: str, count: int) -> Figures:
         """Measure scattered transfers in both directions."""
-        mover, transfer = self._movers[name], self._transfer(count)
-        size = count * self._shape.block_bytes
-        return _both_ways(lambda way: costs(mover, way, transfer, size, time.perf_counter))
+        transfer, size = self._transfer(count), count * self._shape.block_bytes
+        return self._both_ways(
+            name, lambda mover, way: costs(mover, way, transfer, size, time.perf_counter)
+        )
 
     def limit(self, count: int) -> Figures:
         """Measure one copy of as many bytes between the device and pinned memory."""
@@ -185,11 +192,10 @@ class GpuBench:
 
     def beside(self, name: str, kernels: Kernels) -> Figures:
         """Measure kernels on the compute stream, with and without transfers."""
-        mover, transfer = self._movers[name], self._transfer(self._beside)
-        size = self._beside * self._shape.block_bytes
+        transfer, size = self._transfer(self._beside), self._beside * self._shape.block_bytes
         start = partial(self._device.start_chain, kernels)
-        return _both_ways(
-            lambda way: beside(mover, way, kernels, transfer, size, start, time.sleep)
+        return self._both_ways(
+            name, lambda mover, way: beside(mover, way, kernels, transfer, size, start, time.sleep)
         )
 
     def limit_beside(self, kernels: Kernels) -> Figures:
@@ -200,16 +206,43 @@ class GpuBench:
 
     def paced(self, name: str, step_s: float) -> Figures:
         """Measure many transfers in both directions, polled at the interval of an engine."""
-        mover, transfer = self._movers[name], self._transfer(self._beside)
-        size = self._beside * self._shape.block_bytes
+        transfer, size = self._transfer(self._beside), self._beside * self._shape.block_bytes
         start = partial(self._device.start_chain, Kernels.PREFILL)
         clock, pause = time.perf_counter, time.sleep
-        return _both_ways(
-            lambda way: paced(mover, way, transfer, size, step_s, start, clock, pause)
+        return self._both_ways(
+            name,
+            lambda mover, way: paced(mover, way, transfer, size, step_s, start, clock, pause),
         )
 
     def _transfer(self, count: int) -> GpuTransfer:
         return GpuTransfer.scattered(count, self._room, self._room)
+
+    def _both_ways(
+        self, name: str, figures: Callable[[DeviceMover, Direction], Figures]
+    ) -> Figures:
+        """Measure both directions; return no figures if the contender fails or has failed."""
+        mover = self._movers.get(name)
+        with self._excused(name):
+            if mover is not None:
+                found = [figures(mover, way) for way in Direction]
+                return {key: figure for each in found for key, figure in each.items()}
+        return {}
+
+    @contextmanager
+    def _excused(self, name: str) -> Iterator[None]:
+        """Drop a contender that raises, and note the reason. Errors of kvcascade pass."""
+        try:
+            yield
+        except Exception as error:
+            if name == OURS:
+                raise
+            self._movers.pop(name, None)
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            self._note(f"{self._shape.label}: {TITLES[name]} failed and is left out: {reason}")
+
+    def _shut_down(self, name: str, copier: DeviceCopier) -> None:
+        with self._excused(name):
+            copier.shutdown()
 
     def _let_go(self) -> None:
         """Release all memory; the last case still refers to this object."""
@@ -229,7 +262,7 @@ def cases(setup: MeasurementSetup, device: Device | None = None) -> Generator[Ca
         if fitting:
             setup.say(f"{shape.label}: pinning memory")
             with ExitStack() as undo:
-                bench = GpuBench(device, shape, fitting[-1], undo)
+                bench = GpuBench(device, shape, fitting[-1], undo, setup.note)
                 yield from _measured(bench, shape, fitting, setup.scale.repeats)
         for count in COUNTS[len(fitting) :]:
             setup.note(f"{shape.label}: {count:,} blocks are not measured: {lacks[count]}")
@@ -264,10 +297,6 @@ def _measured(
             {name: partial(bench.paced, name, step_s) for name in names},
             repeats=repeats,
         )
-
-
-def _both_ways(figures: Callable[[Direction], Figures]) -> Figures:
-    return {name: figure for way in Direction for name, figure in figures(way).items()}
 
 
 def quantities(share: float) -> tuple[Quantity, ...]:

@@ -22,6 +22,7 @@ from .....handlers.device.host_register import HostRegistration
 from .....tiers.base import SlotArray
 from .....tiers.cpu.arena import Arena, ArenaRole
 from .....tiers.cpu.header import ArenaGeometry
+from ....commands.bench.bench_results import BenchError
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +55,10 @@ class PageCopier(DeviceCopier):
         batch: Batch,
         registration: HostRegistration,
     ) -> None:
-        """Create the copier; `registration` pins its `slots` rows of CPU memory."""
+        """Create the copier; `registration` pins its `slots` rows of CPU memory.
+
+        Raises `BenchError` if the memory cannot be pinned.
+        """
         import torch
 
         cuda: Any = torch.cuda
@@ -65,7 +69,9 @@ class PageCopier(DeviceCopier):
         role = ArenaRole.scheduler(expect_workers=False)
         self._arena = Arena.open(geometry, f"bench-pages-{os.getpid()}-{next(_arenas)}", role)
         rows = self._arena.slots
-        registration.pin(int(rows.ctypes.data), slots, geometry.slot_bytes)
+        if not registration.pin(int(rows.ctypes.data), slots, geometry.slot_bytes):
+            self._arena.close()
+            raise BenchError("its CPU memory could not be pinned")
         offsets = np.cumsum([0, *pages[:-1]])
         self._pages = np.array(pages, dtype=np.uint64)
         self._bases = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64)
