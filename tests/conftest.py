@@ -45,6 +45,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         parser.addini("timeout", "limit per test in seconds; needs pytest-timeout")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the marker of pytest-timeout, too."""
+    config.addinivalue_line("markers", "timeout(seconds): limit of a test; needs pytest-timeout")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark before `-m` chooses, and sort for two processes."""

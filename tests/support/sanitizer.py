@@ -20,7 +20,9 @@ COMMAND = (
 TIMEOUT_S = 1200.0
 LINES_SHOWN = 6
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
-_PASSED = re.compile(r"^\d+ passed", re.MULTILINE)
+_OWN = re.compile(r"={9}( |$)")
+_OUTCOMES = re.compile(r"^\d+ \w+.* in [\d.]+s")
+_OUTCOME = re.compile(r"(\d+) (passed|failed|error)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +30,12 @@ class Verdict:
     """What came of a run."""
 
     is_checked: bool
-    """False if the tool did not look at the tests: it refuses the device, or is not installed."""
+    """False if the tool did not look at every case: it is not installed, or refuses the device, or
+    cases were skipped."""
     errors: int
-    """Wrong accesses that it found."""
+    """Wrong accesses that it found, and tests that failed."""
     words: str
-    """The last lines of its own output."""
+    """The last lines of its own output, the tests that failed, and how many passed."""
 
 
 def small_cases() -> list[str]:
@@ -42,27 +45,31 @@ def small_cases() -> list[str]:
     return [f"{test}[{name}-{way}]" for name in NAMED_CASES for way in ways]
 
 
-def judge(output: str) -> Verdict:
-    """Read the output of a run over pytest.
+def judge(output: str, cases: int) -> Verdict:
+    """Read the output of a run over pytest with so many cases.
 
-    A run counts only if the tool gave a summary and the tests ran: it ends with a summary of no
+    A run counts only if the tool gave a summary and all tests ran: it ends with a summary of no
     errors also where it could not begin.
     """
-    own = [line for line in output.splitlines() if line.startswith("=========")]
-    words = "\n".join(own[-LINES_SHOWN:] or output.splitlines()[-LINES_SHOWN:])
+    lines = output.splitlines()
+    tests = [line for line in lines if line.startswith("FAILED ") or _OUTCOMES.match(line)]
+    shown = [line for line in lines if _OWN.match(line)][-LINES_SHOWN:] + tests[-LINES_SHOWN:]
+    counts = {what: int(count) for count, what in _OUTCOME.findall(tests[-1] if tests else "")}
     found = _SUMMARY.search(output)
-    errors = int(found[1]) if found else 0
-    return Verdict(bool(found and (errors or _PASSED.search(output))), errors, words)
+    is_checked = found is not None and counts.get("passed", 0) >= cases
+    errors = sum(counts.get(what, 0) for what in ("failed", "error"))
+    errors += int(found[1]) if found else 0
+    return Verdict(is_checked, errors, "\n".join(shown or lines[-LINES_SHOWN:]))
 
 
-def run_sanitizer(arguments: Sequence[str]) -> Verdict:
-    """Run pytest with these arguments under the tool."""
-    command = [*COMMAND, sys.executable, "-m", "pytest", "-q", *arguments]
+def run_sanitizer(cases: Sequence[str], *arguments: str) -> Verdict:
+    """Run pytest with these cases under the tool, which slows them many times."""
+    command = [*COMMAND, sys.executable, "-m", "pytest", "-q", *arguments, *cases]
     try:
         done = subprocess.run(
             command,
             cwd=TESTS.parent,
-            env=environment(),
+            env=environment() | {"KVCASCADE_GPU_TESTS_S": str(TIMEOUT_S)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -70,4 +77,4 @@ def run_sanitizer(arguments: Sequence[str]) -> Verdict:
         )
     except FileNotFoundError:
         return Verdict(False, 0, "compute-sanitizer is not installed; the CUDA toolkit has it")
-    return judge(done.stdout)
+    return judge(done.stdout, len(cases))
