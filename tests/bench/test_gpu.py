@@ -22,6 +22,7 @@ from support.gpu_twin import FREE_BYTES, FakeCuda, Kernels, Link, MemoryDevice
 from kvcascade.handlers.device.copier import GpuBlocks
 from kvcascade.handlers.device.device_cpu import CpuDeviceCopier
 from kvcascade.handlers.device.hazards import Direction
+from kvcascade.handlers.device.staging_plan import DIRECT_RUN_BYTES
 from kvcascade.tiers.base import SlotArray
 from kvcascade.tiers.cpu.header import ArenaGeometry
 from kvcascade.tools.commands.bench.bench_results import (
@@ -59,6 +60,8 @@ SMALL = GpuShape("small", 3, 64)
 TRANSFER = GpuTransfer.scattered(4, 8, 8)
 GIB = 1 << 30
 ENDLESS = DeviceRoom(1 << 50, 1 << 50, 1 << 50)
+ROWS_OF_PAGES = 1 + 8
+"""Of the shape that has no other cases."""
 CHAIN_S = 0.1
 DECODE = gpu_moves.Kernels.DECODE
 both_ways = pytest.mark.parametrize("way", Direction)
@@ -74,17 +77,27 @@ def test_blocks_and_slots_are_scattered_and_different() -> None:
 
 
 def test_shapes_are_those_of_models() -> None:
-    llama, mla, split, joined = gpu.SHAPES
+    models = [shape for shape in gpu.SHAPES if shape.is_model]
+    llama, mla, split, joined = models
     assert llama.block_bytes == joined.block_bytes == 2 << 20
     assert split.block_bytes == 80 * 8 << 10
-    assert [shape.share for shape in gpu.SHAPES] == [0.90, 0.85, 0.75, 0.90]
+    assert [shape.share for shape in models] == [0.90, 0.85, 0.75, 0.90]
     assert joined.layers == 1 and mla.block_bytes == 61 * 18 << 10
+
+
+def test_pages_between_staged_and_direct_ones_are_measured() -> None:
+    """From them the limit is chosen."""
+    pages = [shape for shape in gpu.SHAPES if not shape.is_model]
+    assert [shape.page_bytes for shape in pages] == [128 << 10, 256 << 10, DIRECT_RUN_BYTES]
+    assert {shape.block_bytes for shape in pages} == {2 << 20}
+    assert all(shape.counts == gpu.PAGE_COUNTS for shape in pages)
 
 
 def test_what_does_not_fit_is_told_by_its_place() -> None:
     llama = gpu.SHAPES[0]
-    assert gpu.need(llama, 4096) == DeviceRoom(18 * GIB, 20 * GIB, 36 * GIB)
-    lacking = partial(gpu.lacking, llama, 4096)
+    assert gpu.need(llama, 4096, 2) == DeviceRoom(18 * GIB, 20 * GIB, 36 * GIB)
+    assert gpu.need(llama, 4096, 3) == DeviceRoom(18 * GIB, 30 * GIB, 46 * GIB)
+    lacking = partial(gpu.lacking, llama, 4096, 2)
     assert lacking(ENDLESS) == lacking(DeviceRoom(23 * GIB, 25 * GIB, 45 * GIB)) == ""
     assert "of GPU memory are" in lacking(replace(ENDLESS, device=22 * GIB))
     assert "20.0 GiB of /dev/shm are" in lacking(replace(ENDLESS, shared=24 * GIB))
@@ -232,8 +245,10 @@ def measure(
     note: Callable[[str], None] = lambda line: None,
 ) -> list[Row]:
     """All rows of small shapes."""
-    monkeypatch.setattr(gpu, "SHAPES", (SMALL, GpuShape("joined", 1, 4096)))
+    pages = GpuShape("pages", 2, 128, is_model=False)
+    monkeypatch.setattr(gpu, "SHAPES", (SMALL, pages, GpuShape("joined", 1, 4096)))
     monkeypatch.setattr(gpu, "COUNTS", (1, 16, 256))
+    monkeypatch.setattr(gpu, "PAGE_COUNTS", (16,))
     monkeypatch.setattr(gpu_moves, "BYTES_PER_TIMING", 1)
     monkeypatch.setattr(gpu, "PACED_S", gpu_moves.PACED_S[:1])
     monkeypatch.setattr(gpu_moves, "PACED_JOBS_MAX", 2)
@@ -246,7 +261,7 @@ def measure(
 def test_every_row_has_its_contenders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = MemoryDevice(ENDLESS)
     rows = measure(device, tmp_path, monkeypatch)
-    assert len(rows) == 2 * (1 + 8 * len(gpu.COUNTS) + 2 * 4 + 6)
+    assert len(rows) == 2 * (1 + 8 * len(gpu.COUNTS) + 2 * 4 + 6) + ROWS_OF_PAGES
     for row in rows:
         contenders = set(row.samples)
         if row.quantity.name in RATE.values():
@@ -258,8 +273,8 @@ def test_every_row_has_its_contenders(tmp_path: Path, monkeypatch: pytest.Monkey
         else:
             assert contenders == {OURS, VLLM}, row
     pinned = [row.samples for row in rows if row.quantity.name == gpu.PINNED]
-    assert pinned == [{OURS: [100.0], VLLM: [0.0]}] * 2
-    assert device.released == 2, "memory of a shape goes before the next one's comes"
+    assert pinned == [{OURS: [100.0], VLLM: [0.0]}] * 3
+    assert device.released == 3, "memory of a shape goes before the next one's comes"
 
 
 def not_there(tensors: Sequence[torch.Tensor], slots: int) -> Contender:
@@ -294,7 +309,7 @@ def test_a_contender_that_fails_is_a_note(
     device.more = {LMCACHE: not_there, PAGES: lambda tensors, slots: refused}
     monkeypatch.setattr(gpu, "check", lambda mover, *_: mover.submit(Direction.STORE, TRANSFER))
     rows = measure(device, tmp_path, monkeypatch, notes.append)
-    assert len(rows) == 2 * (1 + 8 * len(gpu.COUNTS) + 2 * 4 + 6)
+    assert len(rows) == 2 * (1 + 8 * len(gpu.COUNTS) + 2 * 4 + 6) + ROWS_OF_PAGES
     for row in rows:
         assert row.quantity.name in BESIDE.values() or {OURS, VLLM} <= set(row.samples), row
         assert LMCACHE not in row.samples
@@ -319,14 +334,14 @@ def test_ours_does_not_fail_in_silence(tmp_path: Path, monkeypatch: pytest.Monke
 def test_what_does_not_fit_has_rows_without_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = MemoryDevice(replace(ENDLESS, shared=2 * gpu.need(SMALL, 256).shared))
+    device = MemoryDevice(replace(ENDLESS, shared=2 * gpu.need(SMALL, 256, 2).shared))
     rows = measure(device, tmp_path, monkeypatch)
     without = [row for row in rows if "not measured" in row.case]
     (case,) = {row.case for row in without}
     assert case.startswith("joined: 256 blocks, not measured: 2.5 MiB of /dev/shm")
     assert [row.quantity.name for row in without] == list(RATE.values())
     assert not any(row.samples or row.verdicts() for row in without)
-    assert len(rows) == 2 * (1 + 2 * 4 + 6) + 8 * (3 + 2) + 2
+    assert len(rows) == 2 * (1 + 2 * 4 + 6) + 8 * (3 + 2) + 2 + ROWS_OF_PAGES
     device.said = ("vLLM is not here",)
     notes: list[str] = []
     for _ in gpu.cases(

@@ -69,10 +69,12 @@ def test_memory_that_is_not_pinned_is_not_given_to_the_driver(twin: TwinCuda) ->
 
 
 def test_who_stands_in_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies that its worker makes are measured beside it, too: they decide about staging."""
     monkeypatch.setattr(gpu_device, "find_spec", lambda name: object())
-    assert [*gpu_device._others()[0]] == [VLLM]
-    monkeypatch.setattr(gpu_device, "find_spec", lambda name: None)
     monkeypatch.setattr(gpu_device, "driver_batch", lambda: batch)
+    others, notes = gpu_device._others()
+    assert [*others] == [VLLM, PAGES] and not notes
+    monkeypatch.setattr(gpu_device, "find_spec", lambda name: None)
     others, (note,) = gpu_device._others()
     assert [*others] == [PAGES] and "stands in" in note
 
@@ -80,5 +82,5 @@ def test_who_stands_in_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         raise NoBatchedCopyError("too old")
 
     monkeypatch.setattr(gpu_device, "driver_batch", none)
-    others, (note,) = gpu_device._others()
-    assert not others and "too old" in note
+    others, (absent, note) = gpu_device._others()
+    assert not others and "vLLM is not installed" in absent and "too old" in note

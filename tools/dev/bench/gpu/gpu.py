@@ -48,6 +48,8 @@ from .gpu_moves import (
 
 COUNTS = (1, 16, 256, 4096)
 """Numbers of blocks per transfer."""
+PAGE_COUNTS = (16, 256)
+"""Numbers of blocks per transfer for shapes that compare page sizes."""
 SPARE = 4
 """Divisor for blocks outside the largest transfer, so that no transfer is one contiguous run."""
 MEMORY_SHARE = 0.8
@@ -77,6 +79,14 @@ class GpuShape:
     page_bytes: int
     share: float = 0.85
     """Goal for the rates, as a share of one large copy's rate."""
+    is_model: bool = True
+    """True if everything is measured. False if only the rates of `PAGE_COUNTS` are, in order to
+    compare page sizes."""
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Return the numbers of blocks per transfer."""
+        return COUNTS if self.is_model else PAGE_COUNTS
 
     @property
     def block_bytes(self) -> int:
@@ -92,11 +102,16 @@ class GpuShape:
 
 SHAPES = (
     GpuShape("Llama-3.1-8B, 32 layers × 64 KiB", 32, 64 << 10, share=0.90),
+    *(
+        GpuShape(f"{2048 // kib} layers × {kib} KiB", 2048 // kib, kib << 10, 0.90, is_model=False)
+        for kib in (128, 256, 512)
+    ),
     GpuShape("MLA, 61 layers × 18 KiB", 61, 18 << 10),
     GpuShape("70B with TP 8, 80 layers × 8 KiB", 80, 8 << 10, share=0.75),
     GpuShape("Llama-3.1-8B, all layers in one tensor, 2 MiB", 1, 2 << 20, share=0.90),
 )
-"""Shapes to measure; the last one is the layout across layers of vLLM 0.24 to 0.28."""
+"""Shapes to measure. The last one is the layout across layers of vLLM 0.24 to 0.28. Those without a
+model have blocks of the first one's size, in larger pages."""
 
 
 def room_for(count: int) -> int:
@@ -104,19 +119,20 @@ def room_for(count: int) -> int:
     return count + max(1, count // SPARE)
 
 
-def need(shape: GpuShape, count: int) -> DeviceRoom:
+def need(shape: GpuShape, count: int, contenders: int) -> DeviceRoom:
     """Return the memory that transfers of `count` blocks need.
 
-    This is a cache on the device, two in shared memory (kvcascade's and vLLM's), and one copy on
-    either side for the limit. For the copy, torch rounds pinned memory up to the next power of two.
+    This is a cache on the device, one in shared memory for each contender, and one copy on either
+    side for the limit. For the copy, torch rounds pinned memory up to the next power of two.
     """
     cache, copy = room_for(count) * shape.block_bytes, count * shape.block_bytes
-    return DeviceRoom(device=cache + copy, shared=2 * cache, memory=2 * cache + 2 * copy)
+    shared = contenders * cache
+    return DeviceRoom(device=cache + copy, shared=shared, memory=shared + 2 * copy)
 
 
-def lacking(shape: GpuShape, count: int, free: DeviceRoom) -> str:
+def lacking(shape: GpuShape, count: int, contenders: int, free: DeviceRoom) -> str:
     """Return the memory that is too small for transfers of `count` blocks; empty if all suffice."""
-    wanted = need(shape, count)
+    wanted = need(shape, count, contenders)
     larger = human(-(-int(wanted.shared / MEMORY_SHARE) // GIB) * GIB)
     for place, needed, there, remedy in (
         ("GPU memory", wanted.device, free.device, "end what uses the GPU"),
@@ -253,18 +269,19 @@ class GpuBench:
 def cases(setup: MeasurementSetup, device: Device | None = None) -> Generator[Case, None, None]:
     """Yield the cases of every shape, from one block to as many as fit; the rest is reported."""
     device = device or CudaDevice()
+    contenders = 1 + len(device.others())
     for note in device.notes():
         setup.note(note)
     for shape in SHAPES:
         free = device.room()
-        lacks = {count: lacking(shape, count, free) for count in COUNTS}
-        fitting = [count for count in COUNTS if not lacks[count]]
+        lacks = {count: lacking(shape, count, contenders, free) for count in shape.counts}
+        fitting = [count for count in shape.counts if not lacks[count]]
         if fitting:
             setup.say(f"{shape.label}: pinning memory")
             with ExitStack() as undo:
                 bench = GpuBench(device, shape, fitting[-1], undo, setup.note)
                 yield from _measured(bench, shape, fitting, setup.scale.repeats)
-        for count in COUNTS[len(fitting) :]:
+        for count in shape.counts[len(fitting) :]:
             setup.note(f"{shape.label}: {count:,} blocks are not measured: {lacks[count]}")
             label = f"{shape.label}: {count:,} blocks, not measured: {lacks[count]}"
             yield Case(label, {OURS: lambda: dict.fromkeys(RATE.values())}, repeats=1)
@@ -284,6 +301,8 @@ def _measured(
             rows,
             repeats,
         )
+    if not shape.is_model:
+        return
     for kernels in Kernels:
         contenders = {name: partial(bench.beside, name, kernels) for name in names}
         yield Case(
@@ -326,7 +345,7 @@ MEASUREMENT = Measurement(
     "GPU: scattered blocks between the device and CPU memory",
     "Blocks and slots drawn at random, one transfer after another, each asked after until it has "
     "ended; vLLM: its CPUOffloadingWorker, same tensors, same blocks; per page: this worker's "
-    "batched copy of single pages, where vLLM is not installed; limit: one copy of as many "
+    "batched copy of single pages, without vLLM; limit: one copy of as many "
     "bytes between the device and pinned memory. Few blocks take as long as the calls about them. "
     "submit, get_finished: how long a call keeps the worker's thread, which launches the model's "
     "kernels, too. Beside kernels: the rate of a chain of matrix products on a stream of its own, "

@@ -208,18 +208,22 @@ class CudaDevice(Device):
 
 
 def _others() -> tuple[dict[str, Make], list[str]]:
-    """Return the other contenders (vLLM's worker or its replacement), and notes about them."""
+    """Return the other contenders (vLLM's worker, and its copies without it), and notes about
+    those that are missing."""
+    found: dict[str, Make] = {}
+    notes: list[str] = []
     if find_spec("vllm"):
-        return {VLLM: _vllm}, []
+        found[VLLM] = _vllm
+    else:
+        notes.append(
+            "vLLM is not installed: a batched copy of single pages, as its worker makes it, stands "
+            "in; pip install vllm to measure its worker"
+        )
     try:
-        batch = driver_batch()
+        found[PAGES] = partial(_pages, driver_batch())
     except NoBatchedCopyError as error:
-        return {}, [f"vLLM is not installed, and nothing stands in for its worker: {error}"]
-    note = (
-        "vLLM is not installed: a batched copy of single pages, as its worker makes it, stands in; "
-        "pip install vllm to measure its worker"
-    )
-    return {PAGES: partial(_pages, batch)}, [note]
+        notes.append(f"batched copies of single pages are not measured: {error}")
+    return found, notes
 
 
 def _vllm(tensors: Sequence[torch.Tensor], slots: int) -> Contender:
