@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -90,6 +91,12 @@ def test_gpu_tests_are_collected() -> None:
     done = bare(code, "-q", "-p", "no:cacheprovider", "--collect-only", "tests/gpu")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("::test_") > 30
+    order = list(dict.fromkeys(re.findall(r"::(test_\w+)", done.stdout)))
+    assert order[-3:] == [
+        "test_moves_the_pages",
+        "test_every_contender_has_figures",
+        "test_all_tiers_without_an_engine",
+    ], "the time may be up before the long ones, and must not be before the others"
 
 
 def test_the_cuda_path_runs_on_a_twin() -> None:
