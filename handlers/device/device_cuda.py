@@ -78,6 +78,7 @@ class _Lane:
     streams: tuple[Any, Any]
     """Stream of the first step of a piece, and stream of its last step."""
     feed: StreamFeed
+    copier: StagedCopier
     move: Callable[[Sequence[GroupRows], SourceOrder], Work]
     jobs: deque[_Job] = field(default_factory=deque)
     """Jobs that have not been reported, oldest first."""
@@ -159,6 +160,11 @@ class CudaDeviceCopier(DeviceCopier):
                 f"of memory, leave it some with a lower gpu_memory_utilization"
             ) from error
 
+    @property
+    def is_batched(self) -> bool:
+        """Return True if copies of both directions are made in batched calls of the driver."""
+        return all(lane.copier.is_batched for lane in self._lanes)
+
     def submit_store(self, job_id: int, blocks: GpuBlocks, slots: SlotArray) -> bool:
         return self._submit(Direction.STORE, job_id, blocks, slots)
 
@@ -213,7 +219,7 @@ class CudaDeviceCopier(DeviceCopier):
         for stream in streams:
             stream.synchronize()
         feed = StreamFeed(partial(self._mark, streams), outstanding_max=outstanding_max)
-        return _Lane(streams, feed, copier.store if is_store else copier.load)
+        return _Lane(streams, feed, copier, copier.store if is_store else copier.load)
 
     def _submit(
         self, direction: Direction, job_id: int, blocks: GpuBlocks, slots: SlotArray

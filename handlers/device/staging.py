@@ -174,6 +174,11 @@ class StagedCopier:
         self._rows = torch.zeros(max(joined, default=0), dtype=torch.int64, device=device)
         """Rows of `Together.pages` for the blocks of an upload."""
 
+    @property
+    def is_batched(self) -> bool:
+        """Return True if there is a batched call, and the driver has not refused it."""
+        return self._batch is not None
+
     def warm_up(self) -> None:
         """Run every kernel that jobs need, on the kernels' stream.
 

@@ -60,7 +60,7 @@ SMALL = GpuShape("small", 3, 64)
 TRANSFER = GpuTransfer.scattered(4, 8, 8)
 GIB = 1 << 30
 ENDLESS = DeviceRoom(1 << 50, 1 << 50, 1 << 50)
-ROWS_OF_PAGES = 1 + 8
+ROWS_OF_PAGES = 2 + 8
 """Of the shape that has no other cases."""
 CHAIN_S = 0.1
 DECODE = gpu_moves.Kernels.DECODE
@@ -261,7 +261,7 @@ def measure(
 def test_every_row_has_its_contenders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = MemoryDevice(ENDLESS)
     rows = measure(device, tmp_path, monkeypatch)
-    assert len(rows) == 2 * (1 + 8 * len(gpu.COUNTS) + 2 * 4 + 6) + ROWS_OF_PAGES
+    assert len(rows) == 2 * (2 + 8 * len(gpu.COUNTS) + 2 * 4 + 6) + ROWS_OF_PAGES
     for row in rows:
         contenders = set(row.samples)
         if row.quantity.name in RATE.values():
@@ -270,6 +270,8 @@ def test_every_row_has_its_contenders(tmp_path: Path, monkeypatch: pytest.Monkey
             assert not contenders, "the twin's kernels end at once"
         elif row.quantity.name in MEANWHILE.values():
             assert contenders == {OURS, VLLM, LIMIT}, row
+        elif row.quantity.name == gpu.BATCHED:
+            assert row.samples == {OURS: [0.0]} and row.verdicts(), "it has fallen back"
         else:
             assert contenders == {OURS, VLLM}, row
     pinned = [row.samples for row in rows if row.quantity.name == gpu.PINNED]
@@ -309,9 +311,10 @@ def test_a_contender_that_fails_is_a_note(
     device.more = {LMCACHE: not_there, PAGES: lambda tensors, slots: refused}
     monkeypatch.setattr(gpu, "check", lambda mover, *_: mover.submit(Direction.STORE, TRANSFER))
     rows = measure(device, tmp_path, monkeypatch, notes.append)
-    assert len(rows) == 2 * (1 + 8 * len(gpu.COUNTS) + 2 * 4 + 6) + ROWS_OF_PAGES
+    assert len(rows) == 2 * (2 + 8 * len(gpu.COUNTS) + 2 * 4 + 6) + ROWS_OF_PAGES
     for row in rows:
-        assert row.quantity.name in BESIDE.values() or {OURS, VLLM} <= set(row.samples), row
+        if row.quantity.name not in (*BESIDE.values(), gpu.BATCHED):
+            assert {OURS, VLLM} <= set(row.samples), row
         assert LMCACHE not in row.samples
     assert any(PAGES in row.samples for row in rows) is bool(submissions)
     failed = [f"{shape.label}: {{}} failed and is left out: {{}}" for shape in gpu.SHAPES]
@@ -341,7 +344,7 @@ def test_what_does_not_fit_has_rows_without_figures(
     assert case.startswith("joined: 256 blocks, not measured: 2.5 MiB of /dev/shm")
     assert [row.quantity.name for row in without] == list(RATE.values())
     assert not any(row.samples or row.verdicts() for row in without)
-    assert len(rows) == 2 * (1 + 2 * 4 + 6) + 8 * (3 + 2) + 2 + ROWS_OF_PAGES
+    assert len(rows) == 2 * (2 + 2 * 4 + 6) + 8 * (3 + 2) + 2 + ROWS_OF_PAGES
     device.said = ("vLLM is not here",)
     notes: list[str] = []
     for _ in gpu.cases(

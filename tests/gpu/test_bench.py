@@ -37,11 +37,13 @@ def test_every_contender_has_figures(
     rows = run(gpu.MEASUREMENT, setup).rows
     both = {*rows[0].samples}
     assert OURS in both and (both == {OURS, VLLM, PAGES} or notes), "what does not run is said"
-    assert len(rows) == 4 * (1 + 8 * 2 + 2 * 4 + 2 * 6) + 3 * (1 + 8)
+    assert len(rows) == 4 * (2 + 8 * 2 + 2 * 4 + 2 * 6) + 3 * (2 + 8)
     for row in rows:
         name, contenders = row.quantity.name, set(row.samples)
         if name in BESIDE.values():
             assert contenders <= both, "transfers may be too short here"
+        elif name == gpu.BATCHED:
+            assert row.samples == {OURS: [100.0 * (PAGES in both)]}, "by the driver's age"
         else:
             rates = (*RATE.values(), *MEANWHILE.values())
             assert contenders == {*both, *([LIMIT] if name in rates else [])}, row

@@ -332,8 +332,23 @@ def test_an_arena_that_is_not_pinned_is_copied_one_by_one(cuda: TwinCuda) -> Non
     copier = CudaDeviceCopier(
         tensors, CASE.layout, arena, registration=refused, find_batch=lambda: asked.append(None)
     )
-    assert not asked
+    assert not asked and not copier.is_batched
     copier.shutdown()
+
+
+def test_a_copier_says_whether_the_driver_took_its_batches(cuda: TwinCuda) -> None:
+    def refuse(*arguments: object) -> None:
+        raise RuntimeError("error 801 at copy 0")
+
+    tensors = [torch.from_numpy(tensor) for tensor in CASE.tensors(np.random.default_rng(0))]
+    arena = CASE.arena(np.random.default_rng(0))
+    copier = CudaDeviceCopier(
+        tensors, CASE.layout, arena, registration=pinned([]), find_batch=lambda: refuse
+    )
+    assert copier.is_batched
+    copier.submit_store(1, GpuBlocks.of([1], [1], [0]), np.array([2], dtype=np.int32))
+    copier.wait({1})
+    assert not copier.is_batched
 
 
 @pytest.mark.parametrize("is_batched", [False, True], ids=["one_by_one", "batched"])

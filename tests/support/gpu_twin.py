@@ -129,7 +129,8 @@ class MemoryDevice(Device):
         self, tensors: Sequence[torch.Tensor], layout: WorkerLayout, slots: npt.NDArray[np.uint8]
     ) -> Contender:
         pages = [tensor.numpy() for tensor in tensors]
-        return Contender(CpuDeviceCopier(pages, layout, slots, InlineExecutor()), is_pinned=True)
+        copier = CpuDeviceCopier(pages, layout, slots, InlineExecutor())
+        return Contender(copier, is_pinned=True, is_batched=lambda: False)
 
     def notes(self) -> Sequence[str]:
         return self.said

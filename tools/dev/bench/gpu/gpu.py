@@ -68,6 +68,7 @@ REPEATS_MAX = 3
 """Maximum repetitions of a case, so that the time suffices for all shapes."""
 
 PINNED = "CPU memory is pinned"
+BATCHED = "the driver copies in batches"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ class GpuBench:
         self._device, self._shape, self._note = device, shape, note
         self._room, self._beside = room_for(largest), min(largest, BESIDE_BLOCKS)
         self._movers: dict[str, DeviceMover] = {}
-        self._is_pinned: dict[str, bool] = {}
+        self._contenders: dict[str, Contender] = {}
         undo.callback(self._let_go)
         geometry = ArenaGeometry(self._room, shape.block_bytes, 1)
         role = ArenaRole.scheduler(expect_workers=False)
@@ -181,7 +182,7 @@ class GpuBench:
                 contender = make()
                 undo.callback(self._shut_down, name, contender.copier)
                 self._movers[name] = DeviceMover(contender.copier)
-                self._is_pinned[name] = contender.is_pinned
+                self._contenders[name] = contender
                 check(self._movers[name], tensors, some)
 
     @property
@@ -189,9 +190,16 @@ class GpuBench:
         """Return the names of the contenders, with kvcascade first."""
         return tuple(self._movers)
 
-    def pinned(self, name: str) -> Figures:
-        """Return whether all of a contender's CPU memory is pinned."""
-        return {PINNED: 100.0 * self._is_pinned[name]}
+    def ways(self, name: str) -> Figures:
+        """Return whether a contender's CPU memory is pinned, and whether its copies are batched.
+
+        The copies whose bytes were compared have shown whether the driver refuses a batch.
+        """
+        contender = self._contenders[name]
+        found = {PINNED: 100.0 * contender.is_pinned}
+        if contender.is_batched is not None:
+            found[BATCHED] = 100.0 * contender.is_batched()
+        return found
 
     def costs(self, name: str, count: int) -> Figures:
         """Measure scattered transfers in both directions."""
@@ -263,6 +271,7 @@ class GpuBench:
     def _let_go(self) -> None:
         """Release all memory; the last case still refers to this object."""
         self._movers.clear()
+        self._contenders.clear()
         self._device.release()
 
 
@@ -292,7 +301,7 @@ def _measured(
 ) -> Generator[Case, None, None]:
     """Yield all cases of a shape, each with at most `most` repetitions."""
     names, rows, repeats = bench.names, quantities(shape.share), min(REPEATS_MAX, most)
-    yield Case(shape.label, {name: partial(bench.pinned, name) for name in names}, repeats=1)
+    yield Case(shape.label, {name: partial(bench.ways, name) for name in names}, repeats=1)
     for count in counts:
         contenders = {name: partial(bench.costs, name, count) for name in names}
         yield Case(
@@ -320,7 +329,8 @@ def _measured(
 
 def quantities(share: float) -> tuple[Quantity, ...]:
     """Return the rows; `share` is the goal for the rates."""
-    found = [Quantity(PINNED, "%", (Goal(100, is_least=True),), is_more_better=True)]
+    whole = (Goal(100, is_least=True),)
+    found = [Quantity(name, "%", whole, is_more_better=True) for name in (PINNED, BATCHED)]
     for way in Direction:
         goals = (Goal(share, LIMIT, is_least=True),)
         found.append(Quantity(RATE[way], "GB/s", goals, is_more_better=True))

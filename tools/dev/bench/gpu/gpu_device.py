@@ -56,6 +56,9 @@ class Contender:
 
     copier: DeviceCopier
     is_pinned: bool
+    is_batched: Callable[[], bool] | None = None
+    """Function that returns True if the driver's batched call makes the copies; None if the copier
+    always uses it."""
 
 
 Make = Callable[[Sequence["torch.Tensor"], int], Contender]
@@ -171,7 +174,7 @@ class CudaDevice(Device):
 
         registration = cuda_registration(tensors[0].device)
         copier = CudaDeviceCopier(tensors, layout, slots, registration=registration)
-        return Contender(copier, registration.is_pinned)
+        return Contender(copier, registration.is_pinned, lambda: copier.is_batched)
 
     def others(self) -> Mapping[str, Make]:
         return self._others
