@@ -99,6 +99,29 @@ def test_a_reset_that_is_not_durable_hides_all_blocks_and_is_answered_when_it_is
     assert RigNode(rig).held([1]) == [1], "nobody has reset since"
 
 
+def test_a_reset_whose_engine_ends_before_it_is_durable_is_carried_out() -> None:
+    """Slots of later blocks would count as free, though the index names them."""
+    rig = PathRig(segments=1)
+    node, other = RigNode(rig), RigNode(rig)
+    node.store(list(range(8)))
+    (disk,) = rig.disks.values()
+    disk.failures = [ApplyOutcome.IO_ERROR] * 3
+    rig.send(other.client, Reset(5))
+    rig.writer.disconnect(other.client)
+    node.ask([100])
+    rig.step()
+    (answer,) = node.grants()
+    node.commit([100], slots_in(answer), answer.epoch)
+    rig.step()
+    assert node.outcomes() == [[Committed.STALE]], "the index has blocks of before"
+    rig.step()
+    assert [epoch.epoch for epoch in rig.take(node.client, Epoch)] == [1]
+    for key in range(100, 103):
+        assert node.store([key]) == [Committed.OK]
+    assert node.held(list(range(100, 103))) == list(range(100, 103))
+    assert next(iter(rig.writer.namespaces.values())).space.used == 3
+
+
 def test_a_killed_writer_forgets_a_reset_that_it_did_not_answer() -> None:
     rig = PathRig()
     node = RigNode(rig)

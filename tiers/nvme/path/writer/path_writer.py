@@ -147,7 +147,7 @@ class PathWriter:
         for client, message in ready:
             self.receive(client, message)
         for namespace in list(self.namespaces.values()):
-            if namespace.resets:
+            if namespace.resets or namespace.is_resetting:
                 self._resets.proceed(namespace)
             if namespace.grants or namespace.batch:
                 self._serve(namespace)

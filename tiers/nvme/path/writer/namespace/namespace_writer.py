@@ -141,7 +141,7 @@ class NamespaceWriter:
         """Commit the batch, with the removal of so many of the coldest blocks."""
         result, batch = Settled(), self.batch
         self.batch = CommitBatch(self.space)
-        batch.check(-1 if self.resets else self.epoch)
+        batch.check(-1 if self.is_resetting else self.epoch)
         self._sync_segments(batch)
         removals = batch.damaged(self.table, self.presence)
         victims = self.recency.victims(min(evictions, MAX_EVICTIONS_PER_STEP))
