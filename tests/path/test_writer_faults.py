@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support.path_rig import PathRig, RigNode, int32, key_of, slots_in, uint64
 
 from kvcascade.errors import CorruptionError
-from kvcascade.tiers.nvme.path.block_table import ApplyOutcome
+from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.path.block_table import ApplyOutcome, BlockTable
+from kvcascade.tiers.nvme.path.lmdb_block_table import (
+    ENTRY_BYTES,
+    LmdbBlockTable,
+    open_block_table,
+)
 from kvcascade.tiers.nvme.path.path_messages import (
     MAX_KEYS_PER_MESSAGE,
     Ask,
@@ -29,6 +37,15 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Why,
 )
 from kvcascade.tiers.nvme.path.writer.namespace.waiting_grants import MAX_WAITING_PER_CLIENT
+
+
+class LmdbRig(PathRig):
+    """A path whose block tables are files."""
+
+    def _open_table(
+        self, folder: Path, map_bytes: int, identity: bytes, **options: Any
+    ) -> BlockTable:
+        return open_block_table(folder, map_bytes, identity, **options)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +156,25 @@ def test_a_killed_writer_forgets_a_reset_that_it_did_not_answer() -> None:
     rig.step()
     assert [each.epoch for each in rig.take(node.client, Epoch)] == [1]
     assert node.held([1, 2]) == []
+
+
+def test_a_slot_whose_former_entry_is_damaged_keeps_its_new_block(tmp_path: Path) -> None:
+    rig = LmdbRig(segments=1, roots=(tmp_path / "path",), real=RealFileSystem(direct=False))
+    node = RigNode(rig)
+    node.store(list(range(8)))
+    table = next(iter(rig.writer.namespaces.values())).table
+    assert isinstance(table, LmdbBlockTable)
+    with table._env.begin(write=True, db=table._blocks) as txn:
+        txn.put(key_of(3), bytes(ENTRY_BYTES))
+    rig.kill()
+    rig.boot = b"boot 2"  # the presence table is built anew
+    rig.start()
+    node = RigNode(rig)
+    space = next(iter(rig.writer.namespaces.values())).space
+    assert (space.used, space.free([0])) == (7, 1)
+    assert node.store([100]) == [Committed.OK]
+    assert (space.used, space.free([0])) == (8, 0)
+    rig.close()
 
 
 def test_a_broken_index_ends_the_writer_and_the_next_one_goes_on() -> None:

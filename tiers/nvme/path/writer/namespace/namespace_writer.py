@@ -148,8 +148,9 @@ class NamespaceWriter:
         if batch.entries or removals or victims:
             applied = self._apply(batch.entries, removals, victims)
             if applied.outcome is ApplyOutcome.DONE:
-                self._record(batch, applied, result)
+                # Removed blocks first: one with a damaged entry may be in the slot of a new block.
                 self._forget(applied.removed, set(victims), result)
+                self._record(batch, applied, result)
             else:
                 batch.fail(_FAILED.get(applied.outcome, Committed.IO_ERROR))
         result.replies += batch.replies()
