@@ -6,6 +6,7 @@ import errno
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import pytest
 from support.path_rig import PathRig, RigNode, int32, key_of, slots_in, uint64
 
@@ -137,6 +138,43 @@ def test_a_reset_whose_engine_ends_before_it_is_durable_is_carried_out() -> None
         assert node.store([key]) == [Committed.OK]
     assert node.held(list(range(100, 103))) == list(range(100, 103))
     assert next(iter(rig.writer.namespaces.values())).space.used == 3
+
+
+class SyncFails:
+    """An LMDB environment whose disk syncs nothing for a number of times."""
+
+    def __init__(self, env: Any, times: int) -> None:
+        self._env, self.left = env, times
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+    def sync(self, force: bool = False) -> None:
+        if self.left:
+            self.left -= 1
+            raise lmdb.Error("mdb_env_sync: Input/output error")
+        self._env.sync(force)
+
+
+def test_a_reset_of_which_only_the_sync_fails_is_tried_again_in_one_epoch(tmp_path: Path) -> None:
+    rig = LmdbRig(roots=(tmp_path / "path",), real=RealFileSystem(direct=False))
+    node = RigNode(rig)
+    node.store([1, 2])
+    table = next(iter(rig.writer.namespaces.values())).table
+    assert isinstance(table, LmdbBlockTable)
+    env = SyncFails(table._env, 3)
+    setattr(table, "_env", env)  # noqa: B010
+    rig.send(node.client, Reset(5))
+    rig.step()
+    assert env.left == 1 and rig.take(node.client, Epoch) == []
+    assert node.held([1, 2]) == []
+    rig.step(2)
+    assert [epoch.epoch for epoch in rig.take(node.client, Epoch)] == [1]
+    assert node.store([3]) == [Committed.OK]
+    rig.kill()
+    rig.start()
+    assert RigNode(rig, epoch=1).held([1, 2, 3]) == [3]
+    rig.kill()
 
 
 def test_a_killed_writer_forgets_a_reset_that_it_did_not_answer() -> None:

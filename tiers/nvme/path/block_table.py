@@ -131,8 +131,8 @@ class BlockTable(Protocol):
     def reset(self, epoch: int) -> Applied:
         """Remove every block and begin a later epoch, durably. An earlier one is `STALE`.
 
-        If only the sync fails, the outcome is `IO_ERROR` and there is a journal. The blocks are
-        then gone, but a loss of power may bring them back.
+        If it fails, the epoch stays, and the same reset may be tried again. If only the sync fails,
+        the blocks are gone, but a loss of power may bring them back.
         """
         ...
 

@@ -212,13 +212,10 @@ class LmdbBlockTable:
                 txn.drop(self._slots, delete=False)
                 txn.put(_EPOCH, _U64.pack(epoch), db=self._meta)
                 self._write_meta(txn, journal)
+            self._env.sync(True)
         except lmdb.Error as error:
             return self._failed(error)
         self.epoch, self.commit_number = epoch, journal.number
-        try:
-            self._env.sync(True)
-        except lmdb.Error as error:
-            return Applied(self._failed(error).outcome, journal=journal)
         return Applied(ApplyOutcome.DONE, journal=journal)
 
     # -- closing -------------------------------------------------------------------------------

@@ -175,7 +175,7 @@ class NamespaceWriter:
             self.recency.clear()
             self.space.clear()
         applied = self.table.reset(self.presence.epoch)
-        if applied.outcome is not ApplyOutcome.DONE or applied.journal is None:
+        if applied.journal is None:
             return False
         self.presence.apply(applied.journal)
         return True
