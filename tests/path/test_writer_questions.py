@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections import deque
 from typing import Any
@@ -75,6 +76,24 @@ def test_a_namespace_is_removed_unless_an_engine_uses_it() -> None:
     assert tool.ask("remove", name=idle["name"]) == {"is_removed": True}
     assert tool.ask("list") == {"namespaces": []}
     assert RigNode(rig).held([1]) == []
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_namespace_is_removed_on_a_full_disk(is_open: bool) -> None:
+    """The record of the path may have no room before that."""
+    rig = PathRig()
+    node = RigNode(rig)
+    node.store([1])
+    if is_open:
+        rig.writer.disconnect(node.client)
+    else:
+        rig.close()
+        rig.start()
+    folder = node.welcome.folder  # type: ignore[union-attr]
+    rig.fs.fail("pwritev", errno.ENOSPC)
+    assert Tool(rig).ask("remove", name=folder) == {"is_removed": True}
+    assert not rig.fs.exists(ROOT / folder)
+    assert Tool(rig).ask("list") == {"namespaces": []}
 
 
 def test_reads_count_before_the_next_commit_writes_them_down() -> None:

@@ -225,11 +225,12 @@ class PathNamespaces:
         self.space.forget(name)
         self._looked_at.discard(name)
         try:
-            self._record_removal(name, day)
             return remove_home(self.fs, namespace.home)
         except KVCascadeError as error:
             _log.warning("%s could not be removed: %s", name, error)
             return False
+        finally:  # afterwards: a full disk may have no room for the record before
+            self._record_removal(name, day)
 
     def remove_idle(self, name: str) -> bool:
         """Delete a namespace that is not open. Return False if another process has it open.
@@ -238,9 +239,12 @@ class PathNamespaces:
         """
         if name in self.openings:
             raise InUseError(f"{name} is being opened; try again later")
-        self._record_removal(name, self.space.idle.take(name))
         home = open_home(self.fs, self.roots, name, self.options.capacity_bytes)
-        return home is None or remove_home(self.fs, home)
+        day = self.space.idle.take(name)
+        try:
+            return home is None or remove_home(self.fs, home)
+        finally:
+            self._record_removal(name, day)
 
     def close(self, *, is_clean: bool) -> None:
         """Close all namespaces; without `is_clean` as a kill would."""
@@ -349,7 +353,10 @@ class PathNamespaces:
             record.removed_day = merged(record.removed_day, day, self._means.wall_clock())
         shares = {key: value for key, value in record.min_shares.items() if key != name}
         epochs = {key: value for key, value in record.epochs.items() if key != name}
-        self._record(replace(record, min_shares=shares, epochs=epochs))
+        try:
+            self._record(replace(record, min_shares=shares, epochs=epochs))
+        except KVCascadeError as error:
+            _log.warning("the removal of %s is not recorded with the path: %s", name, error)
 
     def _record(self, record: PathRecord) -> None:
         """Record other facts with the path; they hold only once they are on the disk."""
