@@ -1,7 +1,7 @@
 """The deciding part of a node: its relation to the writer of the path, and the jobs of its engine.
 
     JOINING -> LEADING or FOLLOWING -> SILENT (no answers) or ORPHANED (socket closed) -> JOINING
-    OFF: the path refused the node
+    OFF: the path refused the node of an engine that no writer has served
 
 No I/O happens here. Sockets are behind `NodeMeans`, threads and files behind `Workers`, and the
 clock is passed in. All methods are called by one thread, the node's own. A node whose process is
@@ -67,7 +67,7 @@ MAX_JOIN_PAUSE_S = 1.0
 NOBODY_LIMIT_S = 20.0
 """Longest time without a writer until the log says so, once. The node goes on trying."""
 FINAL_REFUSALS = frozenset({RefusedWhy.PATHS, RefusedWhy.NAMESPACE})
-"""Refusals after which another attempt is useless."""
+"""Refusals that another attempt cannot change; while an engine runs, the path may be mended."""
 
 
 class NodeMeans(Protocol):
@@ -196,8 +196,8 @@ class PathNode:
         self._means.send(self._hello)
 
     def not_linked(self, text: str, *, is_final: bool = False) -> None:
-        """Note a failed attempt to join. With `is_final` there is no other attempt."""
-        if is_final:
+        """Note a failed attempt to join. With `is_final` a new engine makes no other attempt."""
+        if is_final and self._is_new:
             self._turn_off(text, is_misconfigured=True)
         else:
             self._retry_later(text)
@@ -282,6 +282,11 @@ class PathNode:
         return NodeState.LEADING if self._is_leader else NodeState.FOLLOWING
 
     @property
+    def _is_new(self) -> bool:
+        """True if no writer has served this engine yet."""
+        return self._hello.epoch is None
+
+    @property
     def _remedy(self) -> str:
         """What to do about a writer that is stopped, or whose disk hangs."""
         command = f"kvcascade inspect {self._hello.paths[0]}"
@@ -314,7 +319,7 @@ class PathNode:
 
     def _refused(self, refused: Refused) -> None:
         is_other_version = refused.why is RefusedWhy.PROTOCOL
-        is_misconfigured = refused.why in FINAL_REFUSALS
+        is_misconfigured = refused.why in FINAL_REFUSALS and self._is_new
         if is_misconfigured or (is_other_version and self._has_asked_to_retire):
             self._end_link()
             self._means.hang_up()

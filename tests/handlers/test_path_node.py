@@ -82,6 +82,23 @@ def test_a_refused_node_is_off_and_says_why_once(rig: NodesRig, why: RefusedWhy)
     assert node.tier.is_blocked and not node.tier.write_state().may_recover
 
 
+def test_a_node_that_was_served_is_never_off(rig: NodesRig, node: NodeTwin) -> None:
+    """One of several folders may be mounted again, or a damaged directory removed."""
+    put(node, range(2))
+    assert end(node).outcomes == [OK, OK]
+    rig.writer = rig.kill_writer().successor()
+    rig.twin.refusal = Refused(RefusedWhy.NAMESPACE, "mount its disk")
+    for _ in range(3):
+        node.tick(1.0)
+    node.node.not_linked("mount its disk", is_final=True)
+    assert node.node.state is not NodeState.OFF
+    node.tier.get(2, 1, keys(2), [8, 9])
+    assert end(node).outcomes == [OK, OK], "reads go on"
+    rig.twin.refusal = None
+    node.tick(1.0)
+    assert node.node.state is NodeState.FOLLOWING
+
+
 @pytest.mark.parametrize("why", [RefusedWhy.CLOSING, RefusedWhy.OPENING, RefusedWhy.FAILED])
 def test_a_writer_that_cannot_serve_now_is_asked_again(rig: NodesRig, why: RefusedWhy) -> None:
     rig.twin.refusal = Refused(why, "try again")

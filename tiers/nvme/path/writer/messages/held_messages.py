@@ -90,6 +90,6 @@ def log_refusal(name: str, why: RefusedWhy, text: str) -> None:
 def _give_up(held: _Held, text: str, why: RefusedWhy) -> list[Reply]:
     if isinstance(held.message, Ask):
         return [(held.client, told(held.message.request, {"error": text}))]
-    if isinstance(held.message, Hello):
+    if isinstance(held.message, Hello) and held.message.epoch is None:  # else it tries again
         log_refusal(held.message.name, why, text)
     return [(held.client, Refused(why, text))]
