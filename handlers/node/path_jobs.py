@@ -10,6 +10,7 @@ not committed. These blocks count as CANCELLED and may be offered again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -36,12 +37,23 @@ from ...tiers.nvme.path.path_messages import (
     Welcome,
     Why,
 )
-from .path_wire import GetJob, JobDone, PutJob, ResetJob, pack_outcomes, pack_slots, unpack_slots
+from .path_wire import (
+    GetJob,
+    JobDone,
+    NodeReady,
+    PutJob,
+    ResetJob,
+    pack_outcomes,
+    pack_slots,
+    unpack_slots,
+)
 
 PART_BYTES = 8 << 20
 """Bytes of one part of a job, which one thread moves."""
 READ_REPORT_INTERVAL_S = 1.0
 """Time between two reports of the bytes read."""
+LIFE_INTERVAL_S = 10.0
+"""Time between two signs of life while only a reset waits."""
 
 _OF_COMMITTED = {
     Committed.OK: BlockOutcome.OK,
@@ -135,8 +147,8 @@ class JobMeans:
 
     send: Callable[[FromNode], None]
     """Sends a message to the writer. May only be called while there is a link."""
-    answer: Callable[[JobDone], None]
-    """Sends an answer to the scheduler."""
+    answer: Callable[[JobDone | NodeReady], None]
+    """Sends a message to the scheduler."""
     workers: Workers
     clock: Callable[[], float]
     """Monotonic seconds."""
@@ -151,6 +163,9 @@ class _Jobs:
         self._means = means
         self._per_part = max(1, PART_BYTES // block_bytes)
         self._jobs: dict[int, NodeJob] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
 
     def _add(self, order: PutJob | GetJob) -> NodeJob:
         n = len(order.keys)
@@ -394,6 +409,8 @@ class ResetJobs:
         """The last order. One request to the writer is enough for all that wait."""
         self._tickets: dict[int, list[int]] = {}
         """Tickets by request to the writer; 0 is the request of those that could not be sent."""
+        self._shown_s = -math.inf
+        """Time of the last sign of life."""
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -423,10 +440,12 @@ class ResetJobs:
         tickets = [ticket for some in self._tickets.values() for ticket in some]
         self._tickets = {0: tickets} if tickets else {}
 
-    def end_all(self) -> None:
-        """Answer all of them: no writer will serve this node."""
-        for request in list(self._tickets):
-            self.answered(request)
+    def show_life(self) -> None:
+        """Say now and then that the node waits; a silent one would be ended."""
+        now_s = self._means.clock()
+        if self._tickets and now_s - self._shown_s >= LIFE_INTERVAL_S:
+            self._shown_s = now_s
+            self._means.answer(NodeReady())
 
 
 def checksum_bytes(checksums: Sequence[int]) -> bytes:

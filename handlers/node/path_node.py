@@ -253,6 +253,8 @@ class PathNode:
     def tick(self) -> None:
         """Check the limits of time. Called about every 50 ms, and after a write has ended."""
         now_s, attempts = self._clock(), self._attempts
+        if not (self._gets or self._puts):  # a device that is stuck is no life
+            self._resets.show_life()
         if not self._is_linked:
             if self._puts.has_running_io:
                 return
@@ -357,7 +359,6 @@ class PathNode:
 
     def _turn_off(self, text: str, *, is_misconfigured: bool) -> None:
         self._attempts.next_s = math.inf
-        self._resets.end_all()
         self._enter(NodeState.OFF, text, is_misconfigured=is_misconfigured)
 
     def _enter(self, state: NodeState, text: str, *, is_misconfigured: bool = False) -> None:

@@ -106,7 +106,10 @@ class ResetJob(msgspec.Struct, frozen=True, array_like=True, tag=67):
 
 
 class NodeReady(msgspec.Struct, frozen=True, array_like=True, tag=80):
-    """The node has attached to the arena. It may still be joining the path."""
+    """The node has attached to the arena. It may still be joining the path.
+
+    While only a reset waits, the message is repeated as a sign of life.
+    """
 
 
 class JobDone(msgspec.Struct, frozen=True, array_like=True, tag=81):

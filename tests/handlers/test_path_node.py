@@ -14,7 +14,7 @@ from kvcascade.handlers.node.path_node import (
     SILENCE_LIMIT_S,
     WELCOME_LIMIT_S,
 )
-from kvcascade.handlers.node.path_wire import NodeNote, NodeState
+from kvcascade.handlers.node.path_wire import NodeNote, NodeReady, NodeState
 from kvcascade.manager.below.port import Ended, Put
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.path.former_writes import WRITES
@@ -201,6 +201,27 @@ def test_a_reset_that_was_lost_comes_first_at_the_next_writer(
     assert [type(m) for m in rig.twin.heard[:2]] == [Hello, Reset]
     node.tier.maintain()
     assert not node.tier._resets_due and not rig.twin.held
+
+
+@pytest.mark.parametrize("writer", ["stopped", "gone", "refuses"])
+def test_a_node_whose_reset_waits_shows_life(rig: NodesRig, writer: str) -> None:
+    """It would be ended once a minute; the next one sends the reset first if it is answered."""
+    if writer == "refuses":
+        rig.twin.refusal = Refused(RefusedWhy.PATHS, "give the same list")
+    node = rig.add()
+    if writer == "stopped":
+        rig.twin.is_stalled = True
+    elif writer == "gone":
+        rig.kill_writer()
+    node.tier.reset()
+    rig.pump()
+    for _ in range(3):
+        node.told.clear()
+        for _ in range(60):
+            node.tick(1.0)
+        assert 4 <= [type(m) for m in node.told].count(NodeReady) <= 6
+    node.tier.maintain()
+    assert node.tier._resets_due, "it is not carried out"
 
 
 def test_a_silent_writer_rests_writes_and_its_late_grant_is_released(
