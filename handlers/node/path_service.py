@@ -19,7 +19,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from ...errors import KVCascadeError
+from ...errors import KVCascadeError, TierIOError, os_errors
 from ...logs import get_logger
 from ...tiers.nvme.disk.filesystem import FileLock, FileSystem
 from ...tiers.nvme.path.frames import hang_up
@@ -162,7 +162,8 @@ class WriterService:
         """False if everything is to be left as a kill would leave it."""
         self.was_retired = False
         """True if a newer version asked this writer to close."""
-        with ExitStack() as held:  # in reverse: a socket without a lock is nobody's
+        self._held = held = ExitStack()  # in reverse: a socket without a lock is nobody's
+        try:
             held.callback(lock.release)
             self._door = PathDoor(roots[0])
             held.callback(self._door.close)
@@ -174,10 +175,10 @@ class WriterService:
             held.callback(hang_up, listener)  # a forked process may have a copy
             means = StartMeans(fs, time.time, open_block_table, boot_id())
             self._writer = PathWriter(means, roots, options, time.monotonic, executor)
-            self._clients = ClientSockets(listener, self._writer)
-            self._held = held.pop_all()
-        self._thread = threading.Thread(target=self._run, name="kvcascade-writer", daemon=True)
-        self._thread.start()
+            self._begin(listener)
+        except BaseException:
+            held.close()
+            raise
 
     def connect(self) -> socket.socket:
         """Return a connection for the node of this process. Any thread."""
@@ -194,6 +195,20 @@ class WriterService:
     def is_alive(self) -> bool:
         """True while it serves."""
         return self._thread.is_alive()
+
+    def _begin(self, listener: socket.socket) -> None:
+        """Begin to serve. Raises `TierIOError` for want of files or threads."""
+        self._thread = threading.Thread(target=self._run, name="kvcascade-writer", daemon=True)
+        with ExitStack() as if_failed, os_errors("beginning to serve a path"):
+            if_failed.callback(self._writer.close, is_clean=False)
+            self._clients = ClientSockets(listener, self._writer)
+            if_failed.callback(self._clients.close)
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                text = f"no thread can write the path ({error}); raise the limit of processes"
+                raise TierIOError(None, text) from error
+            if_failed.pop_all()
 
     # -- on its own thread ---------------------------------------------------------------------
 

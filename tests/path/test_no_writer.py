@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import selectors
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +22,7 @@ from kvcascade.handlers.node.path_service import WriterService
 from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.namespace import namespaces_under, remove_namespace
 from kvcascade.tiers.nvme.path.path_lock import try_lead
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER
@@ -132,3 +135,30 @@ def test_a_writer_that_cannot_start_leaves_nothing_open(tmp_path: Path, fault: s
         now = len(os.listdir("/proc/self/fd"))
         assert before is None or now <= before
         before = now
+
+
+@pytest.mark.parametrize("fault", ["thread", "files"])
+def test_a_writer_without_a_thread_or_files_lets_others_lead(
+    tmp_path: Path, started: list[PathEngine], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    start(started, tmp_path).until(lambda: started[0].tier.takes_puts)
+    started.pop().close()
+    fs = RealFileSystem()
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def no_file() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    for _ in range(2):
+        lock = try_lead(fs, tmp_path)
+        assert lock is not None, "the lock was released"
+        with monkeypatch.context() as patched, pytest.raises(TierIOError, match="raise the limit"):
+            if fault == "thread":
+                patched.setattr(threading.Thread, "start", no_thread)
+            else:
+                patched.setattr(selectors, "DefaultSelector", no_file)
+            WriterService(fs, [tmp_path], OPTIONS, lock)
+    (namespace,) = namespaces_under(fs, tmp_path)
+    assert remove_namespace(fs, namespace.path), "no lock of an idle namespace is left"
