@@ -20,6 +20,8 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Why,
 )
 from kvcascade.tiers.nvme.path.writer.path_capacity import RETRY_AFTER_S
+from kvcascade.tiers.nvme.path.writer.path_plan import plan_segments
+from kvcascade.tiers.nvme.segments.format import segment_name, segment_number
 
 
 def shared(**options: object) -> PathRig:
@@ -45,6 +47,12 @@ def fill(node: RigNode, keys: range, rounds: int = 30) -> None:
             if node.store(list(range(start, min(start + 8, keys.stop))), steps=200):
                 break
         node.rig.step(2, seconds=1.0)
+
+
+def test_a_capacity_has_no_more_segments_than_names() -> None:
+    for paths in (1, 3):
+        last = plan_segments(1 << 43, BLOCK_BYTES, paths, 1).segments - 1
+        assert last > 999_990 and segment_number(segment_name(last)) == last
 
 
 def test_a_namespace_that_needs_room_takes_the_coldest_segments_of_another() -> None:

@@ -26,6 +26,8 @@ MAX_INDEX_BYTES = 2**42
 
 _SEGMENT_SUFFIX = ".safetensors"
 _SEGMENT_DIGITS = 6
+MAX_SEGMENTS = 10**_SEGMENT_DIGITS
+"""Most segments of a namespace; the names of more would be too long."""
 
 SLOT_RECORD_BYTES = 128
 _RECORD = struct.Struct("<4sIQQIIB64s31x")

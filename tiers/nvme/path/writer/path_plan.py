@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from .....errors import ConfigError
 from ...segments.format import (
     MAX_BLOCK_BYTES,
+    MAX_SEGMENTS,
     MAX_SLOTS,
     PAGE_BYTES,
     SegmentLayout,
@@ -79,7 +80,7 @@ def plan_segments(
         largest = max(SEGMENT_BYTES, usable // MAX_SEGMENTS_PER_PATH)
         small = usable // MIN_SEGMENTS_PER_PATH - PAGE_BYTES
         slots_per_segment = max(1, min(largest, small) // block_bytes)
-    low, high = 0, MAX_SLOTS // (slots_per_segment * paths)
+    low, high = 0, min(MAX_SEGMENTS, MAX_SLOTS // slots_per_segment) // paths
     while low < high:  # segments per path
         middle = (low + high + 1) // 2
         if capacity_of(middle * paths, slots_per_segment, block_bytes, paths) <= capacity_bytes:
