@@ -162,10 +162,12 @@ class NodeLoop:
 
     def _close(self, waits_for_io: bool) -> None:
         self._workers.close()
-        if waits_for_io:  # a process holds the lock of its writes until it has ended
+        if waits_for_io:
             self._workers.wait()
             self._workers.release_writes()
-        self.hang_up()
+            self.hang_up()
+        elif self._writer is not None:  # a process keeps its grants until it has ended
+            self._writer.flush()
         self._search.end()
         self._is_closing = True
         while self._posted:

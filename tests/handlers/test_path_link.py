@@ -14,7 +14,10 @@ from support.writer_twin import namespace_spec
 
 from kvcascade.handlers.node import path_link
 from kvcascade.handlers.node.path_link import FrameSocket
+from kvcascade.handlers.node.path_loop import NodeLoop
 from kvcascade.handlers.node.path_service import WriterService
+from kvcascade.handlers.node.path_session import open_session
+from kvcascade.handlers.node.path_wire import NodeJoined, NodeSetup, from_node_process
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.frames import FrameReader, frame
 from kvcascade.tiers.nvme.path.path_lock import PathDoor, try_lead
@@ -184,3 +187,27 @@ def test_a_service_whose_folder_was_replaced_stops_and_is_no_second_writer(
         while first(connection) is not None:
             """It goes on until it looks."""
     assert not service.is_alive or service.stop(WAIT_S)
+
+
+@pytest.mark.parametrize("is_thread", [True, False])
+def test_only_a_node_without_running_writes_hangs_up(
+    tmp_path: Path, serve: Callable[[], WriterService], is_thread: bool
+) -> None:
+    """The end of a connection frees its grants. The writes of a process end with it."""
+    service = serve()
+    ours, theirs = socket.socketpair()
+    setup = NodeSetup(hello(tmp_path), 0, 1, 1)
+    loop = NodeLoop(theirs, setup, memoryview(bytearray(4096)), RealFileSystem())
+    with ThreadPoolExecutor(1) as threads, ours:
+        running = threads.submit(loop.run, waits_for_io=is_thread)
+        reader, heard = FrameReader(), list[object]()
+        ours.settimeout(WAIT_S)
+        while not any(isinstance(message, NodeJoined) for message in heard):
+            heard += map(from_node_process.decode, reader.feed(ours.recv(1 << 16)))
+        ours.shutdown(socket.SHUT_RDWR)
+        running.result(WAIT_S)
+    with open_session(RealFileSystem(), tmp_path) as session:
+        (namespace,) = session.ask("list")["namespaces"]
+    assert namespace["clients"] == (0 if is_thread else 1)
+    loop.hang_up()
+    assert service.is_alive
