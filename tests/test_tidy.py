@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from functools import cache
 
+import pytest
 from support.project import FOLDERS, PACKAGE, ROOT, files, python_files_outside_tests
 
 PACKAGE_FOLDERS = (PACKAGE, *FOLDERS)
@@ -22,6 +23,9 @@ FUNCTION_LINES_MAX = 70
 FILE_LINES_MAX = 700
 FILE_LINES_MEDIAN_MAX = 400
 LINE_LENGTH_MAX = 100
+CLASS_ATTRIBUTES_MAX = 15
+CLASS_METHODS_MAX = 25
+RECORD_METHODS_MAX = 5
 FILE_BYTES_MAX = 1 << 20
 
 # Patterns are written so that they do not match themselves.
@@ -53,11 +57,24 @@ def texts(*suffixes: str) -> Iterator[tuple[str, str]]:
             yield name, text
 
 
+@cache
+def parsed(text: str) -> ast.Module:
+    """Tree of a module; parsing them all takes seconds."""
+    return ast.parse(text)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees_are_dropped() -> Iterator[None]:
+    """They are 200 MB."""
+    yield
+    parsed.cache_clear()
+
+
 def modules(*folders: str) -> Iterator[tuple[str, ast.Module]]:
     """Name and tree of every Python file, or of those in these root folders."""
     for name, text in texts(".py"):
         if not folders or name.split("/")[0] in folders:
-            yield name, ast.parse(text)
+            yield name, parsed(text)
 
 
 def lines_matching(pattern: re.Pattern[str], *suffixes: str) -> list[str]:
@@ -97,6 +114,36 @@ def test_files_are_short(record_property: Callable[[str, object], None]) -> None
     print(f"{len(lengths)} Python files, median {median:g} lines, longest {max(lengths.values())}")
     assert not {name: length for name, length in lengths.items() if length > FILE_LINES_MAX}
     assert median <= FILE_LINES_MEDIAN_MAX
+
+
+def _attributes(node: ast.ClassDef) -> set[str]:
+    """Names that a class's own methods set on `self`, and its annotated fields."""
+    fields = (n.target for n in node.body if isinstance(n, ast.AnnAssign))
+    found = {target.id for target in fields if isinstance(target, ast.Name)}
+    return found | {
+        n.attr
+        for n in ast.walk(node)
+        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
+        if isinstance(n.value, ast.Name) and n.value.id == "self"
+    }
+
+
+def _is_large(node: ast.ClassDef) -> bool:
+    """A dataclass of few methods is a record: it may have any number of fields."""
+    methods = sum(isinstance(inner, Function) for inner in node.body)
+    is_data = any("dataclass" in ast.unparse(each) for each in node.decorator_list)
+    is_record = is_data and methods <= RECORD_METHODS_MAX
+    has_many = len(_attributes(node)) > CLASS_ATTRIBUTES_MAX
+    return methods > CLASS_METHODS_MAX or (has_many and not is_record)
+
+
+def test_classes_are_small() -> None:
+    assert not [
+        f"{name}:{node.lineno} {node.name}"
+        for name, tree in modules(*PACKAGE_FOLDERS)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and _is_large(node)
+    ]
 
 
 def test_lines_are_short() -> None:

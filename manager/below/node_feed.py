@@ -84,8 +84,6 @@ class NodeFeed(NodeInbox):
         self.state = NodeState.JOINING
         self.can_read = False
         """True if the node can read blocks."""
-        self.can_write = False
-        """True if the node has a writer that answers, and its blocks are found."""
         self.misconfigured = ""
         """Sentence that says why the path refuses this engine's configuration; empty if it does
         not."""
@@ -102,6 +100,11 @@ class NodeFeed(NodeInbox):
         self._is_resetting = False
         self._names_changes = True
         """False while a reset that the engine asked for is not answered."""
+
+    @property
+    def can_write(self) -> bool:
+        """True if the node has a writer that answers, and its blocks are found."""
+        return self.state in CAN_WRITE and self._presence.table is not None
 
     @property
     def is_reporter(self) -> bool:
@@ -198,9 +201,8 @@ class NodeFeed(NodeInbox):
         self._look()
 
     def _look(self) -> None:
-        """Set `find`, `can_read` and `can_write` by the state."""
+        """Set `find` and `can_read` by the state."""
         table = self._presence.table
-        self.can_write = self.state in CAN_WRITE and table is not None
         self.can_read = self.state in CAN_READ
         is_found = self.can_read and not self._is_resetting
         self.find = table.find if is_found and table is not None else find_nothing

@@ -49,6 +49,33 @@ class _Reset:
     """False if the namespace had this reset already."""
 
 
+class _Counters:
+    """The two counters of a namespace on its server."""
+
+    def __init__(self, engine: RemoteEngine, name: str, marks_name: str) -> None:
+        self._engine = engine
+        self._name = name
+        self._marks_name = marks_name
+
+    def generation(self, begins_at: int, limit_s: float) -> CounterAnswer:
+        """Read the counter of generations. If there is none, one begins at this value."""
+        return self._engine.counter(self._name, begins_at, limit_s)
+
+    def raise_generation(self, least: int, limit_s: float) -> CounterAnswer:
+        """Raise the counter of generations, to `least` or more."""
+        return self._engine.advance(self._name, least, limit_s)
+
+    def last_mark(self, known: int, limit_s: float) -> CounterAnswer:
+        """Read the mark of the last reset; 0 if there was none. A lost one is set to `known`."""
+        marked = self._engine.counter(self._marks_name, known or None, limit_s)
+        is_none = marked.outcome is RemoteOutcome.ABSENT
+        return CounterAnswer(RemoteOutcome.OK) if is_none else marked
+
+    def raise_mark(self, least: int, limit_s: float) -> CounterAnswer:
+        """Raise the mark of the last reset, to `least` or more."""
+        return self._engine.advance(self._marks_name, least, limit_s)
+
+
 class SharedGeneration:
     """The current generation. Any thread."""
 
@@ -70,9 +97,7 @@ class SharedGeneration:
         host was reset before, by another object of this class.
         """
         self._on_moved = on_moved
-        self._engine = engine
-        self._name = name
-        self._marks_name = marks_name
+        self._counters = _Counters(engine, name, marks_name)
         self._clock = clock
         self._wall_clock = wall_clock
         self._lock = threading.Lock()
@@ -142,7 +167,7 @@ class SharedGeneration:
                 return CounterAnswer(RemoteOutcome.OK, value)
             now = int(self._wall_clock() * RESET_TICKS_PER_S)
             if reset is None:
-                answer = self._engine.counter(self._name, now, limit_s)
+                answer = self._counters.generation(now, limit_s)
             else:
                 answer = self._raise(reset, now, limit_s)
             mark = 0
@@ -179,14 +204,14 @@ class SharedGeneration:
 
         The mark is read after the counter, so that it is no older.
         """
-        marked = self._last_mark(limit_s)
+        marked = self._counters.last_mark(self._mark, limit_s)
         if marked.outcome is RemoteOutcome.OK and marked.value < self._mark:
-            marked = self._engine.advance(self._marks_name, self._mark, limit_s)
+            marked = self._counters.raise_mark(self._mark, limit_s)
         if marked.outcome is not RemoteOutcome.OK:
             return marked, 0
         if answer.value < max(self._newest, marked.value):
             least = max(now, marked.value, self._newest + 1)
-            answer = self._engine.advance(self._name, least, limit_s)
+            answer = self._counters.raise_generation(least, limit_s)
         return answer, marked.value
 
     def _raise(self, reset: _Reset, now: int, limit_s: float) -> CounterAnswer:
@@ -195,12 +220,13 @@ class SharedGeneration:
             marked = self._tell(reset, now, limit_s)
             if marked.outcome is not RemoteOutcome.OK:
                 return marked
-        ask = self._engine.advance if reset.is_raised else self._engine.counter
-        return ask(self._name, now, limit_s)
+        counters = self._counters
+        ask = counters.raise_generation if reset.is_raised else counters.generation
+        return ask(now, limit_s)
 
     def _tell(self, reset: _Reset, now: int, limit_s: float) -> CounterAnswer:
         """Raise the mark, unless the namespace had this reset. Return the last answer."""
-        last = self._last_mark(limit_s)
+        last = self._counters.last_mark(self._mark, limit_s)
         if last.outcome is not RemoteOutcome.OK:
             return last
         is_foreign = last.value > reset.known and last.value != reset.mark
@@ -208,13 +234,7 @@ class SharedGeneration:
         if not reset.is_raised:
             reset.own_mark = reset.mark if is_foreign else last.value
             return last
-        raised = self._engine.advance(self._marks_name, reset.mark or now, limit_s)
+        raised = self._counters.raise_mark(reset.mark or now, limit_s)
         if raised.outcome is RemoteOutcome.OK:
             reset.own_mark = reset.known if is_foreign else raised.value
         return raised
-
-    def _last_mark(self, limit_s: float) -> CounterAnswer:
-        """Read the mark of the last reset; 0 if there was none. One that was lost is set again."""
-        marked = self._engine.counter(self._marks_name, self._mark or None, limit_s)
-        is_none = marked.outcome is RemoteOutcome.ABSENT
-        return CounterAnswer(RemoteOutcome.OK) if is_none else marked
