@@ -12,7 +12,7 @@ from support.remote_tier_rig import RemoteTierRig, is_asking
 
 from kvcascade.handlers.node.node_keeper import LISTEN_INTERVAL_S
 from kvcascade.manager.below.port import Put
-from kvcascade.tiers.remote.generation import GENERATION_FRESH_S
+from kvcascade.tiers.remote.shared_generation import GENERATION_FRESH_S
 
 
 class RemoteBelowRig(BelowRig):

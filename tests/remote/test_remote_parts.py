@@ -26,11 +26,11 @@ from kvcascade.config.options import At
 from kvcascade.config.remote import parse_remote
 from kvcascade.tiers.remote import presence, resp
 from kvcascade.tiers.remote.base import HEADER_BYTES, PrivateBuffer, RemoteObject, RemoteOutcome
-from kvcascade.tiers.remote.generation import SharedGeneration
 from kvcascade.tiers.remote.pacing import TokenBucket
 from kvcascade.tiers.remote.presence import ChainSearch, Presence, PresenceMemory
 from kvcascade.tiers.remote.remote_options import open_remote_engine
 from kvcascade.tiers.remote.resp import Address, Login, RespConnection, RespError
+from kvcascade.tiers.remote.shared_generation import SharedGeneration
 from kvcascade.tiers.remote.valkey import Nodes, ValkeyEngine, hash_slot
 
 

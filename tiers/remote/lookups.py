@@ -8,11 +8,11 @@ from functools import partial
 
 from ..base import BlockHash
 from .base import FAILURES, RemoteEngine, RemoteOutcome, worst_of
-from .generation import SharedGeneration
 from .objects import ObjectFormat
 from .pacing import RoundTripTime
 from .presence import ChainSearch, Presence, PresenceMemory, held_prefix
 from .remote_counters import RemoteCounters, Verb
+from .shared_generation import SharedGeneration
 
 NAMES_PER_LOOKUP = 4096
 """Limit on the names of one call."""

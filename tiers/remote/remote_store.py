@@ -24,7 +24,6 @@ from ...config.remote import WriteWhen
 from ..base import BlockHash
 from ..breaker import Breaker
 from .base import RemoteEngine, RemoteOutcome
-from .generation import SharedGeneration
 from .lane import Errand, Lane
 from .lookups import ChainAsk, RemoteLink, RemoteLookups
 from .objects import ObjectFormat
@@ -33,6 +32,7 @@ from .presence import PresenceMemory, known_prefix
 from .reads import Reads, RemoteRead
 from .remote_counters import RemoteCounters, Verb
 from .remote_job import RemoteJob
+from .shared_generation import SharedGeneration
 from .uploads import Offer, OfferRule, UploadJob, Uploads
 
 _Job = TypeVar("_Job", bound=RemoteJob)

@@ -72,7 +72,7 @@ the tiers whose recency order `reopening` checks."""
 _MODULES = {
     "manager": "scheduler.manager_cost",
     "reopening": "scheduler.reopening",
-    "lookups": "scheduler.lookups",
+    "lookups": "scheduler.nvme_lookups",
     "path": "path_rates",
     "shared": "shared_path",
     "transfers": "transfer_bench",
