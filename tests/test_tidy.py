@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -233,6 +234,13 @@ def test_names_of_public_classes_are_unique() -> None:
                 found.setdefault(node.name, []).append(file)
     twice = {name: places for name, places in found.items() if len(places) > 1}
     assert set(twice) == {"CascadeOffloadingSpec"}, twice
+
+
+def test_names_of_files_are_unique() -> None:
+    """But for what Python demands, and the contracts, which are `base.py` in every folder."""
+    names = Counter(name.rsplit("/", 1)[-1] for name, _ in modules(*PACKAGE_FOLDERS))
+    twice = {name for name, times in names.items() if times > 1}
+    assert twice <= {"__init__.py", "__main__.py", "base.py"}, twice
 
 
 def test_imports_inside_the_package_are_relative() -> None:
