@@ -10,7 +10,7 @@ from ..errors import ConfigError
 from ..logs import get_logger
 from ..tiers.base import BlockHash
 from ..tiers.endurance import DayTotals
-from ..tiers.policies.named_object import named_object
+from ..tiers.policies import named_object
 from ..tiers.policies.ordered import tag_of
 from ..tiers.policies.tags import NONE, TagTable
 

@@ -8,7 +8,8 @@ point of the group `kvcascade.policies`, or as `"package.module:Class"`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import pkgutil
+from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
 from ..base import CachePolicy
@@ -17,7 +18,6 @@ from .directory import DictDirectory
 from .fifo import FifoOrder
 from .lirs import LirsOrder
 from .lru import LruOrder
-from .named_object import named_object
 from .order import ArraySource, EvictionOrder, heap_arrays
 from .ordered import OrderedPolicy
 from .prefix import PrefixOrder
@@ -53,6 +53,7 @@ __all__ = [
     "create",
     "heap_arrays",
     "known_names",
+    "named_object",
     "order_class",
 ]
 
@@ -88,6 +89,20 @@ def _loaded(name: str, path: str) -> type[EvictionOrder]:
     if not (isinstance(found, type) and issubclass(found, EvictionOrder)):
         raise ConfigError(f"policy {name!r} is no EvictionOrder; make it a subclass of that")
     return found
+
+
+def named_object(kind: str, name: str, path: str) -> Any:
+    """Import and return the object at `"package.module:object"`.
+
+    Raises `ConfigError` if that fails. `kind` and `name` appear in its message.
+    """
+    try:
+        return pkgutil.resolve_name(path)
+    except Exception as error:  # a user's module may raise anything when it is imported
+        said = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"{kind} {name!r} cannot be imported ({said}); check the path, or mend the module"
+        ) from None
 
 
 def create(

@@ -20,7 +20,7 @@ from ....config.options import At, did_you_mean, flag, noting, optional, read_op
 from ....config.schema import PATH_KEY, VLLM_KEYS, CascadeConfig, NvmeTierOptions, check_vllm_keys
 from ....config.sizes import human
 from ....errors import ConfigError
-from ....tiers.policies.named_object import named_object
+from ....tiers.policies import named_object
 from ....vllm import precheck
 
 MAX_CONFIG_BYTES = 1 << 20
