@@ -17,7 +17,7 @@ from kvcascade.assembly.chain_notes import ChainNotes, finest_chain
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.path.path_messages import chain_of
 from kvcascade.tiers.nvme.path.saved_state import SavedState
-from kvcascade.tiers.nvme.segments.chain_book import ChainBook
+from kvcascade.tiers.nvme.path.writer.namespace.prompt_log import ChainBook
 from kvcascade.tiers.nvme.segments.chains import (
     CELLS_MIN,
     MAX_RUN_BLOCKS,

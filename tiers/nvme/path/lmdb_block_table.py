@@ -41,8 +41,7 @@ from ....logs import get_logger
 from ... import endurance
 from ..disk.filesystem import RealFileSystem
 from ..index.clean_close import write_mark
-from ..index.index_errors import from_lmdb, is_lack_of_room
-from ..index.index_file import DATA_NAME, check_file, damaged
+from ..index.index_file import DATA_NAME, check_file, damaged, from_lmdb, is_lack_of_room
 from ..index.index_pages import check_pages
 from .block_table import Applied, ApplyOutcome, Changes, Entry, ScanBatch
 from .presence_table import Journal, hash_of, hashes_of

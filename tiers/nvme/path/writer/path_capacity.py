@@ -11,6 +11,7 @@ cannot be opened counts among them, such as one whose segments are larger than t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,21 +20,45 @@ from .....errors import InUseError, NoSpaceError, os_errors
 from .....logs import get_logger
 from ...disk.filesystem import FileSystem
 from ...namespace import (
+    DESCRIPTION,
     FoundNamespace,
     lock_namespace,
     namespaces_under,
     remove_leftovers,
     remove_locked_namespace,
 )
+from ...segments.format import MAX_DESCRIPTION_BYTES
 from ..path_messages import PathOptions
-from .namespace.older_versions import BUDGET_LOCK, BUDGET_WAIT_S, growth_bytes
+from .path_plan import SMALL_FILES_BYTES
 
 PATH_REST_S = 5.0
 """Rest of a path after a failed write; then it is tried again."""
 RETRY_AFTER_S = 30.0
 """Pause after a segment could not be made in a path."""
+BUDGET_LOCK = ".kvcascade.lock"
+"""Lock file in each path that older versions hold while they make a file."""
+BUDGET_WAIT_S = 30.0
+"""Longest wait for an engine of an older version that makes a file."""
+UNKNOWN_INDEX_BYTES = 512 << 10
+"""Smallest index of an older version, for a namespace that is not described yet."""
+_INDEX = Path("index", "data.mdb")
 
 _log = get_logger(__name__)
+
+
+def growth_bytes(fs: FileSystem, folder: Path) -> int:
+    """Return the bytes by which the directory of an open namespace may grow without asking.
+
+    The index of an older version may grow to the size of its map.
+    """
+    try:
+        document = json.loads(fs.read(folder / DESCRIPTION, MAX_DESCRIPTION_BYTES))
+        part, most = int(document["part"]), int(document["index_bytes"])
+        index = folder / _INDEX
+        now = fs.used_bytes(index) if fs.exists(index) else 0
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return SMALL_FILES_BYTES + UNKNOWN_INDEX_BYTES
+    return SMALL_FILES_BYTES + (max(0, most - now) if part == 0 else 0)
 
 
 class PathCapacity:

@@ -35,8 +35,8 @@ from ....segments.format import (
 from ....segments.segment_files import SegmentFiles
 from ...block_table import block_table_bytes
 from ...path_messages import NamespaceSpec
+from ..path_capacity import BUDGET_LOCK
 from ..path_plan import SegmentPlan, plan_segments, slots_of_segment
-from .older_versions import BUDGET_LOCK
 
 BLOCKS, PRESENCE, STATE, SEGMENTS = "blocks", "presence", "state", "segments"
 LOCK_WAIT_S = 5.0
