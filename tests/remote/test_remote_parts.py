@@ -26,7 +26,7 @@ from kvcascade.config.options import At
 from kvcascade.config.remote import parse_remote
 from kvcascade.tiers.remote import presence, resp
 from kvcascade.tiers.remote.base import HEADER_BYTES, PrivateBuffer, RemoteObject, RemoteOutcome
-from kvcascade.tiers.remote.pacing import TokenBucket
+from kvcascade.tiers.remote.lane import TokenBucket
 from kvcascade.tiers.remote.presence import ChainSearch, Presence, PresenceMemory
 from kvcascade.tiers.remote.remote_options import open_remote_engine
 from kvcascade.tiers.remote.resp import Address, Login, RespConnection, RespError

@@ -17,9 +17,35 @@ from dataclasses import dataclass
 from ...logs import get_logger
 from ..breaker import Breaker
 from .base import FAILURES, RemoteOutcome
-from .pacing import TokenBucket
+
+BURST_S = 1.0
+"""A bucket holds as many bytes as may pass in this time."""
 
 _log = get_logger(__name__)
+
+
+class TokenBucket:
+    """Limit on the bytes per second of one direction. Its owner guards it with a lock."""
+
+    def __init__(self, bytes_per_s: float | None, clock: Callable[[], float]) -> None:
+        """None: no limit. `clock` returns monotonic seconds."""
+        self._rate = bytes_per_s
+        self._clock = clock
+        self._tokens = 0.0 if bytes_per_s is None else bytes_per_s * BURST_S
+        self._at_s = clock()
+
+    def take(self, n_bytes: int) -> bool:
+        """Take the bytes if the bucket is not empty; it may go below zero by one transfer."""
+        if self._rate is None:
+            return True
+        now_s = self._clock()
+        gained = (now_s - self._at_s) * self._rate
+        self._tokens = min(self._tokens + gained, self._rate * BURST_S)
+        self._at_s = now_s
+        if self._tokens <= 0:
+            return False
+        self._tokens -= n_bytes
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,13 +10,14 @@ from functools import partial
 from ..base import BlockHash
 from .base import FAILURES, RemoteEngine, RemoteOutcome, worst_of
 from .objects import ObjectFormat
-from .pacing import RoundTripTime
 from .presence import ChainSearch, Presence, PresenceMemory, held_prefix
 from .remote_counters import RemoteCounters, Verb
 from .shared_generation import SharedGeneration
 
 NAMES_PER_LOOKUP = 4096
 """Limit on the names of one call."""
+NEW_SHARE = 0.25
+"""Weight of a new observation in the moving average."""
 
 
 @dataclass(slots=True)
@@ -28,6 +30,21 @@ class ChainAsk:
     is_over: bool = False
     """True once its end was reported: its answer came, or its deadline passed."""
     answers: list[RemoteOutcome] = field(default_factory=list)
+
+
+class RoundTripTime:
+    """Time of one request that moves no payload, measured. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.average_s: float | None = None
+        """Moving average; None before the first request."""
+
+    def took(self, took_s: float) -> None:
+        """Note the time of a request that was answered."""
+        with self._lock:
+            old_s = took_s if self.average_s is None else self.average_s
+            self.average_s = old_s + NEW_SHARE * (took_s - old_s)
 
 
 @dataclass(frozen=True, slots=True)

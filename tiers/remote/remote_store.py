@@ -24,10 +24,9 @@ from ...config.remote import WriteWhen
 from ..base import BlockHash
 from ..breaker import Breaker
 from .base import RemoteEngine, RemoteOutcome
-from .lane import Errand, Lane
-from .lookups import ChainAsk, RemoteLink, RemoteLookups
+from .lane import Errand, Lane, TokenBucket
+from .lookups import ChainAsk, RemoteLink, RemoteLookups, RoundTripTime
 from .objects import ObjectFormat
-from .pacing import RoundTripTime, TokenBucket
 from .presence import PresenceMemory, known_prefix
 from .reads import Reads, RemoteRead
 from .remote_counters import RemoteCounters, Verb
