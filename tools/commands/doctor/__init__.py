@@ -46,14 +46,12 @@ def doctor(config: ConfigArgument = None, as_json: JsonOption = False) -> None:
             check_is_file("CONFIG", config)
         with answering_apart(True):  # vLLM prints to standard output
             from .doctor_facts import look
-            from .findings import Severity, findings
+            from .findings import Severity, findings, print_findings
 
             found = findings(look(config))
         if as_json:
             emit("doctor", {"findings": [each.as_json() for each in found]})
         else:
-            from .doctor_view import print_findings
-
             print_findings(found)
     has_problem = any(each.severity is Severity.PROBLEM for each in found)
     finish(ExitCode.PROBLEMS if has_problem else ExitCode.OK)

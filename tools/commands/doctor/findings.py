@@ -1,14 +1,17 @@
-"""Judge the facts about a machine and a configuration: `Facts` to `Finding`s. Pure functions."""
+"""Judge the facts about a machine and a configuration: `Facts` to `Finding`s. Print them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from rich.text import Text
+
 from ....config.machine import HUGETLBFS, MEMORY_FILE_SYSTEMS
 from ....config.sizes import human
+from .. import show
 
 MIN_OPEN_FILES = 4096
 """Open files that an engine with large NVMe tiers needs beside those of vLLM: one per segment."""
@@ -26,6 +29,11 @@ class Severity(StrEnum):
     """It works; the remedy makes it faster or safer."""
     PROBLEM = "problem"
     """The engine does not start, or the cache is of no use."""
+
+
+STYLES = {Severity.OK: "green", Severity.ADVICE: "yellow", Severity.PROBLEM: "red"}
+MARKS = {Severity.OK: "ok", Severity.ADVICE: "advice", Severity.PROBLEM: "PROBLEM"}
+MARK_WIDTH = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,3 +212,17 @@ def _disk(path: PathFacts) -> Iterator[Finding]:
         yield Finding(subject, Severity.ADVICE, found, "use ext4 or xfs on a local NVMe device")
     else:
         yield Finding(subject, Severity.OK, f"{kind}, {human(path.free_bytes)} free")
+
+
+def print_findings(found: Sequence[Finding]) -> None:
+    """Print one line for each finding, its remedy below it, and a summary."""
+    console = show.console()
+    for each in found:
+        line = Text(MARKS[each.severity].ljust(MARK_WIDTH), style=STYLES[each.severity])
+        line.append(f"{each.subject}: {each.found}", style="default")
+        console.print(line)
+        if each.remedy:
+            console.print(Text(f"{' ' * MARK_WIDTH}→ {each.remedy}"))
+    problems = sum(each.severity is Severity.PROBLEM for each in found)
+    advice = sum(each.severity is Severity.ADVICE for each in found)
+    console.print(Text(f"\nproblems: {problems}, advice: {advice}"))
