@@ -293,7 +293,7 @@ class Level:
             self._lost += self.policy.ready_at
 
     def take_loss(self, limit: int) -> list[BlockHash]:
-        """Return the next batch of those that did not come back."""
+        """Return the next batch of noted blocks. Leave out those that were stored again."""
         left = self._lost[-limit:]
         del self._lost[-limit:]
         get = self.policy.get

@@ -105,7 +105,7 @@ class JoinAttempts:
         self._was_noted = False
 
     def anew(self, now_s: float, next_s: float = math.inf) -> JoinAttempts:
-        """Return those that begin now."""
+        """Return attempts that begin now."""
         return JoinAttempts(now_s, self._patience_s, next_s)
 
     def failed(self, now_s: float) -> None:

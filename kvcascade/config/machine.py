@@ -193,13 +193,13 @@ def _check_path(at: At, path: Path, machine: Machine, owners: dict[object, Path]
         raise at.wrong(str(path), f"is the same folder as {owner}; give every folder once")
 
 
-def doubts(config: CascadeConfig, machine: Machine) -> list[str]:
+def warnings_of(config: CascadeConfig, machine: Machine) -> list[str]:
     """Return warnings about options that work but are probably not intended."""
-    found = [_doubt_of_room(tier, machine) for tier in config.nvme]
-    return [str(lack) for lack in found if lack is not None] + _doubts_of_arena(config, machine)
+    found = [_room_warning(tier, machine) for tier in config.nvme]
+    return [str(lack) for lack in found if lack is not None] + _arena_warnings(config, machine)
 
 
-def _doubt_of_room(tier: NvmeTierOptions, machine: Machine) -> ConfigError | None:
+def _room_warning(tier: NvmeTierOptions, machine: Machine) -> ConfigError | None:
     """Return why a capacity that the path has already does not fit now; None if it does."""
     recorded = machine.recorded_capacity(tier.path[0])
     if not recorded:
@@ -209,7 +209,7 @@ def _doubt_of_room(tier: NvmeTierOptions, machine: Machine) -> ConfigError | Non
     return _lack_of_room(tier, capacity, room) if capacity <= recorded else None
 
 
-def _doubts_of_arena(config: CascadeConfig, machine: Machine) -> list[str]:
+def _arena_warnings(config: CascadeConfig, machine: Machine) -> list[str]:
     folder = config.cpu.arena_dir
     kind = machine.file_system(folder)
     if kind in MEMORY_FILE_SYSTEMS:

@@ -38,7 +38,7 @@ class Bytes:
     """As it was written, for messages."""
 
     def of(self, total: int) -> int:
-        """The amount in bytes; `total` does not matter."""
+        """Return the amount in bytes; `total` does not matter."""
         return self.count
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class Share:
     """As it was written, for messages."""
 
     def of(self, total: int) -> int:
-        """This share of `total`, rounded down."""
+        """Return this share of `total`, rounded down."""
         return int(total * self.part)
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class DriveWrites:
     """As it was written, for messages."""
 
     def of(self, total: int) -> int:
-        """The amount in bytes for drives of `total` bytes, rounded down."""
+        """Return the amount in bytes for drives of `total` bytes, rounded down."""
         return min(MAX_BYTES, int(total * self.times))
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ class DeviceShare:
     """Devices of the machine."""
 
     def of(self, total: int) -> int:
-        """This share of `total`, rounded down."""
+        """Return this share of `total`, rounded down."""
         return int(total * self.part * min(self.used, self.present) / self.present)
 
     def __str__(self) -> str:
@@ -120,7 +120,7 @@ class FreeShare:
     """From 0 to 1."""
 
     def of(self, total: int) -> int:
-        """This share of `total`, the usable space, rounded down."""
+        """Return this share of `total`, the usable space, rounded down."""
         return int(total * self.part)
 
     def __str__(self) -> str:

@@ -109,7 +109,7 @@ class RecordFiles:
         self._file.flush()
 
     def close(self) -> None:
-        """Raises `OSError`."""
+        """Close the file. Raises `OSError`."""
         self._file.close()
 
     def _next(self) -> BinaryIO:

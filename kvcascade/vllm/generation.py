@@ -84,14 +84,14 @@ def _has_worker() -> bool:
 
 
 def _has_handlers_and_steps() -> bool:
-    """True for 0.24: managers know requests, steps and pending work, and handlers copy."""
+    """Return True for 0.24: managers know requests, steps and pending work, and handlers copy."""
     if not _offers(f"{_BASE}.base", "OffloadingManager") or not _offers(f"{_BASE}.worker.worker"):
         return False
     return hasattr(import_module(f"{_BASE}.base").OffloadingManager, "has_pending_work")
 
 
 def _is_seed() -> bool:
-    """True for 0.16 to 0.19: keys are plain hashes, and handlers report dataclasses.
+    """Return True for 0.16 to 0.19: keys are plain hashes, and handlers report dataclasses.
 
     Up to 0.15 handlers report pairs; from 0.20 on keys are `OffloadKey`.
     """

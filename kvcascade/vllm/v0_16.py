@@ -225,7 +225,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
         )
 
     def _shape(self) -> dict[str, str]:
-        """Facts of the fingerprint about blocks and parallelism."""
+        """Return the facts of the fingerprint about blocks and parallelism."""
         parallel, model = self.vllm_config.parallel_config, self.vllm_config.model_config
         (group,) = self.kv_cache_config.kv_cache_groups
         return {

@@ -429,7 +429,7 @@ def _served(config: OffloadingConfig, kv_config: Any | None) -> tuple[bytes, flo
 
 
 def shape_facts(config: OffloadingConfig, kv_config: Any | None) -> dict[str, str]:
-    """Facts of the fingerprint about blocks and parallelism."""
+    """Return the facts of the fingerprint about blocks and parallelism."""
     parallel = config.parallel
     facts = {
         "dtype": config.model.dtype,

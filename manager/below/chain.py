@@ -344,7 +344,7 @@ class BelowChain(Below):
     # -- whether it takes anything -----------------------------------------------------------
 
     def room(self, n: int) -> int:
-        """Return how many of `n` blocks the nearest tier takes that takes any."""
+        """Return the room for `n` blocks in the nearest tier that takes puts."""
         if not self._nearest.takes_puts:
             for lower in self._lower:
                 if lower.port.takes_puts:

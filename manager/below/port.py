@@ -205,9 +205,9 @@ class Below(ABC):
         """Return True while nothing may be read from a tier, because it failed or stalls."""
 
     def latency_s(self, tier: int) -> float:
-        """Return the seconds of a read from a tier beside those that its rate explains, measured.
+        """Return the measured latency of a read from a tier, in seconds: its time without payload.
 
-        0 from a tier on this machine.
+        0 for a tier on this machine.
         """
         return 0.0
 

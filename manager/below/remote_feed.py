@@ -40,7 +40,7 @@ class RemoteFeed(NodeInbox):
         self._last = RemoteNote(None)
         self.lookups_rest = False
         """True while the node asks for no blocks, because the server failed."""
-        self.is_doubted = False
+        self.has_failed = False
         """True after the server failed, until it answers a question. No request waits for it."""
         self.latency_s = 0.0
         """Time of a request to the server that moves no payload; 0 while it is unknown."""
@@ -66,9 +66,9 @@ class RemoteFeed(NodeInbox):
         """Note the mark of this engine's reset."""
         self._is_resetting, self.mark = False, mark
 
-    def doubt(self) -> None:
+    def note_failure(self) -> None:
         """Note that the server failed: what it has is unknown."""
-        self.is_doubted = True
+        self.has_failed = True
         self._memory.forget()
 
     def was_reset(self) -> bool:
@@ -103,7 +103,7 @@ class RemoteFeed(NodeInbox):
 
     def _take_in(self, note: RemoteNote) -> None:
         if _openings(note) > _openings(self._last):
-            self.doubt()
+            self.note_failure()
         self._last = note
         looked = note.verbs.get(Verb.LOOKUP)
         self.lookups_rest = looked is not None and looked.is_resting
@@ -153,8 +153,8 @@ class _Remaining(NamedTuple):
 class Questions:
     """Questions whether blocks are there: gathered in a step, and sent as one batch.
 
-    While the server is in doubt, one block at a time is asked for, and no request waits for the
-    answer: a server that has stopped costs one deadline, not one for each probe.
+    After the server failed, one block at a time is asked for, and no request waits for the answer.
+    So a server that has stopped costs one deadline, not one for each probe.
 
     Used under the manager's lock.
     """
@@ -205,29 +205,29 @@ class Questions:
             return False
         self.asked[key] = self._ends_s
         self._chain.append(key)
-        return not self._feed.is_doubted
+        return not self._feed.has_failed
 
     def _begin_chain(self, key: BlockHash, owner: object) -> bool:
         """Return False if the block may not be asked for now."""
         feed, now_s = self._feed, self._clock()
         if not self._may_ask() or feed.lookups_rest or now_s < self._rests_until_s:
             return False
-        if feed.is_doubted and self.asked:
+        if feed.has_failed and self.asked:
             return False
         feed.has_blocks = True  # or will have
         self._owner, self._group = owner, key[-GROUP_BYTES:]
         self._chain = self._gathered.setdefault((owner, self._group), [])
         self._ends_s = now_s + self._deadline_s
-        if feed.is_doubted:  # the next block is not part of the probe
+        if feed.has_failed:  # the next block is not part of the probe
             self._owner = None
         return True
 
     def _is_awaited(self, key: BlockHash, ends_s: float) -> bool:
-        """Return True if an answer is still awaited; doubt the server if it is late."""
+        """Return True if an answer is still awaited. If it is late, the server failed."""
         feed, now_s = self._feed, self._clock()
         if now_s < ends_s:
-            return not feed.is_doubted
-        feed.doubt()
+            return not feed.has_failed
+        feed.note_failure()
         self._owner = None
         self._rests_until_s = now_s + self._deadline_s
         self._end([], [key], self._memory.epoch)
@@ -278,7 +278,7 @@ class Questions:
         pairs = [*zip(keys, outcomes, strict=True)]
         held = [key for key, outcome in pairs if outcome is BlockOutcome.OK]
         if not _NO_ANSWER.issuperset(outcomes):
-            self._feed.is_doubted = False
+            self._feed.has_failed = False
         self._end(held, [key for key, outcome in pairs if outcome is not BlockOutcome.OK], epoch)
 
     def _end(self, held: Sequence[BlockHash], absent: Sequence[BlockHash], epoch: int) -> None:

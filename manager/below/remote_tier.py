@@ -148,7 +148,7 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
         return len(self.writes.jobs) >= MAX_JOBS_IN_FLIGHT
 
     def rests(self, tier: int) -> bool:
-        return self.reads.breaker.is_open or self.feed.is_doubted
+        return self.reads.breaker.is_open or self.feed.has_failed
 
     def latency_s(self, tier: int) -> float:
         return self.feed.latency_s

@@ -222,7 +222,7 @@ class ClaimQueue:
                 ahead[level] += blocks
 
     def _is_time(self) -> bool:
-        """True if a check of the queue may change something although no claim is new."""
+        """Return True if a check of the queue may change something although no claim is new."""
         if self._flow.clock() >= self._look_again_s:
             return True
         first = next(iter(self._queue))
@@ -242,8 +242,10 @@ class ClaimQueue:
     # ---- one claim ---------------------------------------------------------------------------
 
     def _may_be_worth(self, level: int, request: Request) -> bool:
-        """False if the request misses at once: the tier rests, or computing is faster for any
-        number of blocks."""
+        """Return False if the request misses at once.
+
+        The tier rests, or computing is faster for any number of blocks.
+        """
         if self._below.rests(level):
             self._flow.counters.links[level - 1].promote_refused_blocks += 1
             return False

@@ -21,9 +21,9 @@ from kvcascade.config.machine import (
     check_machine,
     check_nvme,
     cpu_capacity,
-    doubts,
     nvme_capacity,
     settled,
+    warnings_of,
     writing,
 )
 from kvcascade.config.schema import parse
@@ -287,11 +287,11 @@ def test_a_segment_or_share_that_is_more_than_the_tier(name: str) -> None:
         assert text.startswith(f'tiers[1].{name}: "1TiB"') and capacity in text
 
 
-def test_an_arena_on_a_disk_is_doubtful() -> None:
+def test_an_arena_on_a_disk_brings_a_warning() -> None:
     for kind in ("tmpfs", "ramfs", "hugetlbfs"):
-        assert doubts(configured(), Twin(arena_lies_on=kind)) == []
-    (doubt,) = doubts(configured(), Twin(arena_lies_on="ext4"))
-    assert doubt.startswith('tiers[0].arena_dir: "/dev/shm" is on ext4') and ";" in doubt
+        assert warnings_of(configured(), Twin(arena_lies_on=kind)) == []
+    (warning,) = warnings_of(configured(), Twin(arena_lies_on="ext4"))
+    assert warning.startswith('tiers[0].arena_dir: "/dev/shm" is on ext4') and ";" in warning
 
 
 def test_a_share_of_nearly_nothing() -> None:
@@ -304,11 +304,11 @@ def test_a_share_of_nearly_nothing() -> None:
 def test_what_the_tier_holds_already_is_not_missed() -> None:
     twin = Twin(disk_free=60 * GIB, used={Path("/mnt/0/kv"): 100 * GIB})
     check_machine(configured(capacity="100GiB"), twin)
-    assert not doubts(configured(capacity="100GiB"), twin)
+    assert not warnings_of(configured(capacity="100GiB"), twin)
     full = Twin(disk_free=0, used={Path("/mnt/0/kv"): 100 * GIB}, recorded=200 * GIB)
     check_machine(configured(capacity="200GiB"), full)  # other files filled the disk: a restart
-    (doubt,) = doubts(configured(capacity="200GiB"), full)
-    assert "100.0 GiB for this tier" in doubt
+    (warning,) = warnings_of(configured(capacity="200GiB"), full)
+    assert "100.0 GiB for this tier" in warning
     assert "100.0 GiB for this tier" in message(configured(capacity="201GiB"), full)
     cpu = {"type": "cpu", "capacity": "8GiB"}
     by_default = parse({"tiers": [cpu, {"type": "nvme", "path": "/mnt/0/kv"}]})

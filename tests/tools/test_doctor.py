@@ -58,7 +58,7 @@ def test_nothing_is_wrong_with_a_good_machine() -> None:
         ({"open_files": 1024}, "open files", Severity.ADVICE),
         ({"kept_arenas": 2}, "kept arenas", Severity.ADVICE),
         ({"problems": ("tiers is missing.",)}, "configuration", Severity.PROBLEM),
-        ({"doubts": ("odd.",)}, "configuration", Severity.ADVICE),
+        ({"warnings": ("odd.",)}, "configuration", Severity.ADVICE),
         ({"pinned_bytes": None, "paths": ()}, "configuration", Severity.ADVICE),
     ],
 )

@@ -43,7 +43,8 @@ class UploadJob(RemoteJob):
 
     epoch: int
     mark: int | None
-    """Mark of the last reset before the blocks were stored; None: that of this host's own."""
+    """Mark of the last reset before the blocks were stored; None: the mark of this
+    host's last reset."""
 
 
 class OfferRule:

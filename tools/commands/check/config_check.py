@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ....assembly.named import checked
 from ....assembly.path_parts import path_options
-from ....config.machine import Machine, cpu_capacity, doubts, writing
+from ....config.machine import Machine, cpu_capacity, warnings_of, writing
 from ....config.options import noting
 from ....config.remote import RemoteTierOptions
 from ....config.schema import CascadeConfig, NvmeTierOptions
@@ -134,7 +134,7 @@ def check(
     """Validate a configuration and compute its effects; errors are reported in `problems`."""
     machine = Machine() if machine is None else machine
     report = CheckReport(given.source, model=model)
-    report.problems, report.doubts = list(given.problems), list(given.doubts)
+    report.problems, report.doubts = list(given.problems), list(given.warnings)
     if given.is_tiering:
         with noting(report.problems):
             _check_tiering(report, given.extra, machine, shape)
@@ -145,7 +145,7 @@ def check(
         workers = 1 if shape is None else shape.world_size
         settings = checked(given.extra, machine, report.problems, workers)
         if not report.problems:
-            report.doubts += doubts(settings, machine)
+            report.doubts += warnings_of(settings, machine)
             _fill(report, settings, machine, shape)
             _probe(report, settings)
             _tell_of_stops(report, settings, machine)
@@ -228,15 +228,15 @@ def _probe(report: CheckReport, settings: CascadeConfig) -> None:
     ask_server(tier, report.problems, report.doubts)
 
 
-def ask_server(tier: RemoteTierOptions, problems: list[str], doubts: list[str]) -> None:
-    """Ask the server of a remote tier: a fault of it is a doubt, a missing secret a problem.
+def ask_server(tier: RemoteTierOptions, problems: list[str], warnings: list[str]) -> None:
+    """Ask the server of a remote tier: a fault of it is a warning, a missing secret a problem.
 
     It takes a few deadlines of the tier.
     """
     with noting(problems):
         said = probe_remote(tier, os.environ)
         if said is not None:
-            doubts.append(said)
+            warnings.append(said)
 
 
 def _tell_of_stops(report: CheckReport, settings: CascadeConfig, machine: Machine) -> None:
@@ -305,8 +305,8 @@ def print_checked(report: CheckReport) -> None:
     if report.problems:
         for problem in report.problems:
             console.print(Text(problem, style="red"))
-        for doubt in report.doubts:
-            console.print(Text(f"  {doubt}", style="yellow"))
+        for warning in report.doubts:
+            console.print(Text(f"  {warning}", style="yellow"))
         return
     numbers = ["capacity", "blocks", "tokens", "files"]
     table = show.columns("Tiers", "tier", "where", "policy", *numbers, right=numbers)
@@ -337,8 +337,8 @@ def print_checked(report: CheckReport) -> None:
     if report.start_after_crash_s is not None:
         rows.append(("after a crash, at most", show.duration(report.start_after_crash_s)))
     console.print(show.facts("", rows))
-    for doubt in report.doubts:
-        console.print(Text(f"  {doubt}", style="yellow"))
+    for warning in report.doubts:
+        console.print(Text(f"  {warning}", style="yellow"))
     console.print(Text("  The configuration fits this machine.", style="green"))
 
 

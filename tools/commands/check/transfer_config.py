@@ -113,7 +113,7 @@ class Given:
     extra: Mapping[str, object] = field(default_factory=dict)
     """Contents of `kv_connector_extra_config`; empty if it is missing."""
     problems: list[str] = field(default_factory=list)
-    doubts: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def is_tiering(self) -> bool:
@@ -151,13 +151,13 @@ class Tiering:
 
 
 def read_tiering(
-    extra: Mapping[str, object], machine: Machine, problems: list[str], doubts: list[str]
+    extra: Mapping[str, object], machine: Machine, problems: list[str], warnings: list[str]
 ) -> Tiering:
     """Read the options of `TieringOffloadingSpec` that are ours, or that vLLM requires.
 
     Errors are added to `problems`; the result is incomplete then.
     """
-    doubts += [
+    warnings += [
         f"{key} is not an option of {TIERING_SPEC_NAME}{did_you_mean(key, TIERING_KEYS)}; "
         "it is ignored"
         for key in extra
@@ -243,7 +243,7 @@ def _take(document: Mapping[str, object], given: Given) -> None:
         given.extra = extra if isinstance(extra, Mapping) else {}
     if document.keys() == {EXTRA}:
         remedy = f'an engine needs "{CONNECTOR}", and kv_role "kv_both"'
-        given.doubts.append(str(At("kv_connector").missing(remedy)))
+        given.warnings.append(str(At("kv_connector").missing(remedy)))
         is_whole = False
         _mapping(At(EXTRA), document[EXTRA])
     has_vllm = is_whole and _check_transfer(document, given.problems)
@@ -282,7 +282,7 @@ def _check_spec_name(given: Given, is_whole: bool) -> None:
     name = given.extra.get(SPEC_KEY)
     if name is None:
         missing = str(At(SPEC_KEY).missing(f'an engine needs "{SPEC_NAME}"'))
-        (given.problems if is_whole else given.doubts).append(missing)
+        (given.problems if is_whole else given.warnings).append(missing)
     elif name not in SPECS:
         expected = " or ".join(map(repr, SPECS))
         given.problems.append(f"unknown spec_name {name!r}; expected {expected}.")
@@ -312,7 +312,7 @@ def _check_module(given: Given, is_whole: bool) -> None:
         given.problems.append(str(At(MODULE_KEY).wrong(path, remedy)))
     elif not found:
         remedy = f"cannot be imported; it is ignored here, since vLLM knows {name} by its name"
-        given.doubts.append(str(At(MODULE_KEY).wrong(path, remedy)))
+        given.warnings.append(str(At(MODULE_KEY).wrong(path, remedy)))
 
 
 def _read_json(path: Path, given: Given) -> Mapping[str, object]:

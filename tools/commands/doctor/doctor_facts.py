@@ -47,12 +47,12 @@ class _Wanted:
 
 def look(config: Path | None) -> Facts:
     """Return the facts, those of a configuration if there is one. Raises `CommandError`."""
-    machine, problems, doubts = Machine(), list[str](), list[str]()
+    machine, problems, warnings = Machine(), list[str](), list[str]()
     given = _given(config)
-    doubts += misspelt(os.environ) if given is None else ()
-    wanted = _Wanted() if given is None else _wanted(given, machine, problems, doubts)
+    warnings += misspelt(os.environ) if given is None else ()
+    wanted = _Wanted() if given is None else _wanted(given, machine, problems, warnings)
     if wanted.remote is not None:
-        ask_server(wanted.remote, problems, doubts)
+        ask_server(wanted.remote, problems, warnings)
     arena_dir = wanted.arena_dir
     installed = installed_version(*ENGINES)
     reason = None if installed is None else _vllm_problem()
@@ -71,7 +71,7 @@ def look(config: Path | None) -> Facts:
         pinned_bytes=wanted.pinned_bytes,
         paths=tuple(_paths(wanted.nvme, machine)),
         problems=tuple(problems),
-        doubts=tuple(doubts),
+        warnings=tuple(warnings),
         kept_arenas=_kept_arenas(arena_dir),
     )
 
@@ -85,12 +85,12 @@ def _given(config: Path | None) -> Given | None:
     return None
 
 
-def _wanted(given: Given, machine: Machine, problems: list[str], doubts: list[str]) -> _Wanted:
+def _wanted(given: Given, machine: Machine, problems: list[str], warnings: list[str]) -> _Wanted:
     """Return what can be read of a configuration; what is wrong with it is added to the lists."""
     problems += given.problems
-    doubts += given.doubts
+    warnings += given.warnings
     if given.is_tiering:
-        tiering = read_tiering(given.extra, machine, problems, doubts)
+        tiering = read_tiering(given.extra, machine, problems, warnings)
         return _Wanted(tiering.cpu_bytes, nvme=tiering.nvme)
     try:
         settings = checked(given.extra, machine, problems)

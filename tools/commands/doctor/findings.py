@@ -94,7 +94,7 @@ class Facts:
     paths: tuple[PathFacts, ...] = ()
     problems: tuple[str, ...] = ()
     """Problems of the configuration, as `kvcascade check` finds them."""
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     kept_arenas: int = 0
     """Arenas in shared memory whose engines have ended."""
 
@@ -116,8 +116,8 @@ def findings(facts: Facts) -> list[Finding]:
 def _configuration(facts: Facts) -> Iterator[Finding]:
     for problem in facts.problems:
         yield Finding("configuration", Severity.PROBLEM, problem)
-    for doubt in facts.doubts:
-        yield Finding("configuration", Severity.ADVICE, doubt)
+    for warning in facts.warnings:
+        yield Finding("configuration", Severity.ADVICE, warning)
     if facts.pinned_bytes is None and not facts.problems:
         remedy = "give its file, or make one with `kvcascade config`"
         yield Finding("configuration", Severity.ADVICE, "none was given", remedy)

@@ -42,7 +42,7 @@ class CollectedNamespace:
     blocks_before: int = 0
     bytes_before: int = 0
     blocks_removed: int = 0
-    """Those of old generations included."""
+    """Blocks that left, with those of old generations."""
     old_blocks_removed: int = 0
     """Blocks of old generations."""
     bytes_freed: int = 0
@@ -65,13 +65,13 @@ class RemoteCollected:
 
 @dataclass(slots=True)
 class _Plan:
-    """What leaves, from the first list."""
+    """Choice of the blocks that leave, by the first listing."""
 
     reports: dict[str, CollectedNamespace] = field(default_factory=dict)
     staying_bytes: int = 0
     """Bytes of blocks that are neither of an old generation nor too old."""
     by_minute: Counter[int] = field(default_factory=Counter)
-    """Their bytes by the minute in which they were touched."""
+    """Bytes of these blocks by the minute of their last use."""
     last_minute: int = -1
     """Blocks of earlier minutes leave, and of this one while `left_bytes` is positive."""
     left_bytes: int = 0

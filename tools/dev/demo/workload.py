@@ -64,10 +64,10 @@ class Workload:
             tokens += answers[earlier]
         return tokens + self._message(turn)
 
-    def order(self, number: int, visit: str = "") -> list[Turn]:
-        """Return turn `number` of every conversation, shuffled; `visit` selects another order."""
+    def order(self, number: int, shuffle: str = "") -> list[Turn]:
+        """Return turn `number` of every conversation, shuffled; `shuffle` names another order."""
         turns = [Turn(c, number) for c in range(self.shape.conversations)]
-        self._random(f"order {number} {visit}").shuffle(turns)
+        self._random(f"order {number} {shuffle}").shuffle(turns)
         return turns
 
     def _message(self, turn: Turn) -> list[int]:

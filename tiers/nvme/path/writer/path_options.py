@@ -58,8 +58,8 @@ class PathRecord:
 def was_reset(record: PathRecord | None, name: str, epoch: int) -> bool:
     """Return True if a namespace was reset since an engine last started alone.
 
-    `epoch` is its current one. Blocks that were stored since may be of weights that were updated in
-    place, not of those of its fingerprint.
+    `epoch` is its current one. Blocks that were stored since the reset may have weights that were
+    updated in place. Those are not the weights of the fingerprint.
     """
     return epoch != (0 if record is None else record.epochs.get(name, 0))
 

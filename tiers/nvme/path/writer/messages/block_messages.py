@@ -50,7 +50,7 @@ class Client:
     is_reader: bool = False
     """True if it stores nothing, and is no engine."""
     figures: TierFigures | None = None
-    """Figures that it was sent last."""
+    """Last figures that were sent to this client."""
 
 
 Handle = Callable[[Client, Any], None]

@@ -42,8 +42,10 @@ BLOCKS, PRESENCE, STATE, SEGMENTS = "blocks", "presence", "state", "segments"
 LOCK_WAIT_S = 5.0
 """Longest wait for another process that is removing the directory."""
 NOTE_USE_EVERY_S = 3600.0
-"""Interval at which the use of a namespace is noted while nodes have it open, in seconds. After a
-kill the next writer orders namespaces by it, and counts the write budget of those of the last day.
+"""Interval at which the use of an open namespace is noted, in seconds.
+
+After a kill, the next writer orders namespaces by their last use. Namespaces that were used in the
+last day count in the write budget.
 """
 
 _log = get_logger(__name__)
