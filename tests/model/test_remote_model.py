@@ -22,7 +22,7 @@ from kvcascade.config.remote import WriteWhen
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.remote.base import FAILURES, RemoteOutcome
 from kvcascade.tiers.remote.objects import parts_of
-from kvcascade.tiers.remote.remote_store import EndedKind
+from kvcascade.tiers.remote.remote_counters import Verb
 from kvcascade.tiers.remote.uploads import Offer
 
 OK = RemoteOutcome.OK
@@ -43,7 +43,7 @@ class Run:
             executor=self.queues[1], when=WriteWhen.SECOND_TOUCH, queue_bytes=5 * 4096
         )
         self.hosts = [first, second]
-        self.open: dict[tuple[int, int, EndedKind], int] = {}
+        self.open: dict[tuple[int, int, Verb], int] = {}
         """Host, ticket and kind of every call that has not ended, and its number of blocks."""
         self.reads: dict[tuple[int, int], tuple[list[BlockHash], list[memoryview], bytes]] = {}
         """Blocks, destinations, and the weights of the host when the read began."""
@@ -67,14 +67,14 @@ class Run:
         rig, wanted = self.hosts[host], self.some()
         ticket = rig.ticket()
         rig.store.ask(ticket, wanted)
-        self.open[host, ticket, EndedKind.LOOKUP] = len(wanted)
+        self.open[host, ticket, Verb.LOOKUP] = len(wanted)
         if self.draw.random() < 0.7:
             rig.store.send()
 
     def get(self, host: int) -> None:
         rig, wanted = self.hosts[host], self.some()
         ticket, slots = rig.ticket(), rig.slots(len(wanted))
-        self.open[host, ticket, EndedKind.READ] = len(wanted)
+        self.open[host, ticket, Verb.READ] = len(wanted)
         self.reads[host, ticket] = (wanted, slots, rig.weights)
         rig.store.get(ticket, wanted, slots)
 
@@ -82,13 +82,13 @@ class Run:
         ticket, answers = self.hosts[host].begin_write(self.some())
         queued = answers.count(Offer.QUEUED)
         if queued:
-            self.open[host, ticket, EndedKind.WRITE] = queued
+            self.open[host, ticket, Verb.WRITE] = queued
 
     def poll(self, host: int) -> None:
         for ended in self.hosts[host].store.poll():
             blocks = self.open.pop((host, ended.ticket, ended.kind))  # once, and only ours
             assert len(ended.outcomes) == blocks
-            if ended.kind is EndedKind.READ:
+            if ended.kind is Verb.READ:
                 wanted, slots, weights = self.reads.pop((host, ended.ticket))
                 check(wanted, slots, ended.outcomes, weights)
                 self.served += list(ended.outcomes).count(OK)

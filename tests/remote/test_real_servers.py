@@ -24,7 +24,8 @@ from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.breaker import REST_S
 from kvcascade.tiers.remote.base import HEADER_BYTES, RemoteEngine, RemoteOutcome
 from kvcascade.tiers.remote.presence import Presence
-from kvcascade.tiers.remote.remote_store import EndedKind, RemoteEnded
+from kvcascade.tiers.remote.remote_counters import Verb
+from kvcascade.tiers.remote.remote_store import RemoteEnded
 from kvcascade.tiers.remote.resp import Address, Login
 from kvcascade.tiers.remote.uploads import Offer
 from kvcascade.tiers.remote.valkey import ValkeyEngine
@@ -57,7 +58,7 @@ class Host(RemoteRig):
         super().__init__(engine, self.threads, **given)
         self.engine = engine
 
-    def ended(self, ticket: int, kind: EndedKind) -> list[RemoteOutcome]:
+    def ended(self, ticket: int, kind: Verb) -> list[RemoteOutcome]:
         return self.all_ended({ticket})[ticket]
 
     def all_ended(self, tickets: set[int]) -> dict[int, list[RemoteOutcome]]:
@@ -233,7 +234,7 @@ def test_a_slow_link_ends_at_the_deadline() -> None:
             slots, ticket = host.slots(64), host.ticket()
             begun_s = monotonic()
             host.store.get(ticket, keys(64), slots)
-            outcomes = host.ended(ticket, EndedKind.READ)
+            outcomes = host.ended(ticket, Verb.READ)
             assert monotonic() - begun_s < 0.5 + SLACK_S
             check(keys(64), slots, outcomes)
             assert TIMED_OUT in outcomes

@@ -16,7 +16,7 @@ from kvcascade.tiers.breaker import REST_S
 from kvcascade.tiers.remote.base import RemoteOutcome
 from kvcascade.tiers.remote.presence import Presence
 from kvcascade.tiers.remote.remote_counters import Verb
-from kvcascade.tiers.remote.remote_store import EndedKind, StoreOptions
+from kvcascade.tiers.remote.remote_store import StoreOptions
 from kvcascade.tiers.remote.uploads import Offer, UploadJob
 
 OK, ABSENT = RemoteOutcome.OK, RemoteOutcome.ABSENT
@@ -24,7 +24,7 @@ TIMED_OUT, RESTING = RemoteOutcome.TIMED_OUT, RemoteOutcome.RESTING
 IO_ERROR, DROPPED = RemoteOutcome.IO_ERROR, RemoteOutcome.DROPPED
 WALL_MARK = int((WALL_S + 1000.0) * RESET_TICKS_PER_S) + 7
 """Mark of a reset at about the time at which a rig begins."""
-LOOKUP, READ, WRITE = EndedKind.LOOKUP, EndedKind.READ, EndedKind.WRITE
+LOOKUP, READ, WRITE = Verb.LOOKUP, Verb.READ, Verb.WRITE
 
 
 class TestLookups:

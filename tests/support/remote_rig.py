@@ -11,7 +11,8 @@ from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.remote.base import RemoteEngine, RemoteOutcome
 from kvcascade.tiers.remote.objects import ObjectFormat, Seal
 from kvcascade.tiers.remote.presence import Presence
-from kvcascade.tiers.remote.remote_store import EndedKind, RemoteStore, StoreOptions
+from kvcascade.tiers.remote.remote_counters import Verb
+from kvcascade.tiers.remote.remote_store import RemoteStore, StoreOptions
 from kvcascade.tiers.remote.uploads import Offer
 
 from .clock import ManualClock
@@ -79,7 +80,7 @@ class RemoteRig:
         """Memory whose bytes show whether anything was written."""
         return [memoryview(bytearray([UNTOUCHED]) * self.payload_bytes) for _ in range(n)]
 
-    def ended(self, ticket: int, kind: EndedKind) -> list[RemoteOutcome]:
+    def ended(self, ticket: int, kind: Verb) -> list[RemoteOutcome]:
         """The outcomes of a call that has ended, the only one."""
         (ended,) = self.store.poll()
         assert (ended.ticket, ended.kind) == (ticket, kind)
@@ -99,13 +100,13 @@ class RemoteRig:
         ticket = self.ticket()
         self.store.ask(ticket, hashes)
         self.store.send()
-        return self.ended(ticket, EndedKind.LOOKUP)
+        return self.ended(ticket, Verb.LOOKUP)
 
     def read(self, hashes: Sequence[BlockHash]) -> list[RemoteOutcome]:
         """Read blocks, and wait; what came is compared, and nothing else was written."""
         ticket, slots = self.ticket(), self.slots(len(hashes))
         self.store.get(ticket, hashes, slots)
-        outcomes = self.ended(ticket, EndedKind.READ)
+        outcomes = self.ended(ticket, Verb.READ)
         check(hashes, slots, outcomes, self.weights)
         return outcomes
 
@@ -119,7 +120,7 @@ class RemoteRig:
         """Offer blocks that are all taken, and wait."""
         ticket, answers = self.begin_write(hashes)
         assert answers == [Offer.QUEUED] * len(hashes)
-        return self.ended(ticket, EndedKind.WRITE)
+        return self.ended(ticket, Verb.WRITE)
 
     def host(self, **changes: object) -> RemoteRig:
         """Another host at the same server, with the same clock."""

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from typing import TypeVar
 
@@ -69,20 +68,13 @@ class StoreOptions:
         return LOOKUPS_AT_A_TIME + self.reads_at_a_time + self.writes_at_a_time
 
 
-class EndedKind(Enum):
-    """Work that ended."""
-
-    LOOKUP = "lookup"
-    READ = "read"
-    WRITE = "write"
-
-
 @dataclass(frozen=True, slots=True)
 class RemoteEnded:
     """The end of one call of `ask`, `get` or `offer`; each is reported once."""
 
     ticket: int
-    kind: EndedKind
+    kind: Verb
+    """`LOOKUP`, `READ` or `WRITE`."""
     outcomes: Sequence[RemoteOutcome]
     """One for each block of the call; for `offer`, for each block that was queued."""
 
@@ -216,7 +208,7 @@ class RemoteStore:
     def _end_ask(self, ask: ChainAsk, answers: Sequence[RemoteOutcome]) -> None:
         """Report the end of a question, on any thread; `poll` takes the first report only."""
         answers = answers or [RemoteOutcome.TIMED_OUT] * len(ask.keys)
-        self._end(ask, RemoteEnded(ask.ticket, EndedKind.LOOKUP, answers))
+        self._end(ask, RemoteEnded(ask.ticket, Verb.LOOKUP, answers))
 
     # -- reads -------------------------------------------------------------------------------
 
@@ -310,7 +302,7 @@ class RemoteStore:
         """Report the end of a job if it has ended, and was not reported. Any thread."""
         outcomes = job.take_end()
         if outcomes is not None:
-            kind = EndedKind.READ if isinstance(job, RemoteRead) else EndedKind.WRITE
+            kind = Verb.READ if isinstance(job, RemoteRead) else Verb.WRITE
             self._end(job, RemoteEnded(job.ticket, kind, outcomes))
 
     # -- outcomes and upkeep -------------------------------------------------------------------

@@ -16,7 +16,8 @@ import msgspec
 
 from ....tiers.base import BlockHash, BlockOutcome
 from ....tiers.remote.base import RemoteOutcome
-from ....tiers.remote.remote_store import EndedKind, RemoteEnded, RemoteState, RemoteStore
+from ....tiers.remote.remote_counters import Verb
+from ....tiers.remote.remote_store import RemoteEnded, RemoteState, RemoteStore
 from ....tiers.remote.uploads import Offer
 from ..path_wire import JobDone, PutJob, pack_outcomes, unpack_slots
 from .remote_wire import (
@@ -234,7 +235,7 @@ def _mark(state: RemoteState) -> int | None:
     return None if state.generation is None else state.mark
 
 
-def _outcome(outcome: RemoteOutcome, kind: EndedKind) -> BlockOutcome:
-    if kind is EndedKind.WRITE and outcome is RemoteOutcome.ABSENT:
+def _outcome(outcome: RemoteOutcome, kind: Verb) -> BlockOutcome:
+    if kind is Verb.WRITE and outcome is RemoteOutcome.ABSENT:
         return BlockOutcome.REFUSED
     return _OF_REMOTE[outcome]
