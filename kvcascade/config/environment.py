@@ -17,8 +17,7 @@ from dataclasses import fields
 from typing import Any, get_type_hints
 
 from ..errors import ConfigError
-from .remote import RemoteTierOptions
-from .schema import PATH_KEY, CascadeConfig, CpuTierOptions, NvmeTierOptions, with_tiers
+from .schema import BELOW, PATH_KEY, CascadeConfig, CpuTierOptions, with_tiers
 
 PREFIX = "KVCASCADE_"
 MIN_LIKENESS = 0.8
@@ -32,11 +31,7 @@ def _names(cls: type[Any]) -> list[str]:
 
 TOP = {f"{PREFIX}{name.upper()}": name for name in (*_names(CascadeConfig), PATH_KEY)}
 """Options at the top level, by variable."""
-_TIERS: Mapping[str, type[Any]] = {
-    "cpu": CpuTierOptions,
-    "nvme": NvmeTierOptions,
-    "remote": RemoteTierOptions,
-}
+_TIERS: Mapping[str, type[Any]] = {CpuTierOptions.type: CpuTierOptions, **BELOW}
 OF_TIER = {
     f"{PREFIX}{kind.upper()}_{name.upper()}": (kind, name)
     for kind, cls in _TIERS.items()

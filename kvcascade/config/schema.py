@@ -6,7 +6,7 @@ a `ConfigError` of one sentence that names the full key, the value and the allow
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
@@ -290,7 +290,8 @@ def _tier(at: At, value: Any, index: int) -> TierConfig:
     if value["type"] == RemoteTierOptions.type:
         return parse_remote(at, options)
     if index:
-        return read_options(NvmeTierOptions, at, options, also=["type"])
+        kind: Callable[..., TierConfig] = BELOW[value["type"]]
+        return read_options(kind, at, options, also=["type"])
     tier = read_options(CpuTierOptions, at, options, also=["type"])
     if tier.low_watermark.part >= tier.high_watermark.part:
         problem = f"is not above low_watermark, which is {tier.low_watermark}; change one of them"
