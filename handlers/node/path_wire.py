@@ -61,7 +61,7 @@ class NodeSetup(msgspec.Struct, frozen=True, array_like=True, tag=64):
     """First message to a node: what it tells the writer, and the arena to attach to."""
 
     hello: Hello
-    """Its epoch is that of the engine's blocks, if an earlier node of the engine has said it."""
+    """First message to the writer. It has the epoch of the engine's blocks, if one is known."""
     arena_offset: int
     """Offset of slot 0 in the arena's file."""
     arena_slots: int

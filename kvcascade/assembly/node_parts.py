@@ -90,7 +90,7 @@ class EngineFacts:
     stall_s: float
     """Time limit for stalled reads in seconds."""
     replicas: Replicas | None = None
-    """None: the engine does not say that its ranks hold the same bytes."""
+    """What all ranks hold alike; None if the engine does not say that they hold the same bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ OPTIONS_OF_PATH = {
 }
 """Options of a path: names in the configuration, and in `PathOptions`."""
 SIZES = {"capacity", "min_free", "segment_size"}
-"""Those of them that are checked: they must fit the disk, or each other."""
+"""Options of a path that are checked: they must fit the disk, or each other."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class Bytes:
     count: int
     """The number, from 0 to `MAX_BYTES`."""
     text: str = field(default="", compare=False)
-    """As it was written, for messages."""
+    """The value as it was written, for messages."""
 
     def of(self, total: int) -> int:
         """Return the amount in bytes; `total` does not matter."""
@@ -52,7 +52,7 @@ class Share:
     part: Fraction
     """From 0 to 1."""
     text: str = field(default="", compare=False)
-    """As it was written, for messages."""
+    """The value as it was written, for messages."""
 
     def of(self, total: int) -> int:
         """Return this share of `total`, rounded down."""
@@ -80,7 +80,7 @@ class DriveWrites:
     times: Fraction
     """Writes of the whole drive per day."""
     text: str = field(default="", compare=False)
-    """As it was written, for messages."""
+    """The value as it was written, for messages."""
 
     def of(self, total: int) -> int:
         """Return the amount in bytes for drives of `total` bytes, rounded down."""

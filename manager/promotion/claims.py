@@ -126,7 +126,7 @@ class PromotionRoom:
         self.refused_store = 0
         """Size in blocks of the largest store that was refused in this step for lack of slots."""
         self.store_need = 0
-        """The same of the previous step. Its blocks take precedence over promotions."""
+        """Largest refused store of the previous step, in blocks. Promotions leave room for it."""
 
     def room_for(self, claim: Claim, budget: int, blocked: Claim | None) -> int | None:
         """Return the slots that the claim may take now; None if it must wait.

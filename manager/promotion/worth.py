@@ -180,7 +180,7 @@ class Backlog:
         self._blocks: dict[BlockHash, Request] = {}
         """Blocks that a tier below holds and a request nevertheless computes, with that request."""
         self._named: dict[Request, list[BlockHash]] = {}
-        """The same by request, so that the end of one request does not look at all blocks."""
+        """Keys of `_blocks` by request, so that the end of a request does not look at all."""
 
     def expect(self, request: Request, tokens: float, blocks: Sequence[BlockHash] = ()) -> None:
         """Set the number of tokens that the request still has to compute.

@@ -216,13 +216,13 @@ class Verdict(StrEnum):
     """Result of looking at one object without knowing the fingerprint of its namespace."""
 
     OK = "ok"
-    """It is what its name says, and authentic if it has a tag."""
+    """The object is what its name says, and authentic if it has a tag."""
     NO_KEY = "no_key"
-    """It is undamaged, and was not authenticated: that needs a secret key."""
+    """The object is undamaged, and was not authenticated: that needs a secret key."""
     OTHER_KEY = "other_key"
-    """It is undamaged, and made with another secret key, or forged."""
+    """The object is undamaged, and made with another secret key, or forged."""
     CORRUPT = "corrupt"
-    """It is damaged, or of another name, generation or length than it says."""
+    """The object is damaged, or of another name, generation or length than it says."""
 
 
 @dataclass(frozen=True, slots=True)

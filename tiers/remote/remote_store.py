@@ -76,7 +76,7 @@ class RemoteEnded:
     kind: Verb
     """`LOOKUP`, `READ` or `WRITE`."""
     outcomes: Sequence[RemoteOutcome]
-    """One for each block of the call; for `offer`, for each block that was queued."""
+    """One outcome for each block of the call; for `offer`, for each block that was queued."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,9 @@ class Offer(StrEnum):
     """Answer to the offer of one block."""
 
     QUEUED = "queued"
-    """It will be written; its memory is borrowed until the ticket has ended."""
+    """The block will be written; its memory is borrowed until the ticket has ended."""
     HELD = "held"
-    """It is there already."""
+    """The server has the block already."""
     FIRST_TOUCH = "first_touch"
     """Not written, because it was not used before."""
     OFF = "off"

@@ -33,7 +33,7 @@ class StoreEnd(Enum):
     """Reason why a service ended."""
 
     STOPPED = "stopped"
-    """It was asked to end, and closed the path cleanly."""
+    """The service was asked to end, and closed the path cleanly."""
     RETIRED = "retired"
     """A newer version asked for the path."""
     FAILED = "failed"
