@@ -10,25 +10,32 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.cache_rig import call
 from support.kv_bytes import Shape, tiers
+from support.remote_hosts import (
+    CHUNKS,
+    CPU,
+    PAUSE_S,
+    ROUNDS,
+    SHAPE,
+    await_next_node,
+    await_ready,
+    hits_of,
+    host,
+    pid_of_node,
+    serve,
+)
 from support.remote_servers import HOST, S3Server, ServerProcess, redis_server
 from support.spec_driver import Driver
-from support.spec_parts import Request
 from support.waiting import wait_until
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvcascade.errors import ConfigError
 
-SHAPE = Shape()
-CHUNKS = 8
-CPU = 64
-ROUNDS, PAUSE_S = 1000, 0.01
 DEADLINE_S = 1.0
 SECRET = "hunter2-in-test"
 MAC_KEY = "5ec2e7" * 10 + "0a1b"
@@ -59,65 +66,16 @@ def server(
     s3.kill()
 
 
-def host(label: str, shape: Shape = SHAPE, **remote: Any) -> Driver:
-    """An engine of its own; those with equal labels share blocks."""
-    last = {"type": "remote", "writes": "through", **remote}
-    return Driver(shape, [*tiers(shape, None, cpu=CPU), last], label=label)
-
-
-def hits_of(driver: Driver, request: Request) -> int:
-    """Ask at every step until there is an answer."""
-    found: list[int | None] = [None]
-
-    def has_answer() -> bool:
-        driver.step()
-        driver.wait_for_transfers()
-        found[0] = driver.look_up(request)
-        return found[0] is not None
-
-    wait_until(has_answer, ROUNDS, PAUSE_S)
-    assert found[0] is not None
-    return found[0]
-
-
-def serve(driver: Driver, text: str) -> int:
-    """A whole request; returns how many chunks were loaded and compared."""
-    request = driver.request(text, CHUNKS)
-    hits = hits_of(driver, request)
-    if hits:
-        driver.load(request, hits)
-    if hits < CHUNKS:
-        driver.store(request, hits)
-    driver.finish(request)
-    driver.settle()
-    return hits
-
-
-def is_ready(driver: Driver) -> bool:
-    """Whether the node has asked the server for the last reset."""
-    driver.step()
-    assert driver.cascade.remote is not None
-    return driver.cascade.remote.port.feed.mark is not None
-
-
-def has_node(driver: Driver, is_there: bool) -> bool:
-    """Whether there is a node that has asked the server for the last reset; or else none."""
-    driver.step()
-    assert driver.cascade.remote is not None
-    return (driver.cascade.remote.port.feed.totals().mark is not None) == is_there
-
-
 def reset(driver: Driver) -> None:
     """Reset an engine, and wait until the server was told."""
-    wait_until(partial(is_ready, driver), ROUNDS, PAUSE_S)
+    await_ready(driver)
     driver.reset()
-    wait_until(partial(is_ready, driver), ROUNDS, PAUSE_S)
+    await_ready(driver)
 
 
 def test_hosts_find_each_others_blocks_until_one_is_reset(server: dict[str, Any]) -> None:
     with host("both", **server) as first, host("both", **server) as second:
-        for driver in (first, second):
-            wait_until(partial(is_ready, driver), ROUNDS, PAUSE_S)
+        await_ready(first, second)
         assert serve(first, "text") == 0
         assert serve(second, "text") == CHUNKS
         assert second.counters.links[0].promoted_blocks == CHUNKS * len(SHAPE.groups)
@@ -137,11 +95,8 @@ def test_engines_that_were_reset_share_what_no_other_engine_finds(redis: ServerP
         with engine() as first:
             reset(first)
             assert serve(first, "text") == 0
-        remote = second.cascade.remote
-        assert remote is not None and remote.node.pid is not None
-        os.kill(remote.node.pid, signal.SIGKILL)
-        for is_there in (False, True):
-            wait_until(partial(has_node, second, is_there), ROUNDS, PAUSE_S)
+        os.kill(pid_of_node(second), signal.SIGKILL)
+        await_next_node(second)
         assert serve(second, "text") == CHUNKS, "its next node knows of the reset"
         with engine() as third:
             assert serve(third, "text") == 0, "it has the weights of the disk"
@@ -158,8 +113,7 @@ def test_engines_of_other_sizes_share_what_all_ranks_hold(
     remote = {"url": f"redis://{HOST}:{redis.port}", "share_tp": share_tp}
     label = f"sizes {share_tp}"
     with host(label, two, **remote) as first, host(label, four, **remote) as second:
-        for driver in (first, second):
-            wait_until(partial(is_ready, driver), ROUNDS, PAUSE_S)
+        await_ready(first, second)
         assert serve(first, "text") == 0
         assert serve(second, "text") == (CHUNKS if share_tp else 0)
         assert serve(second, "other") == 0
@@ -173,7 +127,7 @@ def test_sharing_what_is_not_replicated_is_refused(redis: ServerProcess) -> None
 
 def test_a_stopped_server_costs_one_deadline(redis: ServerProcess) -> None:
     with host("stopped", url=f"redis://{HOST}:{redis.port}", deadline_s=DEADLINE_S) as driver:
-        wait_until(lambda: is_ready(driver), ROUNDS, PAUSE_S)
+        await_ready(driver)
         redis.stop()
         try:
             began_s = time.monotonic()
@@ -228,8 +182,7 @@ def test_secrets_are_in_no_log_file_fingerprint_or_report(
         }
         local = tiers(SHAPE, tmp_path / "kv", cpu=CPU, nvme=64)
         with Driver(SHAPE, [*local, remote], label="guarded") as driver:
-            assert driver.cascade.remote is not None
-            wait_until(partial(is_ready, driver), ROUNDS, PAUSE_S)
+            await_ready(driver)
             serve(driver, "text")
             said = [repr(driver.cascade), repr(vars(driver.cascade)), str(driver.metrics)]
         said.append(call("inspect", tmp_path / "kv", "--json").out)
