@@ -32,6 +32,7 @@ from support.remote_hosts import (
 from support.remote_servers import HOST, S3Server, ServerProcess, redis_server
 from support.spec_driver import Driver
 from support.waiting import wait_until
+from vllm.v1.kv_offload.base import Locality, Medium
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvcascade.errors import ConfigError
@@ -123,6 +124,21 @@ def test_engines_of_other_sizes_share_what_all_ranks_hold(
 def test_sharing_what_is_not_replicated_is_refused(redis: ServerProcess) -> None:
     with pytest.raises(ConfigError, match=r"share_tp: this vLLM does not say"):
         host("refused", Shape(world=2), url=f"redis://{HOST}:{redis.port}", share_tp=True)
+
+
+def test_events_tell_local_blocks_from_remote_ones(redis: ServerProcess, tmp_path: Path) -> None:
+    """A router that reads them prefers an engine whose blocks are near."""
+    remote = {"type": "remote", "url": f"redis://{HOST}:{redis.port}", "writes": "through"}
+    local = tiers(SHAPE, tmp_path, cpu=CPU, nvme=64)
+    with Driver(SHAPE, [*local, remote], label="told", write_mode="through") as driver:
+        await_ready(driver)
+        serve(driver, "text")
+        assert driver.told == {
+            (Medium.CPU, Locality.LOCAL, None),
+            (Medium.STORAGE, Locality.LOCAL, "nvme"),
+            (Medium.STORAGE, Locality.REMOTE, "remote"),
+        }
+        assert driver.seen["nvme"] == driver.seen["remote"] == driver.seen["CPU"]
 
 
 def test_a_stopped_server_costs_one_deadline(redis: ServerProcess) -> None:
