@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import fields
@@ -29,17 +28,22 @@ from support.remote_hosts import (
     pid_of_node,
     serve,
 )
-from support.remote_servers import HOST, S3Server, ServerProcess, redis_server
+from support.remote_servers import HOST, GuardedS3Server, S3Server, ServerProcess, redis_server
 from support.spec_driver import Driver
 from support.waiting import wait_until
 from vllm.v1.kv_offload.base import Locality, Medium
 from vllm.v1.kv_offload.config import OffloadingConfig
 
+from kvcascade.config.options import At
+from kvcascade.config.remote import parse_remote
 from kvcascade.errors import ConfigError
+from kvcascade.tiers.remote.abilities import CanList
+from kvcascade.tiers.remote.remote_options import open_remote_engine
 
 DEADLINE_S = 1.0
+LIST_S = 10.0
 SECRET = "hunter2-in-test"
-MAC_KEY = "5ec2e7" * 10 + "0a1b"
+KEY = "5ec2e7" * 10 + "0a1b"
 """32 bytes in hexadecimal digits."""
 
 
@@ -176,53 +180,58 @@ def test_a_wrong_password_is_one_line_of_the_log_and_shown_nowhere(
     assert SECRET not in text
 
 
+@pytest.fixture(params=["redis", "s3"])
+def guarded(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """Options of a remote tier on a server that asks who is there, and all secrets of it."""
+    (tmp_path / "key").write_text(KEY)
+    if request.param == "redis":
+        monkeypatch.setenv("KVCASCADE_TEST_WORD", SECRET)
+        redis = redis_server("--requirepass", SECRET)
+        login = {"password_env": "KVCASCADE_TEST_WORD", "mac_key_file": str(tmp_path / "key")}
+        yield {"url": f"redis://{HOST}:{redis.port}", **login}, [KEY, SECRET]
+        redis.kill()
+        return
+    s3 = GuardedS3Server()
+    for name, value in s3.writer.items():
+        monkeypatch.setenv(name, value)
+    at = {"endpoint": s3.endpoint, "region": "us-east-1"}
+    key = {"encryption_key_file": str(tmp_path / "key")}
+    yield {"url": "s3://guarded/kv", **at, **key}, [KEY, *s3.writer.values()]
+    s3.kill()
+
+
 def test_secrets_are_in_no_log_file_fingerprint_or_report(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    guarded: tuple[dict[str, Any], list[str]],
     capfd: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """An engine with NVMe and a guarded server serves, resets and stops; then tools look at it."""
+    """An engine with NVMe and a guarded server serves and stops; then tools look at it."""
     caplog.set_level(logging.DEBUG)
-    mac_key = tmp_path / "mac"
-    mac_key.write_text(MAC_KEY)
-    monkeypatch.setenv("KVCASCADE_TEST_WORD", SECRET)
-    server = redis_server("--requirepass", SECRET)
-    try:
-        remote = {
-            "type": "remote",
-            "url": f"redis://{HOST}:{server.port}",
-            "writes": "through",
-            "password_env": "KVCASCADE_TEST_WORD",
-            "mac_key_file": str(mac_key),
-        }
-        local = tiers(SHAPE, tmp_path / "kv", cpu=CPU, nvme=64)
-        with Driver(SHAPE, [*local, remote], label="guarded") as driver:
-            await_ready(driver)
-            serve(driver, "text")
-            said = [repr(driver.cascade), repr(vars(driver.cascade)), str(driver.metrics)]
-        said.append(call("inspect", tmp_path / "kv", "--json").out)
-        (found,) = json.loads(said[-1])["namespaces"]
-        assert found["label"] == "guarded" and found["fields"], "or nothing was looked at"
-        words = ("--set", "password_env=KVCASCADE_TEST_WORD", "--set", f"mac_key_file={mac_key}")
-        for command in ("ls", "verify", "gc"):
-            answer = call("remote", command, remote["url"], *words)
-            assert answer.code == 0
-            said += (answer.out, answer.err)
-        keys = redis_keys(server.port)
-        assert len(keys) > CHUNKS
-    finally:
-        server.kill()
+    given, secrets = guarded
+    remote = {"type": "remote", "writes": "through", **given}
+    local = tiers(SHAPE, tmp_path / "kv", cpu=CPU, nvme=64)
+    with Driver(SHAPE, [*local, remote], label="guarded") as driver:
+        await_ready(driver)
+        serve(driver, "text")
+        said = [repr(driver.cascade), repr(vars(driver.cascade)), str(driver.metrics)]
+    said.append(call("inspect", tmp_path / "kv", "--json").out)
+    (found,) = json.loads(said[-1])["namespaces"]
+    assert found["label"] == "guarded" and found["fields"], "or nothing was looked at"
+    words = [f"--set={name}={value}" for name, value in given.items() if name != "url"]
+    for command in ("ls", "verify", "gc"):
+        answer = call("remote", command, given["url"], *words)
+        assert answer.code == 0
+        said += (answer.out, answer.err)
+    engine, _ = open_remote_engine(parse_remote(At("tier"), given), os.environ)
+    assert isinstance(engine, CanList)
+    names = [each.name for batch in engine.list_objects("", LIST_S) for each in batch.entries]
+    engine.close()
+    assert len(names) >= CHUNKS, "or nothing was written"
     stored = b"".join(path.read_bytes() for path in (tmp_path / "kv").rglob("*") if path.is_file())
     captured = capfd.readouterr()
-    everything = "".join([*said, *keys, caplog.text, captured.out, captured.err])
-    for secret in (SECRET, MAC_KEY, bytes.fromhex(MAC_KEY).decode("latin-1")):
+    everything = "".join([*said, *names, caplog.text, captured.out, captured.err])
+    for secret in (*secrets, bytes.fromhex(KEY).decode("latin-1")):
         assert secret not in everything and secret.encode("latin-1") not in stored
-
-
-def redis_keys(port: int) -> list[str]:
-    """Names of all values of the guarded server."""
-    with socket.create_connection((HOST, port), 10.0) as connection:
-        connection.sendall(f"AUTH {SECRET}\r\nKEYS *\r\nQUIT\r\n".encode())
-        chunks = [*iter(lambda: connection.recv(65536), b"")]
-    return b"".join(chunks).decode("latin-1").split("\r\n")
