@@ -29,11 +29,14 @@ from kvcascade.tiers.remote.remote_store import EndedKind, RemoteEnded
 from kvcascade.tiers.remote.resp import Address, Login
 from kvcascade.tiers.remote.uploads import Offer
 from kvcascade.tiers.remote.valkey import ValkeyEngine
+from kvcascade.tools.dev.other_host import OtherHost
 
 OK, ABSENT = RemoteOutcome.OK, RemoteOutcome.ABSENT
 TIMED_OUT, RESTING = RemoteOutcome.TIMED_OUT, RemoteOutcome.RESTING
 ROUNDS, PAUSE_S = 4000, 0.002
 TIMEOUT_S = 1.0
+KINDS = ("redis", "s3")
+BUCKET = "blocks-in-test"
 SLACK_S = 2.0
 READS_AFTER_CUT = 5
 """Time by which a loaded machine may exceed a limit."""
@@ -86,10 +89,35 @@ def valkey_at(server: ServerProcess, timeout_s: float = TIMEOUT_S) -> ValkeyEngi
     return ValkeyEngine(Address(server.host, server.port), login)
 
 
-@pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    """A Redis that the test may do anything to."""
-    made = redis_server()
+class BucketServer(S3Server):
+    """An S3 server that begins with an empty bucket each time."""
+
+    def start(self) -> None:
+        super().start()
+        self.make_bucket(BUCKET)
+
+
+def server_of(kind: str, on: OtherHost | None = None) -> ServerProcess:
+    """Start a Redis or an S3 server, here or on another host."""
+    host, within = (HOST, ()) if on is None else (on.address, on.within)
+    if kind == "s3":
+        pytest.importorskip("obstore")
+        return BucketServer(host=host, within=within)
+    return redis_server("--protected-mode", "no", host=host, within=within)
+
+
+def engine_at(server: ServerProcess, timeout_s: float = TIMEOUT_S) -> RemoteEngine:
+    if not isinstance(server, BucketServer):
+        return valkey_at(server, timeout_s)
+    from remote.test_object_store import bucket_at
+
+    return bucket_at(server.endpoint, BUCKET, timeout_s)
+
+
+@pytest.fixture(params=KINDS)
+def server(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+    """A server that the test may do anything to."""
+    made = server_of(request.param)
     yield made
     made.go_on()
     made.kill()
@@ -157,7 +185,7 @@ def test_two_hosts_share_blocks_through_s3(s3: S3Server, opened: Open) -> None:
 def test_a_stopped_server_costs_one_deadline_and_is_used_again(
     server: ServerProcess, opened: Open
 ) -> None:
-    host = opened(valkey_at(server), deadline_s=TIMEOUT_S)
+    host = opened(engine_at(server), deadline_s=TIMEOUT_S)
     host.write(keys(8))
     server.stop()
     begun_s = monotonic()
@@ -176,7 +204,7 @@ def test_a_stopped_server_costs_one_deadline_and_is_used_again(
 
 
 def test_a_killed_server_costs_misses(server: ServerProcess, opened: Open) -> None:
-    host = opened(valkey_at(server))
+    host = opened(engine_at(server))
     host.write(keys(8))
     server.kill()
     for start in range(0, 400, 100):
@@ -199,11 +227,11 @@ def has_arrived(reads: Iterable[tuple[Sequence[BlockHash], list[memoryview]]]) -
 def test_a_server_that_is_killed_while_it_sends_serves_no_wrong_byte(
     server: ServerProcess, opened: Open
 ) -> None:
-    """Each of the reads is one call, in which blocks are sent one after the other."""
-    host = opened(valkey_at(server, 2.0), deadline_s=4.0, payload_bytes=2 << 20)
+    """Redis sends the blocks of a read one after the other, and S3 several at a time."""
+    host = opened(engine_at(server, 2.0), deadline_s=4.0, payload_bytes=2 << 20)
     everything, draw = keys(8), random.Random(5)
     cut_reads = 0
-    for number in range(4):
+    for number in range(3):
         # A write that waited may have reached the new server.
         assert set(host.write(everything)) <= {OK, RemoteOutcome.EXISTS}
         assert host.read(everything) == [OK] * 8
@@ -225,12 +253,13 @@ def test_a_server_that_is_killed_while_it_sends_serves_no_wrong_byte(
     assert cut_reads > 0, "or no read was interrupted"
 
 
-def test_a_slow_link_ends_at_the_deadline() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slow_link_ends_at_the_deadline(kind: str) -> None:
     """100 Mbit: 64 blocks of 256 KiB would take more than a second."""
     with other_host() as other:
-        server = redis_server("--protected-mode", "no", host=other.address, within=other.within)
+        server = server_of(kind, other)
         try:
-            host = Host(valkey_at(server, 5.0), deadline_s=0.5, payload_bytes=256 << 10)
+            host = Host(engine_at(server, 5.0), deadline_s=0.5, payload_bytes=256 << 10)
             assert host.write(keys(64)) == [OK] * 64
             other.limit("100mbit")
             slots, ticket = host.slots(64), host.ticket()
@@ -247,11 +276,12 @@ def test_a_slow_link_ends_at_the_deadline() -> None:
             server.kill()
 
 
-def test_a_link_that_is_cut_costs_one_deadline() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_link_that_is_cut_costs_one_deadline(kind: str) -> None:
     with other_host() as other:
-        server = redis_server("--protected-mode", "no", host=other.address, within=other.within)
+        server = server_of(kind, other)
         try:
-            host = Host(valkey_at(server), deadline_s=TIMEOUT_S)
+            host = Host(engine_at(server), deadline_s=TIMEOUT_S)
             host.write(keys(4))
             other.cut()
             begun_s = monotonic()

@@ -137,17 +137,23 @@ def _redis() -> tuple[str, str]:
 class S3Server(ServerProcess):
     """moto: it checks no credentials and refuses to create over an existing object."""
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        environment: Mapping[str, str] | None = None,
+        host: str = HOST,
+        within: Sequence[str] = (),
+    ) -> None:
+        """`within`: see `redis_server`."""
         if find_spec("moto") is None or find_spec("flask") is None:
             pytest.skip('no S3 server: install moto with its server (extra "dev")')
         port = free_port()
-        command = [sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port)]
-        super().__init__(command, port, environment)
+        command = [*within, sys.executable, "-m", "moto.server", "-H", host, "-p", str(port)]
+        super().__init__(command, port, environment, host)
 
     @property
     def endpoint(self) -> str:
         """URL of the server."""
-        return f"http://{HOST}:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def make_bucket(self, name: str) -> None:
         """Create a bucket."""
