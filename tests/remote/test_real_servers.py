@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,6 +13,7 @@ from time import monotonic
 from typing import Any
 
 import pytest
+from support.bad_link import BadLink
 from support.clock import ManualClock
 from support.keys import key, keys
 from support.network import other_host
@@ -24,6 +26,7 @@ from support.waiting import wait_until
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.breaker import REST_S
 from kvcascade.tiers.remote.base import HEADER_BYTES, RemoteEngine, RemoteOutcome
+from kvcascade.tiers.remote.objects import SECRET_BYTES, GcmSeal, MacSeal
 from kvcascade.tiers.remote.presence import Presence
 from kvcascade.tiers.remote.remote_store import EndedKind, RemoteEnded
 from kvcascade.tiers.remote.resp import Address, Login
@@ -35,6 +38,8 @@ OK, ABSENT = RemoteOutcome.OK, RemoteOutcome.ABSENT
 TIMED_OUT, RESTING = RemoteOutcome.TIMED_OUT, RemoteOutcome.RESTING
 ROUNDS, PAUSE_S = 4000, 0.002
 TIMEOUT_S = 1.0
+STALL_S = 0.2
+SECRET = bytes(range(SECRET_BYTES))
 KINDS = ("redis", "s3")
 BUCKET = "blocks-in-test"
 SLACK_S = 2.0
@@ -325,11 +330,12 @@ class Tampering:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_of_ten_thousand_damaged_objects_none_is_served(seed: int) -> None:
-    """2,500 for each seed."""
+    """2,500 for each seed, a quarter with a MAC, and a quarter encrypted."""
+    seal = (None, None, MacSeal(SECRET), GcmSeal(SECRET))[seed]
     twin = RemoteTwin(names_per_call=8)
-    other_model = RemoteRig(twin, fingerprint="model-2")
+    other_model = RemoteRig(twin, fingerprint="model-2", seal=seal)
     other_model.write(keys(20))
-    rig = RemoteRig(twin)
+    rig = RemoteRig(twin, seal=seal)
     rig.write(keys(20))
     rig.store.reset()
     rig.write(keys(20))
@@ -346,6 +352,34 @@ def test_of_ten_thousand_damaged_objects_none_is_served(seed: int) -> None:
             rig.begin_write(missing)
             rig.store.poll()
     assert served > 200 and damaged > 1000
+
+
+@pytest.mark.parametrize(("kind", "blocks"), [("redis", 2500), ("s3", 300)])
+def test_nothing_that_a_bad_link_damages_is_served(kind: str, blocks: int, opened: Open) -> None:
+    """Answers of a real server are changed, cut off, or stop in mid-body and go on later."""
+    server, draw = server_of(kind), random.Random(kind)
+    counted: Counter[RemoteOutcome] = Counter()
+    try:
+        clean = opened(engine_at(server, 5.0), payload_bytes=8192)
+        with BadLink(server.port, 7, 2 * STALL_S) as link:
+            own_port, server.port = server.port, link.port
+            host = opened(engine_at(server, STALL_S), payload_bytes=8192)
+            server.port = own_port
+            assert clean.write(keys(20)) == [OK] * 20
+            while counted.total() < blocks:
+                wanted = draw.sample(keys(20), 8)
+                outcomes = host.read(wanted)  # compares every byte
+                counted.update(outcome for outcome in outcomes if outcome is not RESTING)
+                pairs = zip(wanted, outcomes, strict=True)
+                lost = [k for k, outcome in pairs if outcome in (RemoteOutcome.CORRUPT, ABSENT)]
+                for each in (clean, host):
+                    each.clock.advance(31.0)  # beyond rests and what is remembered
+                if lost:
+                    assert set(clean.write(lost)) <= {OK, RemoteOutcome.EXISTS}
+            assert counted[OK] > blocks // 4 and counted[RemoteOutcome.CORRUPT] > blocks // 20
+            assert counted[TIMED_OUT] > 0 and counted[RemoteOutcome.IO_ERROR] > 0
+    finally:
+        server.kill()
 
 
 def test_what_the_rig_compares_is_not_what_it_begins_with() -> None:

@@ -115,7 +115,7 @@ def test_engines_of_other_sizes_share_what_all_ranks_hold(
     if not any(each.name == "replicated_layout" for each in fields(OffloadingConfig)):
         pytest.skip("this vLLM does not say what is replicated")
     two, four = (Shape(world=world, is_replicated=True) for world in (2, 4))
-    remote = {"url": f"redis://{HOST}:{redis.port}", "share_tp": share_tp}
+    remote: dict[str, Any] = {"url": f"redis://{HOST}:{redis.port}", "share_tp": share_tp}
     label = f"sizes {share_tp}"
     with host(label, two, **remote) as first, host(label, four, **remote) as second:
         await_ready(first, second)
