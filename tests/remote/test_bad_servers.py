@@ -76,13 +76,6 @@ def serves(tier: OpenRemote, caplog: pytest.LogCaptureFixture, wanted: str) -> N
     assert SECRET not in caplog.text
 
 
-@pytest.fixture(scope="module")
-def guarded() -> Iterator[GuardedS3Server]:
-    server = GuardedS3Server()
-    yield server
-    server.kill()
-
-
 class TestBucket:
     @pytest.fixture(autouse=True)
     def _needs(self) -> None:

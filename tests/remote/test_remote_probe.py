@@ -171,14 +171,6 @@ class TestRedisLogin:
             redis_command(redis.port, "ACL", "DELUSER", "u")
 
 
-@pytest.fixture(scope="module")
-def guarded() -> Iterator[GuardedS3Server]:
-    pytest.importorskip("obstore")
-    server = GuardedS3Server()
-    yield server
-    server.kill()
-
-
 class TestBucket:
     def said(
         self, monkeypatch: pytest.MonkeyPatch, endpoint: str, env: Mapping[str, str], bucket: str

@@ -40,6 +40,7 @@ LENGTHY = (
     "policy/test_prefix.py",
     "policy/test_reference.py",
     "policy/test_restart.py",
+    "remote/test_bad_servers.py",
     "remote/test_object_store.py",
     "remote/test_real_servers.py",
     "remote/test_remote_parts.py",
