@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.remote_servers import S3Server, ServerProcess, redis_command, redis_server
+from support.remote_servers import (
+    GuardedS3Server,
+    S3Server,
+    ServerProcess,
+    redis_command,
+    redis_server,
+)
 
 
 @pytest.fixture(scope="session")
@@ -26,5 +32,14 @@ def redis(_one_redis: ServerProcess) -> ServerProcess:
 def s3() -> Iterator[S3Server]:
     """A server for all tests; each makes a bucket of its own."""
     server = S3Server()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session")
+def guarded() -> Iterator[GuardedS3Server]:
+    """A server with users and their rights."""
+    pytest.importorskip("obstore")
+    server = GuardedS3Server()
     yield server
     server.kill()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 import re
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from time import monotonic
 from typing import Any
 
 import pytest
+from support.bad_link import BadLink
 from support.clock import ManualClock
 from support.keys import key, keys
 from support.network import other_host
@@ -23,19 +26,24 @@ from support.waiting import wait_until
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.breaker import REST_S
 from kvcascade.tiers.remote.base import HEADER_BYTES, RemoteEngine, RemoteOutcome
+from kvcascade.tiers.remote.objects import SECRET_BYTES, GcmSeal, MacSeal
 from kvcascade.tiers.remote.presence import Presence
 from kvcascade.tiers.remote.remote_counters import Verb
 from kvcascade.tiers.remote.remote_store import RemoteEnded
 from kvcascade.tiers.remote.resp import Address, Login
 from kvcascade.tiers.remote.uploads import Offer
 from kvcascade.tiers.remote.valkey import ValkeyEngine
+from kvcascade.tools.dev.other_host import OtherHost
 
 OK, ABSENT = RemoteOutcome.OK, RemoteOutcome.ABSENT
 TIMED_OUT, RESTING = RemoteOutcome.TIMED_OUT, RemoteOutcome.RESTING
 ROUNDS, PAUSE_S = 4000, 0.002
 TIMEOUT_S = 1.0
+STALL_S = 0.2
+SECRET = bytes(range(SECRET_BYTES))
+KINDS = ("redis", "s3")
+BUCKET = "blocks-in-test"
 SLACK_S = 2.0
-READS_AFTER_CUT = 5
 """Time by which a loaded machine may exceed a limit."""
 
 
@@ -86,10 +94,35 @@ def valkey_at(server: ServerProcess, timeout_s: float = TIMEOUT_S) -> ValkeyEngi
     return ValkeyEngine(Address(server.host, server.port), login)
 
 
-@pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    """A Redis that the test may do anything to."""
-    made = redis_server()
+class BucketServer(S3Server):
+    """An S3 server that begins with an empty bucket each time."""
+
+    def start(self) -> None:
+        super().start()
+        self.make_bucket(BUCKET)
+
+
+def server_of(kind: str, on: OtherHost | None = None) -> ServerProcess:
+    """Start a Redis or an S3 server, here or on another host."""
+    host, within = (HOST, ()) if on is None else (on.address, on.within)
+    if kind == "s3":
+        pytest.importorskip("obstore")
+        return BucketServer(host=host, within=within)
+    return redis_server("--protected-mode", "no", host=host, within=within)
+
+
+def engine_at(server: ServerProcess, timeout_s: float = TIMEOUT_S) -> RemoteEngine:
+    if not isinstance(server, BucketServer):
+        return valkey_at(server, timeout_s)
+    from remote.test_object_store import bucket_at
+
+    return bucket_at(server.endpoint, BUCKET, timeout_s)
+
+
+@pytest.fixture(params=KINDS)
+def server(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+    """A server that the test may do anything to."""
+    made = server_of(request.param)
     yield made
     made.go_on()
     made.kill()
@@ -157,7 +190,7 @@ def test_two_hosts_share_blocks_through_s3(s3: S3Server, opened: Open) -> None:
 def test_a_stopped_server_costs_one_deadline_and_is_used_again(
     server: ServerProcess, opened: Open
 ) -> None:
-    host = opened(valkey_at(server), deadline_s=TIMEOUT_S)
+    host = opened(engine_at(server), deadline_s=TIMEOUT_S)
     host.write(keys(8))
     server.stop()
     begun_s = monotonic()
@@ -176,7 +209,7 @@ def test_a_stopped_server_costs_one_deadline_and_is_used_again(
 
 
 def test_a_killed_server_costs_misses(server: ServerProcess, opened: Open) -> None:
-    host = opened(valkey_at(server))
+    host = opened(engine_at(server))
     host.write(keys(8))
     server.kill()
     for start in range(0, 400, 100):
@@ -191,44 +224,47 @@ def test_a_killed_server_costs_misses(server: ServerProcess, opened: Open) -> No
     assert host.write(keys(8)) == [OK] * 8 and host.read(keys(8)) == [OK] * 8
 
 
-def test_a_server_that_is_killed_again_and_again_serves_no_wrong_byte(
+def has_arrived(reads: Iterable[tuple[Sequence[BlockHash], list[memoryview]]]) -> bool:
+    """Whether a byte of these reads has come."""
+    return any(slot[0] != UNTOUCHED for _, slots in reads for slot in slots)
+
+
+def test_a_server_that_is_killed_while_it_sends_serves_no_wrong_byte(
     server: ServerProcess, opened: Open
 ) -> None:
-    host = opened(valkey_at(server, 2.0), deadline_s=4.0, payload_bytes=256 << 10)
-    draw = random.Random(5)
-    read_blocks = 0
-    for _ in range(4):
-        tickets: set[int] = set()
+    """Redis sends the blocks of a read one after the other, and S3 several at a time."""
+    host = opened(engine_at(server, 2.0), deadline_s=4.0, payload_bytes=2 << 20)
+    everything, draw = keys(8), random.Random(5)
+    cut_reads = 0
+    for number in range(3):
+        # A write that waited may have reached the new server.
+        assert set(host.write(everything)) <= {OK, RemoteOutcome.EXISTS}
+        assert host.read(everything) == [OK] * 8
+        writing, answers = host.begin_write(keys(100 * (number + 1), 100 * (number + 1) + 4))
+        assert answers == [Offer.QUEUED] * 4
         reads: dict[int, tuple[Sequence[BlockHash], list[memoryview]]] = {}
         for _ in range(6):
-            some = [key(draw.randrange(24)) for _ in range(6)]
-            ticket, answers = host.begin_write([*dict.fromkeys(some)])
-            tickets |= {ticket} if Offer.QUEUED in answers else set()
-            wanted, slots = [key(draw.randrange(24)) for _ in range(6)], host.slots(6)
+            wanted, slots = draw.sample(everything, 4), host.slots(4)
             reads[ticket := host.ticket()] = (wanted, slots)
             host.store.get(ticket, wanted, slots)
-            tickets.add(ticket)
+        wait_until(partial(has_arrived, reads.values()), ROUNDS, PAUSE_S / 10)
         server.kill()
         server.start()
-        for ticket, outcomes in host.all_ended(tickets).items():
+        for ticket, outcomes in host.all_ended({writing, *reads}).items():
             if ticket in reads:
                 check(*reads[ticket], outcomes)
-                read_blocks += outcomes.count(OK)
+                cut_reads += OK in outcomes and set(outcomes) != {OK}
         host.clock.advance(31.0)  # beyond rests and what is remembered
-        # A write that waited may have reached the new server.
-        assert set(host.write([*keys(24)])) <= {OK, RemoteOutcome.EXISTS}
-        assert host.read(keys(24)) == [OK] * 24
-        read_blocks += 24
-        host.clock.advance(31.0)
-    assert read_blocks >= 96
+    assert cut_reads > 0, "or no read was interrupted"
 
 
-def test_a_slow_link_ends_at_the_deadline() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slow_link_ends_at_the_deadline(kind: str) -> None:
     """100 Mbit: 64 blocks of 256 KiB would take more than a second."""
     with other_host() as other:
-        server = redis_server("--protected-mode", "no", host=other.address, within=other.within)
+        server = server_of(kind, other)
         try:
-            host = Host(valkey_at(server, 5.0), deadline_s=0.5, payload_bytes=256 << 10)
+            host = Host(engine_at(server, 5.0), deadline_s=0.5, payload_bytes=256 << 10)
             assert host.write(keys(64)) == [OK] * 64
             other.limit("100mbit")
             slots, ticket = host.slots(64), host.ticket()
@@ -245,23 +281,25 @@ def test_a_slow_link_ends_at_the_deadline() -> None:
             server.kill()
 
 
-def test_a_link_that_is_cut_costs_one_deadline() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_link_that_is_cut_costs_one_deadline(kind: str) -> None:
     with other_host() as other:
-        server = redis_server("--protected-mode", "no", host=other.address, within=other.within)
+        server = server_of(kind, other)
         try:
-            host = Host(valkey_at(server), deadline_s=TIMEOUT_S)
-            host.write(keys(4))
+            host = Host(engine_at(server), deadline_s=TIMEOUT_S)
+            assert host.write(keys(4)) == [OK] * 4
+
+            def is_back() -> bool:
+                host.clock.advance(REST_S + 0.1)
+                return host.read(keys(4)) == [OK] * 4
+
             other.cut()
             begun_s = monotonic()
             assert host.read(keys(4)) == [TIMED_OUT] * 4
             assert monotonic() - begun_s < TIMEOUT_S + SLACK_S
             other.mend()
             # The kernel reports carriers once a second, so the first packets may still be lost.
-            for _ in range(READS_AFTER_CUT):
-                host.clock.advance(REST_S + 0.1)
-                if host.read(keys(4)) == [OK] * 4:
-                    break
-            assert host.read(keys(4)) == [OK] * 4
+            wait_until(is_back, 30, 0.2)
             host.close()
         finally:
             server.kill()
@@ -293,11 +331,12 @@ class Tampering:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_of_ten_thousand_damaged_objects_none_is_served(seed: int) -> None:
-    """2,500 for each seed."""
+    """2,500 for each seed, a quarter with a MAC, and a quarter encrypted."""
+    seal = (None, None, MacSeal(SECRET), GcmSeal(SECRET))[seed]
     twin = RemoteTwin(names_per_call=8)
-    other_model = RemoteRig(twin, fingerprint="model-2")
+    other_model = RemoteRig(twin, fingerprint="model-2", seal=seal)
     other_model.write(keys(20))
-    rig = RemoteRig(twin)
+    rig = RemoteRig(twin, seal=seal)
     rig.write(keys(20))
     rig.store.reset()
     rig.write(keys(20))
@@ -314,6 +353,34 @@ def test_of_ten_thousand_damaged_objects_none_is_served(seed: int) -> None:
             rig.begin_write(missing)
             rig.store.poll()
     assert served > 200 and damaged > 1000
+
+
+@pytest.mark.parametrize(("kind", "blocks"), [("redis", 2500), ("s3", 300)])
+def test_nothing_that_a_bad_link_damages_is_served(kind: str, blocks: int, opened: Open) -> None:
+    """Answers of a real server are changed, cut off, or stop in mid-body and go on later."""
+    server, draw = server_of(kind), random.Random(kind)
+    counted: Counter[RemoteOutcome] = Counter()
+    try:
+        clean = opened(engine_at(server, 5.0), payload_bytes=8192)
+        with BadLink(server.port, 7, 2 * STALL_S) as link:
+            own_port, server.port = server.port, link.port
+            host = opened(engine_at(server, STALL_S), payload_bytes=8192)
+            server.port = own_port
+            assert clean.write(keys(20)) == [OK] * 20
+            while counted.total() < blocks:
+                wanted = draw.sample(keys(20), 8)
+                outcomes = host.read(wanted)  # compares every byte
+                counted.update(outcome for outcome in outcomes if outcome is not RESTING)
+                pairs = zip(wanted, outcomes, strict=True)
+                lost = [k for k, outcome in pairs if outcome in (RemoteOutcome.CORRUPT, ABSENT)]
+                for each in (clean, host):
+                    each.clock.advance(31.0)  # beyond rests and what is remembered
+                if lost:
+                    assert set(clean.write(lost)) <= {OK, RemoteOutcome.EXISTS}
+            assert counted[OK] > blocks // 4 and counted[RemoteOutcome.CORRUPT] > blocks // 20
+            assert counted[TIMED_OUT] > 0 and counted[RemoteOutcome.IO_ERROR] > 0
+    finally:
+        server.kill()
 
 
 def test_what_the_rig_compares_is_not_what_it_begins_with() -> None:

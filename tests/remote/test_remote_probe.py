@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ from support.remote_servers import (
     GuardedS3Server,
     S3Server,
     ServerProcess,
+    answering_always,
     free_port,
     redis_command,
     redis_server,
@@ -173,14 +171,6 @@ class TestRedisLogin:
             redis_command(redis.port, "ACL", "DELUSER", "u")
 
 
-@pytest.fixture(scope="module")
-def guarded() -> Iterator[GuardedS3Server]:
-    pytest.importorskip("obstore")
-    server = GuardedS3Server()
-    yield server
-    server.kill()
-
-
 class TestBucket:
     def said(
         self, monkeypatch: pytest.MonkeyPatch, endpoint: str, env: Mapping[str, str], bucket: str
@@ -228,35 +218,6 @@ class TestBucket:
         with answering_always(status, f"<Error><Code>{code}</Code><K>{SECRET}</K></Error>") as port:
             found = self.said(monkeypatch, f"http://{HOST}:{port}", AWS, "bucket")
         assert found is not None and wanted in found
-
-
-@contextmanager
-def answering_always(status: int, body: str) -> Iterator[int]:
-    """A server that gives every request the same answer; yields its port."""
-
-    class Answering(BaseHTTPRequestHandler):
-        def _answer(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body.encode())
-
-        do_GET = do_PUT = do_HEAD = do_POST = _answer
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Nothing is printed."""
-
-    server = ThreadingHTTPServer((HOST, 0), Answering)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        thread.join(10.0)
-        server.server_close()
 
 
 class TestTwin:

@@ -13,7 +13,8 @@ from support.remote_twin import RemoteTwin
 from kvcascade.config.remote import WriteWhen
 from kvcascade.tiers.base import RESET_TICKS_PER_S
 from kvcascade.tiers.breaker import REST_S
-from kvcascade.tiers.remote.base import RemoteOutcome
+from kvcascade.tiers.remote.base import HEADER_BYTES, RemoteOutcome
+from kvcascade.tiers.remote.objects import SECRET_BYTES, GcmSeal, MacSeal
 from kvcascade.tiers.remote.presence import Presence
 from kvcascade.tiers.remote.remote_counters import Verb
 from kvcascade.tiers.remote.remote_store import StoreOptions
@@ -218,6 +219,25 @@ class TestReads:
         rig.write(keys(3))
         other = rig.host(fingerprint="model-2")
         assert other.look(keys(3)) == [ABSENT] * 3 and other.read(keys(3)) == [ABSENT] * 3
+
+    @pytest.mark.parametrize("kind", [MacSeal, GcmSeal])
+    def test_hosts_with_one_secret_key_share_blocks(
+        self, kind: type[MacSeal] | type[GcmSeal]
+    ) -> None:
+        if kind is GcmSeal:
+            pytest.importorskip("cryptography")
+        secret, other_secret = b"\1" * SECRET_BYTES, b"\2" * SECRET_BYTES
+        rig = RemoteRig(seal=kind(secret))
+        assert rig.write(keys(3)) == [OK] * 3
+        stored = [data[HEADER_BYTES:] for data in rig.twin.held.values()]
+        assert (stored == [content(k) for k in keys(3)]) is (kind is MacSeal)
+        assert rig.host(seal=kind(secret)).read(keys(4)) == [OK] * 3 + [ABSENT]
+        for seal in (None, kind(other_secret)):
+            assert rig.host(seal=seal).read(keys(3)) == [ABSENT] * 3
+        assert len(rig.twin.held) == 3, "blocks of another key stay"
+        rig.twin.damage = lambda data: data[:-1] + bytes([data[-1] ^ 1])
+        assert rig.host(seal=kind(secret)).read(keys(3)) == [RemoteOutcome.CORRUPT] * 3
+        assert not rig.twin.held
 
     def test_bytes_that_arrive_late_reach_nobody(self) -> None:
         rig = RemoteRig()

@@ -21,6 +21,7 @@ LENGTHY = (
     "bench/test_sanitizer_output.py",
     "corrupt/test_path_damage.py",
     "crash/test_engine_crash.py",
+    "crash/test_remote_node.py",
     "docs/test_snippets.py",
     "faults/test_full_disk.py",
     "faults/test_real_tier.py",
@@ -39,6 +40,7 @@ LENGTHY = (
     "policy/test_prefix.py",
     "policy/test_reference.py",
     "policy/test_restart.py",
+    "remote/test_bad_servers.py",
     "remote/test_object_store.py",
     "remote/test_real_servers.py",
     "remote/test_remote_parts.py",
@@ -56,6 +58,7 @@ LENGTHY = (
     "vllm/test_spec.py",
     "vllm/test_spec_errors.py",
     "vllm/test_spec_random.py",
+    "vllm/test_spec_remote.py",
 )
 """Files below tests/ that take more than about two seconds, most of them for processes they start,
 for torch, or for long random runs."""

@@ -13,9 +13,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from urllib.parse import urlencode
 
@@ -134,17 +137,23 @@ def _redis() -> tuple[str, str]:
 class S3Server(ServerProcess):
     """moto: it checks no credentials and refuses to create over an existing object."""
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        environment: Mapping[str, str] | None = None,
+        host: str = HOST,
+        within: Sequence[str] = (),
+    ) -> None:
+        """`within`: see `redis_server`."""
         if find_spec("moto") is None or find_spec("flask") is None:
             pytest.skip('no S3 server: install moto with its server (extra "dev")')
         port = free_port()
-        command = [sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port)]
-        super().__init__(command, port, environment)
+        command = [*within, sys.executable, "-m", "moto.server", "-H", host, "-p", str(port)]
+        super().__init__(command, port, environment, host)
 
     @property
     def endpoint(self) -> str:
         """URL of the server."""
-        return f"http://{HOST}:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def make_bucket(self, name: str) -> None:
         """Create a bucket."""
@@ -188,3 +197,32 @@ class GuardedS3Server(S3Server):
         asked = urllib.request.Request(self.endpoint, data=body, headers=headers)
         with urllib.request.urlopen(asked, timeout=30) as answer:
             return str(answer.read().decode())
+
+
+@contextmanager
+def answering_always(status: int, body: str) -> Iterator[int]:
+    """A server that gives every request the same answer; yields its port."""
+
+    class Answering(BaseHTTPRequestHandler):
+        def _answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body.encode())
+
+        do_GET = do_PUT = do_HEAD = do_POST = _answer
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing is printed."""
+
+    server = ThreadingHTTPServer((HOST, 0), Answering)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        thread.join(10.0)
+        server.server_close()

@@ -74,7 +74,9 @@ class Driver:
         """Stores that the workers are given at the start of the next step."""
         self.flush: set[int] = set()
         self.seen: dict[str, set[OffloadKey]] = {}
-        """What the events so far say lies in each medium; with several nodes, in each tier."""
+        """What events say lies in each medium; with several tiers below, in each tier."""
+        self.told: set[tuple[Medium, Any, str | None]] = set()
+        """Medium, locality and owner that the events so far name."""
         self.metrics: dict[str, float] = {}
         """Sum of every counter that was sent, by name and labels."""
         self.is_fresh = all(state.blocks == 0 for state in self.cascade.manager.tier_states()[1:])
@@ -317,8 +319,10 @@ class Driver:
     def take_events(self) -> list[OffloadingEvent]:
         """Take events in; each one must be news."""
         events = list(self.manager.take_events())
+        below = len(self.cascade.nodes) + (self.cascade.remote is not None)
         for event in events:
-            tier = event.ownership if len(self.cascade.nodes) > 1 else None
+            self.told.add((event.medium, event.locality, event.ownership))
+            tier = event.ownership if below > 1 else None
             held = self.seen.setdefault(tier or event.medium.name, set())
             if event.removed:
                 is_known = self.is_fresh or event.medium is Medium.CPU

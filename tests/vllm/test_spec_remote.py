@@ -6,32 +6,44 @@ import json
 import logging
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.cache_rig import call
 from support.kv_bytes import Shape, tiers
-from support.remote_servers import HOST, S3Server, ServerProcess, redis_server
+from support.remote_hosts import (
+    CHUNKS,
+    CPU,
+    PAUSE_S,
+    ROUNDS,
+    SHAPE,
+    await_next_node,
+    await_ready,
+    hits_of,
+    host,
+    pid_of_node,
+    serve,
+)
+from support.remote_servers import HOST, GuardedS3Server, S3Server, ServerProcess, redis_server
 from support.spec_driver import Driver
-from support.spec_parts import Request
 from support.waiting import wait_until
+from vllm.v1.kv_offload.base import Locality, Medium
 from vllm.v1.kv_offload.config import OffloadingConfig
 
+from kvcascade.config.options import At
+from kvcascade.config.remote import parse_remote
 from kvcascade.errors import ConfigError
+from kvcascade.tiers.remote.abilities import CanList
+from kvcascade.tiers.remote.remote_options import open_remote_engine
 
-SHAPE = Shape()
-CHUNKS = 8
-CPU = 64
-ROUNDS, PAUSE_S = 1000, 0.01
 DEADLINE_S = 1.0
+LIST_S = 10.0
 SECRET = "hunter2-in-test"
-MAC_KEY = "5ec2e7" * 10 + "0a1b"
+KEY = "5ec2e7" * 10 + "0a1b"
 """32 bytes in hexadecimal digits."""
 
 
@@ -59,65 +71,16 @@ def server(
     s3.kill()
 
 
-def host(label: str, shape: Shape = SHAPE, **remote: Any) -> Driver:
-    """An engine of its own; those with equal labels share blocks."""
-    last = {"type": "remote", "writes": "through", **remote}
-    return Driver(shape, [*tiers(shape, None, cpu=CPU), last], label=label)
-
-
-def hits_of(driver: Driver, request: Request) -> int:
-    """Ask at every step until there is an answer."""
-    found: list[int | None] = [None]
-
-    def has_answer() -> bool:
-        driver.step()
-        driver.wait_for_transfers()
-        found[0] = driver.look_up(request)
-        return found[0] is not None
-
-    wait_until(has_answer, ROUNDS, PAUSE_S)
-    assert found[0] is not None
-    return found[0]
-
-
-def serve(driver: Driver, text: str) -> int:
-    """A whole request; returns how many chunks were loaded and compared."""
-    request = driver.request(text, CHUNKS)
-    hits = hits_of(driver, request)
-    if hits:
-        driver.load(request, hits)
-    if hits < CHUNKS:
-        driver.store(request, hits)
-    driver.finish(request)
-    driver.settle()
-    return hits
-
-
-def is_ready(driver: Driver) -> bool:
-    """Whether the node has asked the server for the last reset."""
-    driver.step()
-    assert driver.cascade.remote is not None
-    return driver.cascade.remote.port.feed.mark is not None
-
-
-def has_node(driver: Driver, is_there: bool) -> bool:
-    """Whether there is a node that has asked the server for the last reset; or else none."""
-    driver.step()
-    assert driver.cascade.remote is not None
-    return (driver.cascade.remote.port.feed.totals().mark is not None) == is_there
-
-
 def reset(driver: Driver) -> None:
     """Reset an engine, and wait until the server was told."""
-    wait_until(partial(is_ready, driver), ROUNDS, PAUSE_S)
+    await_ready(driver)
     driver.reset()
-    wait_until(partial(is_ready, driver), ROUNDS, PAUSE_S)
+    await_ready(driver)
 
 
 def test_hosts_find_each_others_blocks_until_one_is_reset(server: dict[str, Any]) -> None:
     with host("both", **server) as first, host("both", **server) as second:
-        for driver in (first, second):
-            wait_until(partial(is_ready, driver), ROUNDS, PAUSE_S)
+        await_ready(first, second)
         assert serve(first, "text") == 0
         assert serve(second, "text") == CHUNKS
         assert second.counters.links[0].promoted_blocks == CHUNKS * len(SHAPE.groups)
@@ -137,11 +100,8 @@ def test_engines_that_were_reset_share_what_no_other_engine_finds(redis: ServerP
         with engine() as first:
             reset(first)
             assert serve(first, "text") == 0
-        remote = second.cascade.remote
-        assert remote is not None and remote.node.pid is not None
-        os.kill(remote.node.pid, signal.SIGKILL)
-        for is_there in (False, True):
-            wait_until(partial(has_node, second, is_there), ROUNDS, PAUSE_S)
+        os.kill(pid_of_node(second), signal.SIGKILL)
+        await_next_node(second)
         assert serve(second, "text") == CHUNKS, "its next node knows of the reset"
         with engine() as third:
             assert serve(third, "text") == 0, "it has the weights of the disk"
@@ -155,11 +115,10 @@ def test_engines_of_other_sizes_share_what_all_ranks_hold(
     if not any(each.name == "replicated_layout" for each in fields(OffloadingConfig)):
         pytest.skip("this vLLM does not say what is replicated")
     two, four = (Shape(world=world, is_replicated=True) for world in (2, 4))
-    remote = {"url": f"redis://{HOST}:{redis.port}", "share_tp": share_tp}
+    remote: dict[str, Any] = {"url": f"redis://{HOST}:{redis.port}", "share_tp": share_tp}
     label = f"sizes {share_tp}"
     with host(label, two, **remote) as first, host(label, four, **remote) as second:
-        for driver in (first, second):
-            wait_until(partial(is_ready, driver), ROUNDS, PAUSE_S)
+        await_ready(first, second)
         assert serve(first, "text") == 0
         assert serve(second, "text") == (CHUNKS if share_tp else 0)
         assert serve(second, "other") == 0
@@ -171,9 +130,24 @@ def test_sharing_what_is_not_replicated_is_refused(redis: ServerProcess) -> None
         host("refused", Shape(world=2), url=f"redis://{HOST}:{redis.port}", share_tp=True)
 
 
+def test_events_tell_local_blocks_from_remote_ones(redis: ServerProcess, tmp_path: Path) -> None:
+    """A router that reads them prefers an engine whose blocks are near."""
+    remote = {"type": "remote", "url": f"redis://{HOST}:{redis.port}", "writes": "through"}
+    local = tiers(SHAPE, tmp_path, cpu=CPU, nvme=64)
+    with Driver(SHAPE, [*local, remote], label="told", write_mode="through") as driver:
+        await_ready(driver)
+        serve(driver, "text")
+        assert driver.told == {
+            (Medium.CPU, Locality.LOCAL, None),
+            (Medium.STORAGE, Locality.LOCAL, "nvme"),
+            (Medium.STORAGE, Locality.REMOTE, "remote"),
+        }
+        assert driver.seen["nvme"] == driver.seen["remote"] == driver.seen["CPU"]
+
+
 def test_a_stopped_server_costs_one_deadline(redis: ServerProcess) -> None:
     with host("stopped", url=f"redis://{HOST}:{redis.port}", deadline_s=DEADLINE_S) as driver:
-        wait_until(lambda: is_ready(driver), ROUNDS, PAUSE_S)
+        await_ready(driver)
         redis.stop()
         try:
             began_s = time.monotonic()
@@ -206,54 +180,58 @@ def test_a_wrong_password_is_one_line_of_the_log_and_shown_nowhere(
     assert SECRET not in text
 
 
+@pytest.fixture(params=["redis", "s3"])
+def guarded(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """Options of a remote tier on a server that asks who is there, and all secrets of it."""
+    (tmp_path / "key").write_text(KEY)
+    if request.param == "redis":
+        monkeypatch.setenv("KVCASCADE_TEST_WORD", SECRET)
+        redis = redis_server("--requirepass", SECRET)
+        login = {"password_env": "KVCASCADE_TEST_WORD", "mac_key_file": str(tmp_path / "key")}
+        yield {"url": f"redis://{HOST}:{redis.port}", **login}, [KEY, SECRET]
+        redis.kill()
+        return
+    s3 = GuardedS3Server()
+    for name, value in s3.writer.items():
+        monkeypatch.setenv(name, value)
+    at = {"endpoint": s3.endpoint, "region": "us-east-1"}
+    key = {"encryption_key_file": str(tmp_path / "key")}
+    yield {"url": "s3://guarded/kv", **at, **key}, [KEY, *s3.writer.values()]
+    s3.kill()
+
+
 def test_secrets_are_in_no_log_file_fingerprint_or_report(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    guarded: tuple[dict[str, Any], list[str]],
     capfd: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """An engine with NVMe and a guarded server serves, resets and stops; then tools look at it."""
+    """An engine with NVMe and a guarded server serves and stops; then tools look at it."""
     caplog.set_level(logging.DEBUG)
-    mac_key = tmp_path / "mac"
-    mac_key.write_text(MAC_KEY)
-    monkeypatch.setenv("KVCASCADE_TEST_WORD", SECRET)
-    server = redis_server("--requirepass", SECRET)
-    try:
-        remote = {
-            "type": "remote",
-            "url": f"redis://{HOST}:{server.port}",
-            "writes": "through",
-            "password_env": "KVCASCADE_TEST_WORD",
-            "mac_key_file": str(mac_key),
-        }
-        local = tiers(SHAPE, tmp_path / "kv", cpu=CPU, nvme=64)
-        with Driver(SHAPE, [*local, remote], label="guarded") as driver:
-            assert driver.cascade.remote is not None
-            wait_until(partial(is_ready, driver), ROUNDS, PAUSE_S)
-            serve(driver, "text")
-            said = [repr(driver.cascade), repr(vars(driver.cascade)), str(driver.metrics)]
-        said.append(call("inspect", tmp_path / "kv", "--json").out)
-        (found,) = json.loads(said[-1])["namespaces"]
-        assert found["label"] == "guarded" and found["fields"], "or nothing was looked at"
-        words = ("--set", "password_env=KVCASCADE_TEST_WORD", "--set", f"mac_key_file={mac_key}")
-        for command in ("ls", "verify", "gc"):
-            answer = call("remote", command, remote["url"], *words)
-            assert answer.code == 0
-            said += (answer.out, answer.err)
-        keys = redis_keys(server.port)
-        assert len(keys) > CHUNKS
-    finally:
-        server.kill()
+    given, secrets = guarded
+    remote = {"type": "remote", "writes": "through", **given}
+    local = tiers(SHAPE, tmp_path / "kv", cpu=CPU, nvme=64)
+    with Driver(SHAPE, [*local, remote], label="guarded") as driver:
+        await_ready(driver)
+        serve(driver, "text")
+        said = [repr(driver.cascade), repr(vars(driver.cascade)), str(driver.metrics)]
+    said.append(call("inspect", tmp_path / "kv", "--json").out)
+    (found,) = json.loads(said[-1])["namespaces"]
+    assert found["label"] == "guarded" and found["fields"], "or nothing was looked at"
+    words = [f"--set={name}={value}" for name, value in given.items() if name != "url"]
+    for command in ("ls", "verify", "gc"):
+        answer = call("remote", command, given["url"], *words)
+        assert answer.code == 0
+        said += (answer.out, answer.err)
+    engine, _ = open_remote_engine(parse_remote(At("tier"), given), os.environ)
+    assert isinstance(engine, CanList)
+    names = [each.name for batch in engine.list_objects("", LIST_S) for each in batch.entries]
+    engine.close()
+    assert len(names) >= CHUNKS, "or nothing was written"
     stored = b"".join(path.read_bytes() for path in (tmp_path / "kv").rglob("*") if path.is_file())
     captured = capfd.readouterr()
-    everything = "".join([*said, *keys, caplog.text, captured.out, captured.err])
-    for secret in (SECRET, MAC_KEY, bytes.fromhex(MAC_KEY).decode("latin-1")):
+    everything = "".join([*said, *names, caplog.text, captured.out, captured.err])
+    for secret in (*secrets, bytes.fromhex(KEY).decode("latin-1")):
         assert secret not in everything and secret.encode("latin-1") not in stored
-
-
-def redis_keys(port: int) -> list[str]:
-    """Names of all values of the guarded server."""
-    with socket.create_connection((HOST, port), 10.0) as connection:
-        connection.sendall(f"AUTH {SECRET}\r\nKEYS *\r\nQUIT\r\n".encode())
-        chunks = [*iter(lambda: connection.recv(65536), b"")]
-    return b"".join(chunks).decode("latin-1").split("\r\n")

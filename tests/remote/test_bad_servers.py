@@ -1,0 +1,158 @@
+"""Servers that are of no use to a remote tier: its engine goes on, and the log says why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+from support.keys import key
+from support.remote_rig import PAYLOAD_BYTES, content
+from support.remote_servers import (
+    HOST,
+    GuardedS3Server,
+    S3Server,
+    ServerProcess,
+    answering_always,
+    redis_command,
+)
+from support.remote_tier_rig import is_asking
+from support.waiting import wait_until
+
+from kvcascade.assembly.node_parts import EngineFacts, SlotMemory
+from kvcascade.assembly.remote_parts import OpenRemote, open_remote_tier
+from kvcascade.config.options import At
+from kvcascade.config.remote import parse_remote
+from kvcascade.manager.below.port import Put
+from kvcascade.tiers.nvme.namespace import NamespaceKey
+
+SECRET = "hunter2-in-test"
+AWS = {"AWS_ACCESS_KEY_ID": "key-in-test", "AWS_SECRET_ACCESS_KEY": SECRET}
+SKEWED = "<Error><Code>RequestTimeTooSkewed</Code></Error>"
+ROUNDS, PAUSE_S = 2000, 0.005
+HELD = key(1)
+
+
+@contextmanager
+def opened(monkeypatch: pytest.MonkeyPatch, **given: Any) -> Iterator[OpenRemote]:
+    """The tier of an engine whose arena has one slot; its node is a thread."""
+    monkeypatch.setattr("kvcascade.handlers.node.remote.remote_loop.FIRST_QUESTION_S", 0.0)
+    options = parse_remote(At("tiers[1]"), {"writes": "through", "deadline_s": 5.0, **given})
+    memory = SlotMemory(PAYLOAD_BYTES, 1, memoryview(bytearray(content(HELD))))
+    facts = EngineFacts(NamespaceKey("model", {"weights": "w"}), memory, False, False, 10.0)
+    tier = open_remote_tier(options, facts)
+    try:
+        yield tier
+    finally:
+        tier.close()
+
+
+def is_missing(tier: OpenRemote) -> bool:
+    """Whether a lookup has its answer, which is a miss."""
+    tier.port.maintain()
+    tier.port.poll()
+    if is_asking(tier.port, HELD, "request"):
+        return False
+    assert not tier.port.may_hold(HELD)
+    return True
+
+
+def serves(tier: OpenRemote, caplog: pytest.LogCaptureFixture, wanted: str) -> None:
+    """The engine computes what it asks for and keeps nothing waiting; the log says why, once."""
+    wait_until(partial(is_missing, tier), ROUNDS, PAUSE_S)
+    assert tier.port.put(1, [HELD], [0]) in ([Put.ALREADY], [Put.STARTED])
+
+    def has_said_it() -> bool:
+        tier.port.maintain()
+        tier.port.poll()
+        return wanted in caplog.text and not tier.port.writes.jobs
+
+    wait_until(has_said_it, ROUNDS, PAUSE_S)
+    (said,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert said.startswith("tiers[1].url: the server ") and said.endswith(".")
+    assert SECRET not in caplog.text
+
+
+class TestBucket:
+    @pytest.fixture(autouse=True)
+    def _needs(self) -> None:
+        pytest.importorskip("obstore")
+
+    def check(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        env: Mapping[str, str],
+        endpoint: str,
+        bucket: str,
+        wanted: str,
+    ) -> None:
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        at = {"url": f"s3://{bucket}/kv", "endpoint": endpoint, "region": "us-east-1"}
+        with opened(monkeypatch, **at) as tier:
+            serves(tier, caplog, wanted)
+        assert not [word for word in env.values() if word in caplog.text]
+
+    def test_a_bucket_that_is_not_there(
+        self, s3: S3Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        at = (s3.endpoint, "nowhere-in-test")
+        self.check(monkeypatch, caplog, AWS, *at, "has no such bucket; create it")
+
+    def test_a_bucket_that_is_only_read(
+        self,
+        guarded: GuardedS3Server,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        at = (guarded.endpoint, "guarded")
+        self.check(monkeypatch, caplog, guarded.reader, *at, 'or set writes to "off"')
+
+    def test_a_wrong_key(
+        self,
+        guarded: GuardedS3Server,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        env = {**guarded.writer, "AWS_SECRET_ACCESS_KEY": SECRET}
+        at = (guarded.endpoint, "guarded")
+        self.check(monkeypatch, caplog, env, *at, "refuses the credentials")
+
+    def test_a_clock_that_is_wrong(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with answering_always(403, SKEWED) as port:
+            at = (f"http://{HOST}:{port}", "bucket")
+            self.check(monkeypatch, caplog, AWS, *at, "the clock of this machine")
+
+
+@pytest.mark.parametrize(
+    ("place", "rights", "wanted"),
+    [
+        ("/99", "+@all", "has no such database"),
+        ("", "+ping", "does not let this user read"),
+        ("", "+@read", 'set writes to "off"'),
+    ],
+)
+def test_redis(
+    redis: ServerProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    place: str,
+    rights: str,
+    wanted: str,
+) -> None:
+    words = ("reset", "on", f">{SECRET}", "~*", rights)
+    redis_command(redis.port, "ACL", "SETUSER", "u", *words)
+    monkeypatch.setenv("KVCASCADE_TEST_WORD", SECRET)
+    login = {"username": "u", "password_env": "KVCASCADE_TEST_WORD"}
+    try:
+        url = f"redis://{HOST}:{redis.port}{place}"
+        with opened(monkeypatch, url=url, **login) as tier:
+            serves(tier, caplog, wanted)
+    finally:
+        redis_command(redis.port, "ACL", "DELUSER", "u")

@@ -1,0 +1,88 @@
+"""Engines without a model, each a host with a CPU tier and a remote one, over a real server."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from .kv_bytes import Shape, tiers
+from .spec_driver import Driver
+from .spec_parts import Request
+from .waiting import wait_until
+
+SHAPE = Shape()
+CHUNKS = 8
+CPU = 64
+ROUNDS, PAUSE_S = 1000, 0.01
+
+
+def host(label: str, shape: Shape = SHAPE, cpu: int = CPU, **remote: Any) -> Driver:
+    """An engine of its own; those with equal labels share blocks."""
+    last = {"type": "remote", "writes": "through", **remote}
+    return Driver(shape, [*tiers(shape, None, cpu=cpu), last], label=label)
+
+
+def hits_of(driver: Driver, request: Request) -> int:
+    """Ask at every step until there is an answer."""
+    found: list[int | None] = [None]
+
+    def has_answer() -> bool:
+        driver.step()
+        driver.wait_for_transfers()
+        found[0] = driver.look_up(request)
+        return found[0] is not None
+
+    wait_until(has_answer, ROUNDS, PAUSE_S)
+    assert found[0] is not None
+    return found[0]
+
+
+def serve(driver: Driver, text: str) -> int:
+    """A whole request; returns how many chunks were loaded and compared."""
+    return end(driver, driver.request(text, CHUNKS))
+
+
+def end(driver: Driver, request: Request) -> int:
+    """All of a request; returns how many chunks were loaded and compared."""
+    hits = hits_of(driver, request)
+    if hits:
+        driver.load(request, hits)
+    if hits < CHUNKS:
+        driver.store(request, hits)
+    driver.finish(request)
+    driver.settle()
+    return hits
+
+
+def is_ready(driver: Driver) -> bool:
+    """Whether the node has asked the server for the last reset."""
+    driver.step()
+    assert driver.cascade.remote is not None
+    return driver.cascade.remote.port.feed.mark is not None
+
+
+def has_node(driver: Driver, is_there: bool) -> bool:
+    """Whether there is a node that has asked the server for the last reset; or else none."""
+    driver.step()
+    assert driver.cascade.remote is not None
+    return (driver.cascade.remote.port.feed.totals().mark is not None) == is_there
+
+
+def await_ready(*drivers: Driver) -> None:
+    """Wait until the nodes have asked the server for the last reset."""
+    for driver in drivers:
+        wait_until(partial(is_ready, driver), ROUNDS, PAUSE_S)
+
+
+def pid_of_node(driver: Driver) -> int:
+    """Process of the remote tier's node."""
+    assert driver.cascade.remote is not None
+    pid = driver.cascade.remote.node.pid
+    assert pid is not None
+    return pid
+
+
+def await_next_node(driver: Driver) -> None:
+    """Wait until the death of a node is noticed, and the next one is ready."""
+    for is_there in (False, True):
+        wait_until(partial(has_node, driver, is_there), ROUNDS, PAUSE_S)
