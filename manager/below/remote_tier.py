@@ -4,8 +4,8 @@ Nothing is known of a block until the server was asked. `may_hold` answers from 
 blocks are asked for at the end of the step. A block whose write, read or question failed is a miss.
 One deadline covers question and read: nothing here makes the engine wait longer.
 
-The tier never holds up the tiers above. A block that it does not take now counts as ALREADY, so
-that it may be evicted above. The block is offered again at its next use.
+The tier never holds up the tiers above. A block that it does not take now is UNWANTED, so that it
+may be evicted above. The block is offered again at its next use.
 
 Until a reset is answered, nothing is found and reads end as GONE.
 """
@@ -119,8 +119,7 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
 
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
         self.feed.has_blocks = True
-        may_send = self._is_reset_sent if self._resets_due else self.feed.mark is not None
-        return self.writes.put(ticket, keys, slots, may_send=may_send)
+        return self.writes.put(ticket, keys, slots, may_send=self._may_send)
 
     # -- outcomes --------------------------------------------------------------------------
 
@@ -142,6 +141,10 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
     @property
     def takes_puts(self) -> bool:
         return True
+
+    @property
+    def takes_all(self) -> bool:
+        return self._may_send and self.writes.rule.takes_all and not self.writes.breaker.is_open
 
     @property
     def is_blocked(self) -> bool:
@@ -192,6 +195,10 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
         ]
 
     # -- inside ------------------------------------------------------------------------------
+
+    @property
+    def _may_send(self) -> bool:
+        return self._is_reset_sent if self._resets_due else self.feed.mark is not None
 
     def _may_ask(self) -> bool:
         return not (self._resets_due or self.reads.breaker.is_open)
@@ -277,7 +284,8 @@ class _RemoteWrites(Traffic[RemoteFeed]):
             ticket, [keys[at] for at in started], [slots[at] for at in started]
         ):
             started = []
-        return answers_to_put(len(keys), (), started, Put.ALREADY)
+        new = [at for at, offer in enumerate(offers) if offer is not Offer.HELD]
+        return answers_to_put(len(keys), new, started, Put.UNWANTED)
 
     def _start(self, ticket: int, keys: list[BlockHash], slots: list[int]) -> bool:
         packed, mark = pack_slots(slots), self._flow.feed.mark

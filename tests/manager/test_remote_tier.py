@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from support.clock import ManualClock
 from support.keys import key, keys
-from support.remote_rig import THROUGH
+from support.remote_rig import PAYLOAD_BYTES, THROUGH
 from support.remote_tier_rig import RemoteTierRig, is_asking
 from support.remote_twin import RemoteTwin
 
@@ -243,17 +243,31 @@ class TestWrites:
     def test_by_default_a_block_is_written_at_its_second_use(self) -> None:
         rig = RemoteTierRig(options=replace(THROUGH, when=WriteWhen.SECOND_TOUCH))
         rig.pump()
-        assert put(rig, 1, 2) == [Put.ALREADY] * 2
+        assert put(rig, 1, 2) == [Put.UNWANTED] * 2
         assert rig.tier.wants_again(key(0))
         assert put(rig, 2, 2) == [Put.STARTED] * 2
         assert not rig.tier.wants_again(key(0)), "it is on its way"
         rig.pump()
         assert not rig.tier.wants_again(key(0)) and rig.tier.may_hold(key(0)) == 1
 
+    def test_it_takes_all_while_nothing_leaves_a_block_out(self) -> None:
+        rig = RemoteTierRig(options=replace(THROUGH, queue_bytes=2 * PAYLOAD_BYTES))
+        assert not rig.tier.takes_all, "the server was not asked yet"
+        rig.pump()
+        assert rig.tier.takes_all
+        assert put(rig, 1, 3) == [Put.STARTED] * 2 + [Put.UNWANTED]
+        assert not rig.tier.takes_all, "the queue is full"
+        rig.pump()
+        assert rig.tier.takes_all
+        for when in (WriteWhen.SECOND_TOUCH, WriteWhen.OFF):
+            other = RemoteTierRig(options=replace(THROUGH, when=when))
+            other.pump()
+            assert not other.tier.takes_all
+
     def test_an_engine_that_only_reads_wants_nothing(self) -> None:
         rig = RemoteTierRig(options=replace(THROUGH, when=WriteWhen.OFF))
         rig.pump()
-        assert not rig.tier.wants_again(key(0)) and put(rig, 1, 2) == [Put.ALREADY] * 2
+        assert not rig.tier.wants_again(key(0)) and put(rig, 1, 2) == [Put.UNWANTED] * 2
         assert not rig.twin.calls["put"]
 
     def test_what_failed_may_leave_the_first_tier(self, rig: RemoteTierRig) -> None:
@@ -266,7 +280,7 @@ class TestWrites:
 
     def test_before_the_server_was_asked_nothing_is_written(self) -> None:
         rig = RemoteTierRig()
-        assert put(rig, 1, 2) == [Put.ALREADY] * 2
+        assert put(rig, 1, 2) == [Put.UNWANTED] * 2
         assert rig.tier.state()[0].remote == RemoteNote(
             None, rig.tier.feed.totals().verbs, {"resting": 2}
         )

@@ -80,6 +80,12 @@ class OfferRule:
         """Payload bytes that wait or are being sent."""
         return len(self._coming) * self._payload_bytes
 
+    @property
+    def takes_all(self) -> bool:
+        """True if it wants every block that is offered now and is not there."""
+        has_room = self.borrowed_bytes + self._payload_bytes <= self._queue_bytes
+        return self._when is WriteWhen.THROUGH and has_room
+
     def may_want(self, key: BlockHash) -> bool:
         """Return True if the next offer of a block may be worth it. It counts as no offer."""
         return self._when is not WriteWhen.OFF and not self._is_there(key)
