@@ -166,5 +166,9 @@ class PumpedNode:
             on_end(None)
         self._take(None)
 
+    def replace(self) -> None:
+        """See `NodeClient`."""
+        self.die()
+
     def kill(self) -> bool:
         return not self._jobs
