@@ -292,14 +292,14 @@ class _RemoteWrites(Traffic[RemoteFeed]):
         self._epochs[ticket] = self._memory.epoch
         if self._submit(ticket, keys, lambda number: PutJob(number, list(keys), packed, mark)):
             return True
-        del self._epochs[ticket]
-        self.rule.end(keys, [False] * len(keys))
+        self.rule.end(keys, [False] * len(keys), self._epochs.pop(ticket))
         self._flow.feed.unsent[Offer.RESTING.value] += len(keys)
         return False
 
     def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
         flow, counters = self._flow, self._flow.counters
-        self.rule.end(going.keys, [outcome in _THERE for outcome in outcomes])
+        epoch = self._epochs.pop(going.ticket)
+        self.rule.end(going.keys, [outcome in _THERE for outcome in outcomes], epoch)
         stored = [k for k, o in zip(going.keys, outcomes, strict=True) if o is BlockOutcome.OK]
         held = [k for k, o in zip(going.keys, outcomes, strict=True) if o in _THERE]
         counters.demote_s += done.time_s
@@ -311,8 +311,8 @@ class _RemoteWrites(Traffic[RemoteFeed]):
         counters.demote_failed_blocks += outcomes.count(BlockOutcome.IO_ERROR)
         self.breaker.ended(BlockOutcome.IO_ERROR in outcomes)
         size_bytes = len(stored) * flow.block_bytes
-        if self._epochs.pop(going.ticket) == self._memory.epoch:
-            self._memory.note(self._memory.epoch, held, ())
+        if epoch == self._memory.epoch:
+            self._memory.note(epoch, held, ())
             self._on_stored(held)
         else:  # a reset came meanwhile
             outcomes = [BlockOutcome.GONE] * len(outcomes)

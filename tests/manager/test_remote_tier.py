@@ -342,6 +342,20 @@ class TestResets:
         assert rig.tier.maintain() == 1
         assert list(rig.tier.take_marks()) == [77] and list(rig.tier.take_marks()) == []
 
+    def test_a_block_that_is_stored_anew_is_written_beside_its_older_write(
+        self, rig: RemoteTierRig
+    ) -> None:
+        assert put(rig, 1, 1) == [Put.STARTED]
+        rig.node.work()
+        rig.tier.reset()
+        assert put(rig, 2, 1) == [Put.STARTED]
+        rig.pump()
+        ends = {ended.ticket: list(ended.outcomes) for ended in rig.tier.poll()}
+        assert ends == {1: [REFUSED], 2: [OK]} and rig.tier.may_hold(key(0)) == 1
+        rig.tier.get(3, 1, keys(1), [5])
+        rig.pump()
+        assert [list(ended.outcomes) for ended in rig.tier.poll()] == [[OK]]
+
     def test_a_mark_is_carried_out_once(self, rig: RemoteTierRig) -> None:
         rig.tier.reset(77)
         rig.pump()
