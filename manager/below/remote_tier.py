@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...handlers.node.node_keeper import JOBS_AT_MOST
 from ...handlers.node.path_wire import JobDone, PutJob, pack_slots
 from ...handlers.node.remote.remote_wire import FetchJob, RemoteResetJob, ResetDone
 from ...tiers.base import BlockHash, BlockOutcome, new_reset_mark
@@ -43,6 +44,8 @@ from .single_tier import (
 )
 
 MEDIUM = "REMOTE"
+PUTS_AT_MOST = JOBS_AT_MOST // 2
+"""Largest number of puts in flight. The node takes questions and reads beside them."""
 UNBOUNDED_BLOCKS = 1 << 40
 """Capacity of a tier that has none of its own."""
 _THERE = (BlockOutcome.OK, BlockOutcome.HELD)
@@ -290,7 +293,9 @@ class _RemoteWrites(Traffic[RemoteFeed]):
     def _start(self, ticket: int, keys: list[BlockHash], slots: list[int]) -> bool:
         packed, mark = pack_slots(slots), self._flow.feed.mark
         self._epochs[ticket] = self._memory.epoch
-        if self._submit(ticket, keys, lambda number: PutJob(number, list(keys), packed, mark)):
+        if len(self.jobs) < PUTS_AT_MOST and self._submit(
+            ticket, keys, lambda number: PutJob(number, list(keys), packed, mark)
+        ):
             return True
         self.rule.end(keys, [False] * len(keys), self._epochs.pop(ticket))
         self._flow.feed.unsent[Offer.RESTING.value] += len(keys)

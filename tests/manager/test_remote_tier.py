@@ -12,6 +12,7 @@ from support.remote_tier_rig import RemoteTierRig, is_asking
 from support.remote_twin import RemoteTwin
 
 from kvcascade.config.remote import WriteWhen
+from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST
 from kvcascade.handlers.node.remote.remote_wire import RemoteNote
 from kvcascade.manager.below.port import Put
 from kvcascade.tiers.base import BlockHash, BlockOutcome
@@ -263,6 +264,21 @@ class TestWrites:
             other = RemoteTierRig(options=replace(THROUGH, when=when))
             other.pump()
             assert not other.tier.takes_all
+
+    def test_many_writes_leave_room_for_questions_and_reads(self) -> None:
+        """Else blocks that are there count as absent while the uploads last."""
+        rig, held = RemoteTierRig(), 4
+        rig.pump()
+        answered(rig, held, 0.0)
+        for at in range(held, held + JOBS_AT_MOST):
+            rig.tier.put(at, [keys(at + 1)[at]], [at % 32])
+        assert is_asking(rig.tier, key(99), "request")
+        rig.tier.maintain()
+        assert is_asking(rig.tier, key(99), "request"), "it was asked for"
+        rig.tier.get(1000, 1, keys(held), range(32, 32 + held))
+        rig.pump()
+        (read,) = [ended for ended in rig.tier.poll() if ended.is_get]
+        assert list(read.outcomes) == [OK] * held
 
     def test_an_engine_that_only_reads_wants_nothing(self) -> None:
         rig = RemoteTierRig(options=replace(THROUGH, when=WriteWhen.OFF))
