@@ -198,6 +198,8 @@ class CascadingOffloadingManager:
         can never fit, as many of the first blocks are taken as fit.
         """
         with self.lock:
+            if request is not None and request.claim is not None:  # it computes its prefix
+                self._claims.release(request)
             return self._stores.prepare(block_hashes, request)
 
     def complete_store(

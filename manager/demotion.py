@@ -25,6 +25,8 @@ from .level import Level, Pairs, Transfer
 MAX_SETTLED = 512
 """Largest number of blocks that one step settles without a write, at a few microseconds each. After
 a restart, or with strict admission, most blocks of the tier are such."""
+_NO_USE = frozenset({Put.ALREADY, Put.UNWANTED})
+"""Answers of the port to blocks that need no write now."""
 AGING_PER_SLOT = 2
 """Entries per slot of the queue of stored blocks."""
 
@@ -321,7 +323,7 @@ class Demoter:
                 status.ref_cnt += 1
             self._level.dirt.set_arriving(slots)
             self.jobs[ticket] = Transfer(ticket, hashes, statuses, self._flow.clock())
-        return started if started or Put.ALREADY in answers else None
+        return started if started or not _NO_USE.isdisjoint(answers) else None
 
     def _sort(self, wanted: Pairs, answers: Sequence[Put]) -> Pairs:
         """Settle or defer the blocks that the port refused. Return those whose write started."""
@@ -331,7 +333,7 @@ class Demoter:
         self.may_find_room = Put.LATER in answers and not by_answer[Put.STARTED]
         if by_answer[Put.STARTED]:
             self._retry_later([block_hash for block_hash, _ in by_answer[Put.LATER]])
-        for answer in (Put.ALREADY, Put.OVER_BUDGET):
+        for answer in (*_NO_USE, Put.OVER_BUDGET):
             self._level.dirt.set_settled([s.block_id for _, s in by_answer[answer]])
         return by_answer[Put.STARTED]
 

@@ -263,6 +263,12 @@ class NodeKeeper:
                 return False
             self._wait_for_news(min(left_s, WAIT_SLICE_S))
 
+    def replace(self) -> None:
+        """Kill the process, and start another one; the next polls do it, as if it were silent."""
+        with self._lock:
+            if self._stream is not None:
+                self._stream.has_ended = True
+
     def kill(self) -> bool:
         """Kill the process. Return True if no job is left; jobs in flight have failed then."""
         with self._lock:

@@ -6,11 +6,13 @@
 
 The options are those of an `nvme` tier, `label`, `weights_id` and `on_reset`. vLLM writes every
 block through. This tier is bounded, evicts by its own policy, verifies every block that it reads,
-and has the model in its namespace. The scheduler thread calls all methods.
+and has the model in its namespace. The scheduler thread calls all methods. A ticker maintains the
+tier while the engine is idle.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
@@ -36,6 +38,7 @@ from ..config.schema import CascadeConfig, NvmeTierOptions, OnReset
 from ..logs import get_logger
 from ..manager.below.single_tier import STALLED_S
 from ..manager.below.tier_jobs import TierJobs
+from ..manager.ticker import Ticker
 from ..tiers.base import BlockHash
 from ..tiers.nvme.namespace import NamespaceKey
 from . import engine_facts
@@ -89,6 +92,8 @@ class KVCascadeTier(SecondaryTierManager):
         with ExitStack() as undo:
             self._jobs, folder = self._open(settings.nvme[0], key, with_events, undo)
             self._resources = undo.pop_all()
+        self._lock = threading.Lock()
+        """Guards `_jobs`, except lookups: their answer may be wrong either way."""
         (state,) = self._jobs.below.state()
         logger.info(
             "kvcascade opened: %s (blocks=%d, capacity_blocks=%d, policy=%s, namespace=%s)",
@@ -98,6 +103,7 @@ class KVCascadeTier(SecondaryTierManager):
             settings.nvme[0].policy,
             folder,
         )
+        self._ticker = Ticker(self._tick)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         if not self._jobs.has(BlockHash(key)):
@@ -107,7 +113,8 @@ class KVCascadeTier(SecondaryTierManager):
 
     def submit_store(self, job_metadata: Any) -> None:
         hashes, used = _hashes(job_metadata.keys), _used_by(job_metadata.req_context)
-        stored = self._jobs.store(job_metadata.job_id, hashes, chunk_rows(job_metadata))
+        with self._lock:
+            stored = self._jobs.store(job_metadata.job_id, hashes, chunk_rows(job_metadata))
         for block_hash in hashes:
             used.setdefault(block_hash, False)
         used.update(dict.fromkeys(stored, True))
@@ -115,11 +122,14 @@ class KVCascadeTier(SecondaryTierManager):
     def submit_load(self, job_metadata: Any) -> None:
         hashes = _hashes(job_metadata.keys)
         _used_by(job_metadata.req_context).update(dict.fromkeys(hashes, True))
-        self._jobs.load(job_metadata.job_id, hashes, chunk_rows(job_metadata))
+        with self._lock:
+            self._jobs.load(job_metadata.job_id, hashes, chunk_rows(job_metadata))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         results = []
-        for result in self._jobs.finished():
+        with self._lock:
+            finished = self._jobs.finished()
+        for result in finished:
             about = {
                 "successful_keys": result.loaded or None,
                 "transfer_time": result.time_s,
@@ -134,7 +144,9 @@ class KVCascadeTier(SecondaryTierManager):
         return is_busy
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        return [to_vllm_event(event) for event in self._jobs.take_events()]
+        with self._lock:
+            events = self._jobs.take_events()
+        return [to_vllm_event(event) for event in events]
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Note the keys, to count them once; called at every step of a request up to 0.30."""
@@ -148,26 +160,40 @@ class KVCascadeTier(SecondaryTierManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         used = _used_by(req_context)
         counted = {block_hash for block_hash, is_counted in used.items() if is_counted}
-        self._jobs.finish_request(in_prompt_order(req_context, used), counted)
+        with self._lock:
+            self._jobs.finish_request(in_prompt_order(req_context, used), counted)
         used.clear()
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self._jobs.maintain()
+        with self._lock:
+            self._jobs.maintain()
 
     def drain_jobs(self) -> None:
         """Drain and reset: vLLM calls this only in `reset_cache`, and resets only its own tier.
 
         The weights may have been updated in place, so no older block may be a hit afterwards.
         """
-        self._jobs.drain()
-        if self._on_reset is OnReset.INVALIDATE:
-            self._jobs.reset()
+        with self._lock:
+            self._jobs.drain()
+            if self._jobs.is_busy:
+                logger.error("kvcascade: transfers do not end, and vLLM would use their memory")
+            if self._on_reset is OnReset.INVALIDATE:
+                self._jobs.reset()
 
     def shutdown(self) -> None:
+        self._ticker.stop()
         if not self._jobs.close(MAX_KEPT_S):
             logger.warning("kvcascade: the disk did not end its transfers; the next start checks")
             return
         self._resources.close()
+
+    def _tick(self) -> None:
+        """Hear the node, which cannot keep all that it has to tell an engine that is idle."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._jobs.maintain()
+            finally:
+                self._lock.release()
 
     def _open(
         self, options: NvmeTierOptions, key: NamespaceKey, with_events: bool, undo: ExitStack

@@ -10,6 +10,9 @@ blocks in flight to each lower tier are limited, so that a slow tier does not ho
 first tier. A block beyond the limit is not written to that tier. It is offered again once no tier
 holds it.
 
+If the nearest tier takes nothing for a moment, a block goes to the lower tiers that take every
+block. A tier that would leave blocks out by a rule of its own waits for the nearest one.
+
 Each reset has a mark. If another engine resets one tier, nothing is found in any tier until all of
 them were reset. The engine that began the reset resets all its tiers. If some are not reset in
 time, this chain passes the mark on. A tier carries out a mark once, so passing on ends.
@@ -32,6 +35,8 @@ LOWER_SHARE = 8
 """The blocks in flight to one lower tier take at most this part of the first tier: an eighth."""
 LOWER_WAIT_S = 0.05
 """Longest time in seconds that `wait` gives to lower tiers once tier 1 has ended its part."""
+ABSENT_AFTER_S = 60.0
+"""Time in seconds. If the nearest tier takes no block for so long, the lower tiers decide alone."""
 PASS_ON_AFTER_S = 1.0
 """Time in seconds that a reset of one tier by another engine has to reach the others by itself."""
 MAX_MARKS = 64
@@ -116,18 +121,31 @@ class _LowerTier:
         """Traffic into the tier."""
         return self.port.links[0]
 
+    @property
+    def takes_all(self) -> bool:
+        """False if a rule may leave out blocks that it is offered now."""
+        return self._admits_all and self.port.takes_all
+
     def room(self, n: int) -> int:
         """Return how many of `n` blocks may be written to it now."""
         return min(self.port.room(n), max(0, self._limit_blocks - self.in_flight))
 
     def offer(
-        self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int], among: Sequence[int]
+        self,
+        ticket: int,
+        keys: Sequence[BlockHash],
+        slots: Sequence[int],
+        among: Sequence[int],
+        decided: Sequence[int],
     ) -> tuple[list[int], list[int]]:
         """Write the admitted blocks that it lacks, as many as may be in flight.
 
-        `among` are positions. Return those of the started blocks, and those that it holds already.
+        `among` are positions. `decided` are those of the blocks that the nearest tier will not take
+        later. Return those of the started blocks, and those that need no other write.
         """
-        may_hold = self.port.may_hold
+        may_hold, no_use = self.port.may_hold, [Put.ALREADY]
+        if not self.takes_all:
+            among, no_use = decided, [Put.ALREADY, Put.UNWANTED]
         wanted = [at for at in among if not may_hold(keys[at])]
         held = [] if len(wanted) == len(among) else sorted(set(among).difference(wanted))
         if not self._admits_all:
@@ -141,8 +159,8 @@ class _LowerTier:
         if answers.count(Put.STARTED) < len(answers):
             given = list(zip(wanted, answers, strict=True))
             wanted = [at for at, answer in given if answer is Put.STARTED]
-            held += [at for at, answer in given if answer is Put.ALREADY]
-            missed = (Put.STARTED, Put.ALREADY, Put.OVER_BUDGET)
+            held += [at for at, answer in given if answer in no_use]
+            missed = (Put.STARTED, Put.ALREADY, Put.UNWANTED, Put.OVER_BUDGET)
             self.counters.demote_missed_blocks += sum(a not in missed for a in answers)
         self.in_flight += len(wanted)
         return wanted, held
@@ -237,6 +255,8 @@ class BelowChain(Below):
         """Blocks that a tier may have lost before another one had ended its part."""
         self._resets = _Resets(ports, clock)
         self._clock = clock
+        self._took_s = clock()
+        """Last time at which the nearest tier took blocks."""
 
     # -- keys ------------------------------------------------------------------------------
 
@@ -268,23 +288,26 @@ class BelowChain(Below):
         """See `Below`.
 
         A block that tier 1 takes later is offered again, so lower tiers wait for that. A block is
-        STARTED if any tier writes it, else ALREADY if any tier holds it.
+        STARTED if any tier writes it, else ALREADY if any tier holds it, or if tier 1 will not take
+        it and a lower tier leaves it out.
         """
         if not keys:
             return ()
         answers = list(self._nearest.put(ticket, keys, slots))
         parts: dict[int, _Part] = {}
         among: Sequence[int] = range(len(keys))
+        decided = among
         if answers.count(Put.STARTED) == len(answers):
             parts[0] = _Part(among)
         else:
             begun = [at for at, answer in enumerate(answers) if answer is Put.STARTED]
             among = [at for at, answer in enumerate(answers) if answer is not Put.LATER]
+            decided = among if self._is_alone else [at for at in among if answers[at] not in _RESTS]
             if begun:
                 parts[0] = _Part(begun)
         held: set[int] = set()
         for number, lower in enumerate(self._lower, start=1):
-            started, held_here = lower.offer(ticket, keys, slots, among)
+            started, held_here = lower.offer(ticket, keys, slots, among, decided)
             held.update(held_here)
             if started:
                 parts[number] = _Part(started)
@@ -346,19 +369,22 @@ class BelowChain(Below):
     def room(self, n: int) -> int:
         """Return the room for `n` blocks in the nearest tier that takes puts."""
         if not self._nearest.takes_puts:
-            for lower in self._lower:
-                if lower.port.takes_puts:
-                    return lower.room(n)
+            for lower in self._stand_ins():
+                return lower.room(n)
         return self._nearest.room(n)
 
     @property
     def takes_puts(self) -> bool:
         """See `Below`. What is written before a reset is passed on would be lost with it."""
-        return not self._resets.are_open and any(port.takes_puts for port in self._ports)
+        if self._resets.are_open:
+            return False
+        return self._nearest.takes_puts or bool(self._stand_ins())
 
     @property
     def is_blocked(self) -> bool:
-        return all(port.is_blocked for port in self._ports)
+        if not self._nearest.is_blocked:
+            return False
+        return all(each.port.is_blocked for each in self._lower if self._is_alone or each.takes_all)
 
     def rests(self, tier: int) -> bool:
         port, number = self._places[tier - 1]
@@ -372,7 +398,10 @@ class BelowChain(Below):
         """Return the state of the nearest tier that takes writes; if none does, of the first that
         will. Writes stall if every tier with writes in flight stalls."""
         states = [port.write_state() for port in self._ports]
-        taking = [s for s, port in zip(states, self._ports, strict=True) if port.takes_puts]
+        takers = [each.port for each in self._stand_ins()]
+        if self._nearest.takes_puts:
+            takers.insert(0, self._nearest)
+        taking = [s for s, port in zip(states, self._ports, strict=True) if port in takers]
         recovering = [state for state in states if state.may_recover and state.rest_left_s > 0]
         recovering.sort(key=lambda state: state.rest_left_s)
         writing = {
@@ -395,6 +424,8 @@ class BelowChain(Below):
                 self._resets.note(number)
                 lowest = self._offsets[number] + depth
         self._resets.proceed()
+        if self._nearest.takes_puts:
+            self._took_s = self._clock()
         return lowest
 
     def reset(self, mark: int = 0) -> None:
@@ -419,6 +450,16 @@ class BelowChain(Below):
 
     # -- inside ------------------------------------------------------------------------------
 
+    @property
+    def _is_alone(self) -> bool:
+        """True if the lower tiers decide alone, because the nearest one takes nothing for long."""
+        return self._clock() - self._took_s > ABSENT_AFTER_S
+
+    def _stand_ins(self) -> list[_LowerTier]:
+        """Return the lower tiers that take blocks in place of the nearest one."""
+        takers = [lower for lower in self._lower if lower.port.takes_puts]
+        return takers if self._is_alone else [lower for lower in takers if lower.takes_all]
+
     def _count_late(self) -> None:
         """Count the puts that tier 1 has no part in, or has ended."""
         puts = self._puts.values()
@@ -433,5 +474,7 @@ class BelowChain(Below):
             keys = [key for key in keys if not port.may_hold(key)]
 
 
+_RESTS = (Put.RESTING, Put.NOT_TAKEN)
+"""Answers of a tier that takes no blocks for a while."""
 _NO_PART = _Part((), Ended(0, False, 1, ()))
 """Stands for the part of a tier that takes none."""

@@ -266,6 +266,11 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
     def pass_on(self, mark: int) -> None:
         self._reset_to(mark, is_own=False)
 
+    def abandon(self, tickets: set[int], limit_s: float) -> None:
+        """Kill the node, so that these jobs fail; wait until it is dead, at most `limit_s`."""
+        self._client.replace()
+        self.wait(tickets, limit_s)
+
     def state(self) -> list[TierState]:
         (facts,), figures = self.tiers, self.feed.figures
         return [

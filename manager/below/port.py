@@ -38,6 +38,8 @@ class Put(Enum):
     """The write budget of the day is spent."""
     RESTING = "resting"
     """The tier accepts no writes for a while, because it failed or stalls."""
+    UNWANTED = "unwanted"
+    """A rule of the tier leaves the block out; offer it again at its next use."""
     NOT_TAKEN = "not_taken"
     """The transfer could not be started; the tier rests from now on."""
 
@@ -194,6 +196,11 @@ class Below(ABC):
     @abstractmethod
     def takes_puts(self) -> bool:
         """False while no write may be started."""
+
+    @property
+    def takes_all(self) -> bool:
+        """False if a rule of the tier may leave out blocks that it is offered now."""
+        return True
 
     @property
     @abstractmethod

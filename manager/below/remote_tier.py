@@ -4,8 +4,8 @@ Nothing is known of a block until the server was asked. `may_hold` answers from 
 blocks are asked for at the end of the step. A block whose write, read or question failed is a miss.
 One deadline covers question and read: nothing here makes the engine wait longer.
 
-The tier never holds up the tiers above. A block that it does not take now counts as ALREADY, so
-that it may be evicted above. The block is offered again at its next use.
+The tier never holds up the tiers above. A block that it does not take now is UNWANTED, so that it
+may be evicted above. The block is offered again at its next use.
 
 Until a reset is answered, nothing is found and reads end as GONE.
 """
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...handlers.node.node_keeper import JOBS_AT_MOST
 from ...handlers.node.path_wire import JobDone, PutJob, pack_slots
 from ...handlers.node.remote.remote_wire import FetchJob, RemoteResetJob, ResetDone
 from ...tiers.base import BlockHash, BlockOutcome, new_reset_mark
@@ -43,6 +44,8 @@ from .single_tier import (
 )
 
 MEDIUM = "REMOTE"
+PUTS_AT_MOST = JOBS_AT_MOST // 2
+"""Largest number of puts in flight. The node takes questions and reads beside them."""
 UNBOUNDED_BLOCKS = 1 << 40
 """Capacity of a tier that has none of its own."""
 _THERE = (BlockOutcome.OK, BlockOutcome.HELD)
@@ -119,8 +122,7 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
 
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
         self.feed.has_blocks = True
-        may_send = self._is_reset_sent if self._resets_due else self.feed.mark is not None
-        return self.writes.put(ticket, keys, slots, may_send=may_send)
+        return self.writes.put(ticket, keys, slots, may_send=self._may_send)
 
     # -- outcomes --------------------------------------------------------------------------
 
@@ -142,6 +144,10 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
     @property
     def takes_puts(self) -> bool:
         return True
+
+    @property
+    def takes_all(self) -> bool:
+        return self._may_send and self.writes.rule.takes_all and not self.writes.breaker.is_open
 
     @property
     def is_blocked(self) -> bool:
@@ -192,6 +198,10 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
         ]
 
     # -- inside ------------------------------------------------------------------------------
+
+    @property
+    def _may_send(self) -> bool:
+        return self._is_reset_sent if self._resets_due else self.feed.mark is not None
 
     def _may_ask(self) -> bool:
         return not (self._resets_due or self.reads.breaker.is_open)
@@ -277,21 +287,24 @@ class _RemoteWrites(Traffic[RemoteFeed]):
             ticket, [keys[at] for at in started], [slots[at] for at in started]
         ):
             started = []
-        return answers_to_put(len(keys), (), started, Put.ALREADY)
+        new = [at for at, offer in enumerate(offers) if offer is not Offer.HELD]
+        return answers_to_put(len(keys), new, started, Put.UNWANTED)
 
     def _start(self, ticket: int, keys: list[BlockHash], slots: list[int]) -> bool:
         packed, mark = pack_slots(slots), self._flow.feed.mark
         self._epochs[ticket] = self._memory.epoch
-        if self._submit(ticket, keys, lambda number: PutJob(number, list(keys), packed, mark)):
+        if len(self.jobs) < PUTS_AT_MOST and self._submit(
+            ticket, keys, lambda number: PutJob(number, list(keys), packed, mark)
+        ):
             return True
-        del self._epochs[ticket]
-        self.rule.end(keys, [False] * len(keys))
+        self.rule.end(keys, [False] * len(keys), self._epochs.pop(ticket))
         self._flow.feed.unsent[Offer.RESTING.value] += len(keys)
         return False
 
     def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
         flow, counters = self._flow, self._flow.counters
-        self.rule.end(going.keys, [outcome in _THERE for outcome in outcomes])
+        epoch = self._epochs.pop(going.ticket)
+        self.rule.end(going.keys, [outcome in _THERE for outcome in outcomes], epoch)
         stored = [k for k, o in zip(going.keys, outcomes, strict=True) if o is BlockOutcome.OK]
         held = [k for k, o in zip(going.keys, outcomes, strict=True) if o in _THERE]
         counters.demote_s += done.time_s
@@ -303,8 +316,8 @@ class _RemoteWrites(Traffic[RemoteFeed]):
         counters.demote_failed_blocks += outcomes.count(BlockOutcome.IO_ERROR)
         self.breaker.ended(BlockOutcome.IO_ERROR in outcomes)
         size_bytes = len(stored) * flow.block_bytes
-        if self._epochs.pop(going.ticket) == self._memory.epoch:
-            self._memory.note(self._memory.epoch, held, ())
+        if epoch == self._memory.epoch:
+            self._memory.note(epoch, held, ())
             self._on_stored(held)
         else:  # a reset came meanwhile
             outcomes = [BlockOutcome.GONE] * len(outcomes)

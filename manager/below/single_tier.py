@@ -69,6 +69,11 @@ class NodeClient(Protocol):
         """Poll until the condition holds or the time is over. Return True if it holds."""
         ...
 
+    def replace(self) -> None:
+        """Kill the process, and start another one. Its jobs end while the caller polls, once it is
+        dead."""
+        ...
+
     def kill(self) -> bool:
         """Kill the process. Return True if no job is left."""
         ...

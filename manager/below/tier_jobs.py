@@ -6,15 +6,20 @@ fails to load is a miss for `FORGET_FAILED_S`, so that the other manager does no
 loop. While the tier rests, because transfers fail or stall, it accepts no writes, and every block
 is a miss.
 
-Used by one thread. Only `drain` and `close` wait.
+The node takes a limited number of jobs. The others are queued, loads and stores apart. The other
+manager bounds the queues: each of their jobs keeps slots of it.
+
+Used by one thread at a time. Only `drain` and `close` wait.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ...handlers.node.node_keeper import JOBS_AT_MOST
 from ...tiers.base import BlockHash, BlockOutcome
 from ..admission import Admission, PastUses
 from ..base import BlockEvent
@@ -28,6 +33,8 @@ again."""
 MAX_UNREPORTED = 4096
 """Maximum number of ended requests that wait for their stores. Beyond it they are reported."""
 DRAIN_S = 60.0
+JOBS_EACH_WAY = JOBS_AT_MOST // 2 - 1
+"""Largest number of loads in flight, and of stores. The node takes a reset beside them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +55,9 @@ class TierJobResult:
 class _Asked:
     job_id: int
     keys: list[BlockHash]
+    slots: Sequence[int]
     epoch: int
-    """Number of resets before the job was started."""
+    """Number of resets before the other manager asked for the job."""
 
 
 @dataclass(slots=True)
@@ -78,18 +86,21 @@ class TierJobs:
         self._clock = clock
         self._tickets = itertools.count(1)
         self._jobs: dict[int, _Asked] = {}
+        """Jobs in flight, by ticket."""
+        self._loads: deque[_Asked] = deque()
+        self._stores: deque[_Asked] = deque()
         self._ended: list[TierJobResult] = []
         self._failed: dict[BlockHash, float] = {}
         self._epoch = 0
         self._storing: set[BlockHash] = set()
-        """Blocks whose store is in flight."""
+        """Blocks whose store is queued or in flight."""
         self._unreported: list[_EndedRequest] = []
         self._past = PastUses(below.tiers[0].capacity) if admission.counts_uses else None
 
     @property
     def is_busy(self) -> bool:
-        """True while jobs are in flight."""
-        return bool(self._jobs)
+        """True while jobs are queued or in flight."""
+        return bool(self._jobs or self._loads or self._stores)
 
     def has(self, block_hash: BlockHash) -> bool:
         """Return True if the block can be loaded."""
@@ -105,7 +116,8 @@ class TierJobs:
     def store(
         self, job_id: int, block_hashes: Sequence[BlockHash], slots: Sequence[int]
     ) -> list[BlockHash]:
-        """Write the admitted blocks that the tier lacks; return those whose writes started.
+        """Write the admitted blocks that the tier lacks; return those whose writes started, or
+        will be tried.
 
         `slots` belong to the other manager.
         """
@@ -114,22 +126,20 @@ class TierJobs:
             for h, slot in zip(block_hashes, slots, strict=True)
             if not self.below.may_hold(h) and self._admits(h)
         ]
-        ticket, hashes = next(self._tickets), [h for h, _ in offered]
-        answers = self.below.put(ticket, hashes, [slot for _, slot in offered]) if offered else ()
-        started = [h for h, a in zip(hashes, answers, strict=True) if a is Put.STARTED]
-        if started:
-            self._jobs[ticket] = _Asked(job_id, started, self._epoch)
-            self._storing.update(started)
-        else:
-            is_whole = Put.NOT_TAKEN not in answers
-            self._ended.append(TierJobResult(job_id, (), is_whole, 0, 0.0))
-        return started
+        is_queued = bool(self._stores) or len(self.below.writes.jobs) >= JOBS_EACH_WAY
+        if is_queued:
+            offered = [(h, slot) for h, slot in offered if h not in self._storing]
+        asked = _Asked(job_id, [h for h, _ in offered], [s for _, s in offered], self._epoch)
+        if not (is_queued and offered):
+            return self._begin_store(asked)
+        self._storing.update(asked.keys)
+        self._stores.append(asked)
+        return asked.keys
 
     def load(self, job_id: int, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
         """Read and verify blocks into the other manager's slots."""
-        ticket = next(self._tickets)
-        self._jobs[ticket] = _Asked(job_id, list(block_hashes), self._epoch)
-        self.below.get(ticket, 1, block_hashes, slots)
+        self._loads.append(_Asked(job_id, list(block_hashes), slots, self._epoch))
+        self._begin_queued()
 
     def finished(self) -> list[TierJobResult]:
         """Return the jobs that ended since the last call."""
@@ -162,8 +172,26 @@ class TierJobs:
         return events
 
     def drain(self) -> None:
-        """Wait until every job has ended, at most `DRAIN_S` for each direction."""
-        self.below.wait(set(self._jobs), DRAIN_S)
+        """Wait until every job has ended.
+
+        After `DRAIN_S` the node is killed, since the other manager will use the slots again. The
+        jobs have failed once it is dead. A node that waits for its disk may live on, and
+        `is_busy` stays true.
+        """
+        end_s, left = self._clock() + DRAIN_S, False
+        while self._jobs and not left:
+            tickets = set(self._jobs)
+            self.below.wait(tickets, end_s - self._clock())
+            self._collect()
+            left = not tickets.isdisjoint(self._jobs)
+        if left:
+            for asked in (*self._loads, *self._stores):
+                self._storing.difference_update(asked.keys)
+                self._ended.append(TierJobResult(asked.job_id, (), False, 0, 0.0))
+            self._loads.clear()
+            self._stores.clear()
+            self.below.abandon(set(self._jobs), DRAIN_S)
+            self._collect()
 
     def reset(self) -> None:
         """Make every older block unreachable; call `drain` first.
@@ -190,7 +218,34 @@ class TierJobs:
             self._ended.append(
                 TierJobResult(asked.job_id, loaded, is_whole, ended.size_bytes, ended.time_s)
             )
+        self._begin_queued()
         self._report_requests()
+
+    def _begin_queued(self) -> None:
+        """Start as many queued jobs as the node takes."""
+        while self._loads and len(self.below.reads.jobs) < JOBS_EACH_WAY:
+            asked, ticket = self._loads.popleft(), next(self._tickets)
+            self._jobs[ticket] = asked
+            self.below.get(ticket, 1, asked.keys, asked.slots)
+        while self._stores and len(self.below.writes.jobs) < JOBS_EACH_WAY:
+            store = self._stores.popleft()
+            self._storing.difference_update(store.keys)
+            self._begin_store(store)
+
+    def _begin_store(self, asked: _Asked) -> list[BlockHash]:
+        """Start a store; return the blocks whose writes started. Those of before a reset are left
+        out."""
+        ticket, hashes = next(self._tickets), asked.keys
+        is_wanted = bool(hashes) and asked.epoch == self._epoch
+        answers = self.below.put(ticket, hashes, asked.slots) if is_wanted else ()
+        started = [h for h, a in zip(hashes, answers, strict=False) if a is Put.STARTED]
+        if started:
+            self._jobs[ticket] = replace(asked, keys=started)
+            self._storing.update(started)
+        else:
+            is_whole = Put.NOT_TAKEN not in answers
+            self._ended.append(TierJobResult(asked.job_id, (), is_whole, 0, 0.0))
+        return started
 
     def _report_requests(self) -> None:
         """Tell the tier of the ended requests whose stores have ended."""

@@ -16,7 +16,7 @@ remaining blocks.
 Deadlock is impossible, because only admitted claims take slots. An admitted claim ends in one of
 these cases:
 
-- the request loads its blocks;
+- the request loads its blocks, or stores blocks that it computed;
 - a read is late (`Promoter`);
 - all blocks are ready, but the request does not load them within `HOLD_DEADLINES` deadlines.
 

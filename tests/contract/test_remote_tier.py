@@ -48,6 +48,6 @@ class TestRemoteTier(BelowContract):
     def test_more_than_fits_is_taken_from_its_start(self, rig: BelowRig) -> None:
         """The rest is dropped: it may leave the first tier, and is offered at its next use."""
         answers = list(rig.begin_put(keys(SLOTS + 4)))
-        assert answers == [Put.STARTED] * SLOTS + [Put.ALREADY] * 4
+        assert answers == [Put.STARTED] * SLOTS + [Put.UNWANTED] * 4
         rig.end()
         assert [rig.below.may_hold(h) for h in keys(SLOTS + 4)] == [1] * SLOTS + [0] * 4

@@ -250,6 +250,18 @@ def test_a_silent_node_that_cannot_be_killed_is_hung_up_on(stage: Stage) -> None
     assert len(stage.children) == 2 and stage.submit("b")
 
 
+def test_a_node_that_is_replaced_fails_its_jobs_once_it_is_dead(stage: Stage) -> None:
+    child = stage.children[0]
+    child.dies_when_killed = False
+    assert stage.submit("a")
+    stage.keeper.replace()
+    assert not stage.keeper.wait(lambda: bool(stage.ended), 0.0) and child.was_killed
+    child.die()
+    assert stage.keeper.wait(lambda: stage.ended == [("a", False)], 1.0)
+    stage.keeper.poll()
+    assert len(stage.children) == 2 and stage.submit("b")
+
+
 @pytest.mark.parametrize("nonsense", [b"\xff\xff\xff\xff", b"\1\0\0\0\xc1", frame(JobDone(77))])
 def test_nonsense_ends_the_connection(stage: Stage, nonsense: bytes) -> None:
     assert stage.submit("a")

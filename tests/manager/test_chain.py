@@ -14,6 +14,7 @@ from support.twin_engine import TwinEngine
 from kvcascade.manager.admission import Admission, AdmitAll, AdmitSecondTouch
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.chain import (
+    ABSENT_AFTER_S,
     LOWER_SHARE,
     PASS_ON_AFTER_S,
     BelowChain,
@@ -135,6 +136,52 @@ def test_a_lower_tier_takes_what_the_nearest_does_not(refusal: Put) -> None:
     assert chain.begin(2, 3) == [refusal]
     assert below.takes_puts == (refusal is not Put.RESTING)
     assert below.is_blocked == (refusal is Put.RESTING)
+
+
+def test_a_tier_that_leaves_blocks_out_waits_for_the_nearest() -> None:
+    chain = Chain()
+    below = chain.below
+    chain.near.answer, chain.far.answer = Put.RESTING, Put.UNWANTED
+    assert chain.begin(0, 2) == [Put.RESTING] * 2
+    assert not below.takes_puts and below.is_blocked and below.write_state().rest_left_s > 0
+    chain.near.answer = Put.OVER_BUDGET
+    assert below.takes_puts and chain.begin(0, 2) == [Put.ALREADY] * 2
+    chain.near.answer = Put.STARTED
+    chain.put(0, 2)
+    assert chain.held(0) == (True, False) and not below.links[1].demote_missed_blocks
+
+
+def test_a_tier_that_admits_by_uses_counts_no_offer_while_the_nearest_rests() -> None:
+    chain = Chain(AdmitSecondTouch())
+    chain.near.answer = Put.RESTING
+    assert [chain.begin(0, 1), chain.begin(0, 1)] == [[Put.RESTING]] * 2
+    assert not chain.below.takes_puts and chain.held(0) == (False, False)
+
+
+def test_the_lower_tiers_decide_alone_if_the_nearest_takes_nothing_for_long() -> None:
+    chain = Chain()
+    chain.near.answer, chain.far.answer = Put.RESTING, Put.UNWANTED
+    chain.clock.advance(ABSENT_AFTER_S + 1.0)
+    assert chain.below.takes_puts and not chain.below.is_blocked and chain.below.room(2) == 2
+    assert chain.begin(0, 2) == [Put.ALREADY] * 2
+    chain.near.answer = Put.STARTED
+    chain.below.maintain()
+    chain.near.answer = Put.RESTING
+    assert chain.begin(0, 2) == [Put.RESTING] * 2
+
+
+def test_a_shutdown_waits_for_the_rest_of_the_nearest_tier() -> None:
+    engine = TwinEngine(lower=64)
+    engine.twin.answer, engine.lower.answer = Put.RESTING, Put.UNWANTED
+    assert engine.offer(keys(2)) == keys(2)
+
+    def pause(seconds: float) -> None:
+        engine.clock.advance(seconds)
+        engine.twin.answer = Put.STARTED
+
+    engine.manager._closing._pause = pause
+    assert engine.manager.flush_dirty(engine.clock() + 5.0)
+    assert [engine.twin.may_hold(h) for h in keys(2)] == [1, 1]
 
 
 def test_what_the_nearest_tier_takes_later_waits_in_every_tier() -> None:

@@ -343,6 +343,25 @@ class TestRoom:
         assert rig.ask(second, 10, 18) == 8
         assert rig.ask(idle, 0, 8) in (None, 8), "it is read again, or still there"
 
+    @pytest.mark.parametrize("is_admitted", [False, True])
+    def test_who_computes_although_its_prefix_is_below_gives_its_room_back(
+        self, is_admitted: bool
+    ) -> None:
+        """With states or windows, a prefix is of no use if all of these miss."""
+        rig, hybrid, second = Rig(), Request("hybrid"), Request("second")
+        for at in range(6):
+            assert rig.manager.lookups.lookup_block(key(at), hybrid) is PENDING
+        assert rig.manager.lookups.lookup_block(key(100), hybrid) is MISS
+        if is_admitted:  # vLLM 0.33 ends the step after the stores
+            rig.read()
+            rig.manager.end_step()
+            assert rig.has_turn(hybrid) and len(hybrid.holds) == 6
+        assert rig.manager.prepare_store([*keys(0, 6), key(100)], hybrid) is not None
+        assert hybrid.claim is None and not hybrid.holds and not hybrid.pending
+        assert rig.ask(second, 10, 18) is None
+        rig.manager.end_step()
+        assert rig.has_turn(second), "it waits for nobody"
+
 
 def test_a_prefix_that_holds_all_there_is_gets_no_more() -> None:
     rig, request = Rig(), Request("huge")

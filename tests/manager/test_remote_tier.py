@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 from support.clock import ManualClock
 from support.keys import key, keys
-from support.remote_rig import THROUGH
+from support.remote_rig import PAYLOAD_BYTES, THROUGH
 from support.remote_tier_rig import RemoteTierRig, is_asking
 from support.remote_twin import RemoteTwin
 
 from kvcascade.config.remote import WriteWhen
+from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST
 from kvcascade.handlers.node.remote.remote_wire import RemoteNote
 from kvcascade.manager.below.port import Put
 from kvcascade.tiers.base import BlockHash, BlockOutcome
@@ -243,17 +244,46 @@ class TestWrites:
     def test_by_default_a_block_is_written_at_its_second_use(self) -> None:
         rig = RemoteTierRig(options=replace(THROUGH, when=WriteWhen.SECOND_TOUCH))
         rig.pump()
-        assert put(rig, 1, 2) == [Put.ALREADY] * 2
+        assert put(rig, 1, 2) == [Put.UNWANTED] * 2
         assert rig.tier.wants_again(key(0))
         assert put(rig, 2, 2) == [Put.STARTED] * 2
         assert not rig.tier.wants_again(key(0)), "it is on its way"
         rig.pump()
         assert not rig.tier.wants_again(key(0)) and rig.tier.may_hold(key(0)) == 1
 
+    def test_it_takes_all_while_nothing_leaves_a_block_out(self) -> None:
+        rig = RemoteTierRig(options=replace(THROUGH, queue_bytes=2 * PAYLOAD_BYTES))
+        assert not rig.tier.takes_all, "the server was not asked yet"
+        rig.pump()
+        assert rig.tier.takes_all
+        assert put(rig, 1, 3) == [Put.STARTED] * 2 + [Put.UNWANTED]
+        assert not rig.tier.takes_all, "the queue is full"
+        rig.pump()
+        assert rig.tier.takes_all
+        for when in (WriteWhen.SECOND_TOUCH, WriteWhen.OFF):
+            other = RemoteTierRig(options=replace(THROUGH, when=when))
+            other.pump()
+            assert not other.tier.takes_all
+
+    def test_many_writes_leave_room_for_questions_and_reads(self) -> None:
+        """Else blocks that are there count as absent while the uploads last."""
+        rig, held = RemoteTierRig(), 4
+        rig.pump()
+        answered(rig, held, 0.0)
+        for at in range(held, held + JOBS_AT_MOST):
+            rig.tier.put(at, [keys(at + 1)[at]], [at % 32])
+        assert is_asking(rig.tier, key(99), "request")
+        rig.tier.maintain()
+        assert is_asking(rig.tier, key(99), "request"), "it was asked for"
+        rig.tier.get(1000, 1, keys(held), range(32, 32 + held))
+        rig.pump()
+        (read,) = [ended for ended in rig.tier.poll() if ended.is_get]
+        assert list(read.outcomes) == [OK] * held
+
     def test_an_engine_that_only_reads_wants_nothing(self) -> None:
         rig = RemoteTierRig(options=replace(THROUGH, when=WriteWhen.OFF))
         rig.pump()
-        assert not rig.tier.wants_again(key(0)) and put(rig, 1, 2) == [Put.ALREADY] * 2
+        assert not rig.tier.wants_again(key(0)) and put(rig, 1, 2) == [Put.UNWANTED] * 2
         assert not rig.twin.calls["put"]
 
     def test_what_failed_may_leave_the_first_tier(self, rig: RemoteTierRig) -> None:
@@ -266,7 +296,7 @@ class TestWrites:
 
     def test_before_the_server_was_asked_nothing_is_written(self) -> None:
         rig = RemoteTierRig()
-        assert put(rig, 1, 2) == [Put.ALREADY] * 2
+        assert put(rig, 1, 2) == [Put.UNWANTED] * 2
         assert rig.tier.state()[0].remote == RemoteNote(
             None, rig.tier.feed.totals().verbs, {"resting": 2}
         )
@@ -327,6 +357,20 @@ class TestResets:
         rig.pump()
         assert rig.tier.maintain() == 1
         assert list(rig.tier.take_marks()) == [77] and list(rig.tier.take_marks()) == []
+
+    def test_a_block_that_is_stored_anew_is_written_beside_its_older_write(
+        self, rig: RemoteTierRig
+    ) -> None:
+        assert put(rig, 1, 1) == [Put.STARTED]
+        rig.node.work()
+        rig.tier.reset()
+        assert put(rig, 2, 1) == [Put.STARTED]
+        rig.pump()
+        ends = {ended.ticket: list(ended.outcomes) for ended in rig.tier.poll()}
+        assert ends == {1: [REFUSED], 2: [OK]} and rig.tier.may_hold(key(0)) == 1
+        rig.tier.get(3, 1, keys(1), [5])
+        rig.pump()
+        assert [list(ended.outcomes) for ended in rig.tier.poll()] == [[OK]]
 
     def test_a_mark_is_carried_out_once(self, rig: RemoteTierRig) -> None:
         rig.tier.reset(77)

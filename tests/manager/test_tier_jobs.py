@@ -9,9 +9,15 @@ import pytest
 from support.keys import key, keys
 from support.node_rig import BLOCK, SLOTS, NodesRig, NodeTwin
 
+from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST
 from kvcascade.manager.admission import AdmitAll, AdmitSecondTouch
 from kvcascade.manager.base import BlockEvent
-from kvcascade.manager.below.tier_jobs import FORGET_FAILED_S, TierJobResult, TierJobs
+from kvcascade.manager.below.tier_jobs import (
+    FORGET_FAILED_S,
+    JOBS_EACH_WAY,
+    TierJobResult,
+    TierJobs,
+)
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.breaker import FAILURES_TO_OPEN, REST_S
 from kvcascade.tiers.nvme.path.path_messages import Why
@@ -20,9 +26,11 @@ from kvcascade.tiers.nvme.path.path_messages import Why
 class Rig:
     """The other manager; the memory of the node's engine has its slots."""
 
-    def __init__(self, *, is_real: bool = False, is_second_touch: bool = False) -> None:
+    def __init__(
+        self, *, is_real: bool = False, is_second_touch: bool = False, slots: int = SLOTS
+    ) -> None:
         self.nodes = NodesRig(is_real=is_real)
-        self.node: NodeTwin = self.nodes.add()
+        self.node: NodeTwin = self.nodes.add(slots=slots)
         admission = AdmitSecondTouch() if is_second_touch else AdmitAll()
         self.jobs = TierJobs(self.node.tier, admission, self.nodes.clock)
         self.jobs.maintain()
@@ -201,6 +209,61 @@ def test_while_stores_wait_ended_requests_are_not_read_again_and_again() -> None
     rig.end()
     rig.nodes.pump()
     assert rig.nodes.twin.uses, "it is reported once the store has ended"
+
+
+def test_loads_that_the_node_does_not_take_wait_for_their_turn() -> None:
+    """The blocks of each surplus load were misses for 30 s."""
+    rig, loads = Rig(), 2 * JOBS_AT_MOST
+    rig.store(*range(8))
+    for number in range(loads):
+        rig.jobs.load(number, [key(number % 8)], [number % 32])
+    rig.jobs.drain()
+    results = rig.jobs.finished()
+    assert [result.job_id for result in results] == [*range(loads)] and not rig.jobs.is_busy
+    assert all(result.is_whole for result in results) and rig.has(*range(8)) == [True] * 8
+
+
+def test_stores_that_the_node_does_not_take_wait_for_their_turn() -> None:
+    """A surplus store stopped all writes for 5 s."""
+    last = 2 * JOBS_AT_MOST
+    rig = Rig(slots=2 * last)
+    for number in range(last + 1):
+        assert rig.jobs.store(number, [key(number)], [0]) == [key(number)]
+    assert rig.jobs.store(last + 1, [key(last)], [0]) == [], "it waits already"
+    rig.jobs.finish_request([key(last)], {key(last)})
+    rig.nodes.pump()
+    assert rig.nodes.twin.uses == [], "the store of its block has not ended"
+    rig.jobs.drain()
+    rig.nodes.pump()
+    assert rig.nodes.twin.uses == [([key(last)], False, True)] and not rig.jobs.is_busy
+    results = rig.jobs.finished()
+    assert len(results) == last + 2 and all(result.is_whole for result in results)
+    assert rig.jobs.below.takes_puts, "the tier does not rest"
+
+
+def test_a_store_that_waited_over_a_reset_is_left_out() -> None:
+    rig, count = Rig(), JOBS_EACH_WAY + 1
+    for number in range(count):
+        rig.jobs.store(number, [key(number)], [number])
+    rig.nodes.add().tier.reset()
+    rig.nodes.pump()
+    rig.jobs.maintain()
+    rig.jobs.drain()
+    assert len(rig.jobs.finished()) == count and not any(rig.has(*range(count)))
+
+
+def test_a_node_whose_transfers_do_not_end_is_replaced_before_a_reset() -> None:
+    """Else a late read would write into slots that are used again, or the engine would end."""
+    rig, count = Rig(), JOBS_EACH_WAY + 1
+    rig.store(1)
+    rig.node.is_device_stalled = True
+    for number in range(count):
+        rig.jobs.load(number, [key(1)], [number])
+    rig.jobs.store(count, [key(2)], [0])
+    rig.jobs.drain()
+    results = rig.jobs.finished()
+    assert sorted(result.job_id for result in results) == [*range(count + 1)]
+    assert not any(result.is_whole for result in results) and not rig.jobs.is_busy
 
 
 def test_closing_ends_the_jobs() -> None:

@@ -142,6 +142,10 @@ class BelowTwin(Below):
         return self.answer is not Put.RESTING
 
     @property
+    def takes_all(self) -> bool:
+        return self.answer is not Put.UNWANTED
+
+    @property
     def is_blocked(self) -> bool:
         return self.answer is Put.RESTING
 

@@ -146,6 +146,10 @@ class MemoryNode:
             for handler in (self.down, self.up):
                 handler.step(min(queued))
 
+    def replace(self) -> None:
+        """See `NodeClient`."""
+        self.die()
+
     def kill(self) -> bool:
         """See `NodeClient`."""
         return not self._ends

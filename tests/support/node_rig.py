@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST
 from kvcascade.handlers.node.path_io import NodeIO
 from kvcascade.handlers.node.path_node import PathNode
 from kvcascade.handlers.node.path_wire import NodeSetup, from_node_process, to_node
@@ -376,7 +377,7 @@ class PumpedClient:
         """If true, everything that is waiting happens before each answer is looked for."""
 
     def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
-        if not self.is_up:
+        if not self.is_up or len(self.jobs) >= JOBS_AT_MOST:
             return False
         self._ticket += 1
         self.jobs[self._ticket] = on_end
@@ -418,6 +419,10 @@ class PumpedClient:
         for on_end in lost.values():
             on_end(None)
         self._take(None)
+
+    def replace(self) -> None:
+        """See `NodeClient`."""
+        self.die()
 
     def kill(self) -> bool:
         return not self.jobs

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from kvcascade.config.remote import WriteWhen
-from kvcascade.handlers.node.node_keeper import LISTEN_INTERVAL_S
+from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST, LISTEN_INTERVAL_S
 from kvcascade.handlers.node.remote.remote_node import RemoteNode, SlotParts
 from kvcascade.handlers.node.remote.remote_wire import from_remote_node, to_remote_node
 from kvcascade.manager.below.port import ASKING, LOAD_RATIO_MAX_REMOTE, Below, TierFacts
@@ -118,7 +118,7 @@ class PumpedNode:
         self.is_up = True
 
     def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
-        if not self.is_up:
+        if not self.is_up or len(self._jobs) >= JOBS_AT_MOST:
             return False
         self._ticket += 1
         self._jobs[self._ticket] = on_end
@@ -165,6 +165,10 @@ class PumpedNode:
         for on_end in lost.values():
             on_end(None)
         self._take(None)
+
+    def replace(self) -> None:
+        """See `NodeClient`."""
+        self.die()
 
     def kill(self) -> bool:
         return not self._jobs

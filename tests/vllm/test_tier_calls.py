@@ -164,6 +164,13 @@ def test_what_is_loaded_is_used_once(rig: Rig) -> None:
     assert coldest[0] == key(9) and coldest[-1] == key(1)
 
 
+def test_an_idle_engine_hears_its_node(rig: Rig) -> None:
+    """Otherwise the node keeps what it has to tell, and ends once that is too much."""
+    heard: list[Any] = []
+    rig.tier._jobs.below.feed.end(heard.append, "something")
+    wait_until(lambda: bool(heard), JOB_ROUNDS_MAX, JOB_ROUND_S)
+
+
 @pytest.mark.parametrize(
     ("on_reset", "found"), [("invalidate", LookupResult.MISS), ("keep", LookupResult.HIT)]
 )

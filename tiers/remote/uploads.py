@@ -71,7 +71,8 @@ class OfferRule:
         self._payload_bytes = payload_bytes
         self._memory = memory
         self._lock = threading.Lock()
-        self._coming: set[BlockHash] = set()
+        self._coming: dict[BlockHash, int] = {}
+        """Blocks under way, each with the epoch in which it was offered."""
         self._touched: dict[BlockHash, None] = {}
         self._arrived_s: dict[BlockHash, float] = {}
         """Time of the last write of a block, whether it was there before or not."""
@@ -81,13 +82,19 @@ class OfferRule:
         """Payload bytes that wait or are being sent."""
         return len(self._coming) * self._payload_bytes
 
+    @property
+    def takes_all(self) -> bool:
+        """True if it wants every block that is offered now and is not there."""
+        has_room = self.borrowed_bytes + self._payload_bytes <= self._queue_bytes
+        return self._when is WriteWhen.THROUGH and has_room
+
     def may_want(self, key: BlockHash) -> bool:
         """Return True if the next offer of a block may be worth it. It counts as no offer."""
         return self._when is not WriteWhen.OFF and not self._is_there(key)
 
     def _is_there(self, key: BlockHash) -> bool:
         """Return True if a write of the block would be in vain."""
-        if key in self._coming or self._memory.of(key) is Presence.HELD:
+        if self._coming.get(key) == self._memory.epoch or self._memory.of(key) is Presence.HELD:
             return True
         if self._memory.last(key) is not Presence.HELD:  # it left the server, or a reset came
             return False
@@ -109,15 +116,17 @@ class OfferRule:
                 return Offer.RESTING
             if self.borrowed_bytes + self._payload_bytes > self._queue_bytes:
                 return Offer.FULL
-            self._coming.add(key)
+            self._coming[key] = self._memory.epoch
             return Offer.QUEUED
 
-    def end(self, keys: Sequence[BlockHash], is_there: Sequence[bool]) -> None:
-        """End blocks that were `QUEUED`; those that are there now start anew if they vanish."""
+    def end(self, keys: Sequence[BlockHash], is_there: Sequence[bool], epoch: int) -> None:
+        """End blocks that were `QUEUED` in `epoch`; those that are there now start anew if they
+        vanish. One that was queued again after a reset goes on."""
         with self._lock:
-            self._coming.difference_update(keys)
             now_s = self._clock()
             for key, has_arrived in zip(keys, is_there, strict=True):
+                if self._coming.get(key) == epoch:
+                    del self._coming[key]
                 if has_arrived:
                     self._touched.pop(key, None)
                     self._arrived_s.pop(key, None)
@@ -182,5 +191,6 @@ class Uploads:
     def _end(
         self, job: UploadJob, numbers: Sequence[int], outcomes: Sequence[RemoteOutcome]
     ) -> None:
-        self._rule.end([job.keys[n] for n in numbers], [outcome in THERE for outcome in outcomes])
+        keys, is_there = [job.keys[n] for n in numbers], [outcome in THERE for outcome in outcomes]
+        self._rule.end(keys, is_there, job.epoch)
         job.settle(numbers, outcomes)

@@ -298,6 +298,9 @@ class VirtualNode:
             self.path.work()
         return True
 
+    def replace(self) -> None:
+        """Do nothing: no transfer hangs."""
+
     def kill(self) -> bool:
         """See `NodeClient`."""
         return not self._ends

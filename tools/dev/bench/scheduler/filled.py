@@ -209,6 +209,9 @@ class StalledNode:
         """Return whether the condition holds."""
         return is_done()
 
+    def replace(self) -> None:
+        """Do nothing: no transfer hangs."""
+
     def kill(self) -> bool:
         """Return True: nothing runs."""
         return True
