@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from contract.below_contract import SLOTS, BelowContract, BelowRig
 from support.path_engine import PathEngine
@@ -168,6 +170,40 @@ def test_a_path_longer_than_the_address_of_a_socket(tmp_path: Path) -> None:
     finally:
         for engine in pair:
             engine.close()
+
+
+OWN_POLICY = """
+import logging
+import os
+
+from kvcascade.tiers.policies.lru import LruOrder
+
+
+class NewestFirst(LruOrder):
+    def victims(self, limit, wanted, mask=None, window=None):
+        found = super().victims(self.capacity, wanted, mask, window)[::-1][:limit]
+        logging.getLogger(__name__).warning("slots %s leave in process %d", found, os.getpid())
+        return found
+"""
+
+
+def test_a_policy_of_the_users_own_evicts_and_logs_in_the_process_of_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tier").mkdir()
+    (tmp_path / "own_policy.py").write_text(OWN_POLICY)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = msgspec.structs.replace(options_for(PER_SEGMENT), policy="own_policy:NewestFirst")
+    engine = PathEngine([tmp_path / "tier"], options).open()
+    try:
+        for numbers in (range(PER_SEGMENT - 1), [50], [60]):
+            engine.store(numbers)
+        assert engine.holds([*range(PER_SEGMENT), 50, 60]) == [*range(PER_SEGMENT - 1), 60]
+        pid = engine.keeper.pid
+    finally:
+        engine.close()
+    line = rf"\(kvcascade node pid={pid}\) WARNING .* slots \[\d\] leave in process {pid}\n"
+    assert re.search(line, capfd.readouterr().err), "the standard error of the engine has it"
 
 
 def test_the_process_loads_only_what_moving_blocks_needs() -> None:
