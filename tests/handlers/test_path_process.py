@@ -57,6 +57,22 @@ def test_two_engines_share_what_either_stores(engines: Engines, is_thread: bool)
         assert list(engine.get(range(8))) == [OK] * 8
 
 
+def test_no_process_but_the_writers_has_the_index_open(engines: Engines) -> None:
+    """The index counts its readers by process numbers, which containers do not share."""
+
+    def has_index(pid: int | None) -> bool:
+        return "/blocks/data.mdb" in Path(f"/proc/{pid}/maps").read_text()
+
+    one, two = engines(), engines()
+    two.store(range(4))
+    assert list(two.get(range(4))) == [OK] * 4
+    pids = one.keeper.pid, two.keeper.pid, os.getpid()
+    assert list(map(has_index, pids)) == [True, False, False]
+    one.kill()
+    two.until(lambda: two.state is NodeState.LEADING)
+    assert list(map(has_index, pids[1:])) == [True, False]
+
+
 def test_blocks_outlive_their_engines(engines: Engines) -> None:
     one = engines()
     one.put(range(6))
