@@ -15,9 +15,10 @@ import pytest
 from contract.below_contract import SLOTS, BelowContract, BelowRig
 from support.path_engine import PathEngine
 
+from kvcascade.handlers.node.path_jobs import PutJobs
 from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.base import BlockOutcome
-from kvcascade.tiers.nvme.path.path_messages import PathOptions
+from kvcascade.tiers.nvme.path.path_messages import Granted, PathOptions
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 
 BLOCK, PER_SEGMENT = 4096, 8
@@ -126,22 +127,35 @@ def test_writers_are_killed_under_load_and_no_block_is_wrong(engines: Engines) -
         wait_until(leader, takes_puts=False)
 
 
+@pytest.mark.parametrize("is_in_commit", [False, True])
 def test_a_stopped_writer_rests_writes_and_goes_on(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, is_in_commit: bool
 ) -> None:
     monkeypatch.setattr("kvcascade.handlers.node.path_node.SILENCE_LIMIT_S", 0.3)
     one, two = engines(), engines(is_thread=True)
-    one.put(range(4))
-    one.signal(signal.SIGSTOP)
+    one.store(range(4))
+    granted = PutJobs.granted
+
+    def stop_then_write(jobs: PutJobs, message: Granted) -> None:
+        one.signal(signal.SIGSTOP)
+        granted(jobs, message)
+
+    if is_in_commit:  # the writer granted a slot, and the block is written while it is stopped
+        monkeypatch.setattr(PutJobs, "granted", stop_then_write)
+    else:
+        one.signal(signal.SIGSTOP)
     try:
         assert list(two.put([9])) == [BlockOutcome.CANCELLED]
         two.until(lambda: two.state is NodeState.SILENT)
         assert not two.tier.takes_puts
         assert list(two.get(range(4))) == [OK] * 4
     finally:
+        monkeypatch.setattr(PutJobs, "granted", granted)
         one.signal(signal.SIGCONT)
     two.until(lambda: two.tier.takes_puts)
     assert list(two.put([10])) == [OK]
+    assert two.holds([9]) == [9] * is_in_commit, "the writer takes in what it was sent"
+    assert list(two.get([9, 10])) == [OK if is_in_commit else GONE, OK]
 
 
 def test_a_reset_reaches_every_engine(engines: Engines) -> None:
