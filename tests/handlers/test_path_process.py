@@ -18,8 +18,10 @@ from support.path_engine import PathEngine
 from kvcascade.handlers.node.path_jobs import PutJobs
 from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.base import BlockOutcome
+from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.path_messages import Granted, PathOptions
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
+from kvcascade.tiers.nvme.path.writer_note import load_note
 
 BLOCK, PER_SEGMENT = 4096, 8
 OK, GONE = BlockOutcome.OK, BlockOutcome.GONE
@@ -56,6 +58,26 @@ def test_two_engines_share_what_either_stores(engines: Engines, is_thread: bool)
     for engine in (one, two):
         assert engine.holds(range(10)) == list(range(8))
         assert list(engine.get(range(8))) == [OK] * 8
+
+
+def test_cold_nodes_that_start_together_elect_one_writer(tmp_path: Path) -> None:
+    pair = [PathEngine([tmp_path], options_for(64), name=f"engine {n}") for n in range(2)]
+    try:
+        for engine in pair:
+            engine.keeper.start()
+        for engine in pair:
+            engine.until(lambda tier=engine.tier: tier.takes_puts)  # type: ignore[misc]
+        states = [engine.state for engine in pair]
+        assert sorted(state.value for state in states) == ["following", "leading"]
+        note = load_note(RealFileSystem(), tmp_path)
+        leader = pair[states.index(NodeState.LEADING)]
+        assert note is not None and note.pid == leader.keeper.pid
+        for number, engine in enumerate(pair):
+            engine.store(range(4 * number, 4 * number + 4))
+        assert [list(engine.get(range(8))) for engine in pair] == [[OK] * 8] * 2
+    finally:
+        for engine in pair:
+            engine.close()
 
 
 def test_no_process_but_the_writers_has_the_index_open(engines: Engines) -> None:
