@@ -381,18 +381,18 @@ class Scenario:
 
     def _settle(self, *, may_evict: bool = False) -> None:
         """What was begun ends without the writer; then it goes on, or another one comes."""
-        self._pass(5)
+        self._pass(3)
         if self.rig.writer is None:
             self.rig.writer = self.dead.successor()
         self._writer.go_on()
-        self._pass(5)
+        self._pass(3)
         for number in set() if may_evict else self.engines[0].stored | self.engines[1].stored:
             for engine in self.engines:
                 assert engine.port.may_hold(BlockHash(key(number))), f"block {number} is lost"
 
     def _pass(self, times: int) -> None:
         for _ in range(times):
-            self.rig.clock.advance(3.0)
+            self.rig.clock.advance(5.5)
             for twin in self.rig.nodes:
                 twin.node.tick()
             self.rig.pump()
