@@ -43,3 +43,5 @@ class TierState:
     """Seconds of each call of a server, by verb; the metrics remove them."""
     is_reporter: bool = True
     """True if this engine reports the metrics of the whole tier: one of those that share it."""
+    is_path_reporter: bool = True
+    """True if this engine reports what tiers of several models share: their write budget."""

@@ -125,6 +125,12 @@ def _of_tier(value: Callable[[TierState], float | None]) -> Callable[[MetricsSna
     return _of_state(own)
 
 
+def _budget_left_bytes(state: TierState) -> float | None:
+    """Return the budget that all models of a path share; 0 for all engines but one."""
+    left = state.budget_left_bytes
+    return left if left is None or state.is_path_reporter else 0.0
+
+
 def _misses(snapshot: MetricsSnapshot) -> Values:
     """Yield the misses of each tier: blocks that no tier had, or that a tier below served."""
     counters = snapshot.counters
@@ -264,7 +270,7 @@ _TIERS: dict[str, tuple[str, Callable[[TierState], float | None]]] = {
         lambda s: s.capacity_blocks * s.block_bytes,
     ),
     "write_budget_left_bytes": ("What may still be written to a tier today.",
-                                lambda s: s.budget_left_bytes),
+                                _budget_left_bytes),
     "day_written_bytes": ("Bytes written to a tier in the last 24 hours, by all its engines.",
                           lambda s: None if s.day is None else s.day.written),
     "day_read_bytes": ("Bytes read back from a tier in the last 24 hours, by all its engines.",

@@ -287,6 +287,7 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
                 budget_left_bytes=None if figures is None else figures.budget_left_bytes,
                 day=self.feed.day_totals(),
                 is_reporter=self.feed.is_reporter,
+                is_path_reporter=figures is not None and figures.is_path_reporter,
             )
         ]
 

@@ -49,6 +49,11 @@ def test_jobs_end_and_call_commands_that_exist() -> None:
             assert set(called) <= targets
 
 
+def test_the_job_that_runs_all_tests_has_the_history_that_upgrades_are_tested_with() -> None:
+    steps = jobs()["test"]["steps"]
+    assert steps[0]["with"]["fetch-depth"] == 0 and steps[-1]["run"] == "make test"
+
+
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.stem)
 def test_forms_have_what_the_forge_asks_for(form: Path) -> None:
     found = load(form)

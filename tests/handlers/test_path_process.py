@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from contract.below_contract import SLOTS, BelowContract, BelowRig
 from support.path_engine import PathEngine
 
+from kvcascade.handlers.node.path_jobs import PutJobs
 from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.base import BlockOutcome
-from kvcascade.tiers.nvme.path.path_messages import PathOptions
+from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.path.path_messages import Granted, PathOptions
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
+from kvcascade.tiers.nvme.path.writer_note import load_note
 
 BLOCK, PER_SEGMENT = 4096, 8
 OK, GONE = BlockOutcome.OK, BlockOutcome.GONE
@@ -53,6 +58,42 @@ def test_two_engines_share_what_either_stores(engines: Engines, is_thread: bool)
     for engine in (one, two):
         assert engine.holds(range(10)) == list(range(8))
         assert list(engine.get(range(8))) == [OK] * 8
+
+
+def test_cold_nodes_that_start_together_elect_one_writer(tmp_path: Path) -> None:
+    pair = [PathEngine([tmp_path], options_for(64), name=f"engine {n}") for n in range(2)]
+    try:
+        for engine in pair:
+            engine.keeper.start()
+        for engine in pair:
+            engine.until(lambda tier=engine.tier: tier.takes_puts)  # type: ignore[misc]
+        states = [engine.state for engine in pair]
+        assert sorted(state.value for state in states) == ["following", "leading"]
+        note = load_note(RealFileSystem(), tmp_path)
+        leader = pair[states.index(NodeState.LEADING)]
+        assert note is not None and note.pid == leader.keeper.pid
+        for number, engine in enumerate(pair):
+            engine.store(range(4 * number, 4 * number + 4))
+        assert [list(engine.get(range(8))) for engine in pair] == [[OK] * 8] * 2
+    finally:
+        for engine in pair:
+            engine.close()
+
+
+def test_no_process_but_the_writers_has_the_index_open(engines: Engines) -> None:
+    """The index counts its readers by process numbers, which containers do not share."""
+
+    def has_index(pid: int | None) -> bool:
+        return "/blocks/data.mdb" in Path(f"/proc/{pid}/maps").read_text()
+
+    one, two = engines(), engines()
+    two.store(range(4))
+    assert list(two.get(range(4))) == [OK] * 4
+    pids = one.keeper.pid, two.keeper.pid, os.getpid()
+    assert list(map(has_index, pids)) == [True, False, False]
+    one.kill()
+    two.until(lambda: two.state is NodeState.LEADING)
+    assert list(map(has_index, pids[1:])) == [True, False]
 
 
 def test_blocks_outlive_their_engines(engines: Engines) -> None:
@@ -108,22 +149,35 @@ def test_writers_are_killed_under_load_and_no_block_is_wrong(engines: Engines) -
         wait_until(leader, takes_puts=False)
 
 
+@pytest.mark.parametrize("is_in_commit", [False, True])
 def test_a_stopped_writer_rests_writes_and_goes_on(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, is_in_commit: bool
 ) -> None:
     monkeypatch.setattr("kvcascade.handlers.node.path_node.SILENCE_LIMIT_S", 0.3)
     one, two = engines(), engines(is_thread=True)
-    one.put(range(4))
-    one.signal(signal.SIGSTOP)
+    one.store(range(4))
+    granted = PutJobs.granted
+
+    def stop_then_write(jobs: PutJobs, message: Granted) -> None:
+        one.signal(signal.SIGSTOP)
+        granted(jobs, message)
+
+    if is_in_commit:  # the writer granted a slot, and the block is written while it is stopped
+        monkeypatch.setattr(PutJobs, "granted", stop_then_write)
+    else:
+        one.signal(signal.SIGSTOP)
     try:
         assert list(two.put([9])) == [BlockOutcome.CANCELLED]
         two.until(lambda: two.state is NodeState.SILENT)
         assert not two.tier.takes_puts
         assert list(two.get(range(4))) == [OK] * 4
     finally:
+        monkeypatch.setattr(PutJobs, "granted", granted)
         one.signal(signal.SIGCONT)
     two.until(lambda: two.tier.takes_puts)
     assert list(two.put([10])) == [OK]
+    assert two.holds([9]) == [9] * is_in_commit, "the writer takes in what it was sent"
+    assert list(two.get([9, 10])) == [OK if is_in_commit else GONE, OK]
 
 
 def test_a_reset_reaches_every_engine(engines: Engines) -> None:
@@ -168,6 +222,40 @@ def test_a_path_longer_than_the_address_of_a_socket(tmp_path: Path) -> None:
     finally:
         for engine in pair:
             engine.close()
+
+
+OWN_POLICY = """
+import logging
+import os
+
+from kvcascade.tiers.policies.lru import LruOrder
+
+
+class NewestFirst(LruOrder):
+    def victims(self, limit, wanted, mask=None, window=None):
+        found = super().victims(self.capacity, wanted, mask, window)[::-1][:limit]
+        logging.getLogger(__name__).warning("slots %s leave in process %d", found, os.getpid())
+        return found
+"""
+
+
+def test_a_policy_of_the_users_own_evicts_and_logs_in_the_process_of_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tier").mkdir()
+    (tmp_path / "own_policy.py").write_text(OWN_POLICY)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = msgspec.structs.replace(options_for(PER_SEGMENT), policy="own_policy:NewestFirst")
+    engine = PathEngine([tmp_path / "tier"], options).open()
+    try:
+        for numbers in (range(PER_SEGMENT - 1), [50], [60]):
+            engine.store(numbers)
+        assert engine.holds([*range(PER_SEGMENT), 50, 60]) == [*range(PER_SEGMENT - 1), 60]
+        pid = engine.keeper.pid
+    finally:
+        engine.close()
+    line = rf"\(kvcascade node pid={pid}\) WARNING .* slots \[\d\] leave in process {pid}\n"
+    assert re.search(line, capfd.readouterr().err), "the standard error of the engine has it"
 
 
 def test_the_process_loads_only_what_moving_blocks_needs() -> None:

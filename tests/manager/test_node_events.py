@@ -172,6 +172,7 @@ def test_one_engine_reports_the_whole_tier() -> None:
         node.tier.maintain()
     states = [node.tier.state()[0] for node in (one, two)]
     assert [state.is_reporter for state in states] == [True, False]
+    assert [state.is_path_reporter for state in states] == [True, False]
     assert states[0].blocks == states[1].blocks > 0
     totals = states[1].day
     assert totals is not None and totals.written == SLOTS * BLOCK and not totals.is_whole_day

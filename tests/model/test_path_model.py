@@ -17,6 +17,7 @@ def test_what_was_acknowledged_stays_and_nothing_else_appears(seed: int, durabil
         model.turn()
     assert sum(oracle.stored_blocks for oracle in model.oracles.values()) > 50
     assert sum(oracle.removed_blocks for oracle in model.oracles.values()) > 0
+    assert model.late_commits > 0, "grants from before a reset were committed"
 
 
 @pytest.mark.parametrize("durability", ["process", "power"])

@@ -4,6 +4,9 @@ Every message, transfer and connection is an event; a random number decides whic
 oracle is the content of a block: its key and the number of resets that its engine knew of. No read
 may bring another key or an older number. With two paths, an engine reads and writes them through a
 chain, and offers again what it has read.
+
+One scenario with the real writer is run again and again: it is killed, stalled or cut off before
+each of its messages in turn.
 """
 
 from __future__ import annotations
@@ -15,18 +18,45 @@ from dataclasses import dataclass, field
 import pytest
 from support.keys import key
 from support.memory_backend import MemoryBackend
-from support.node_rig import ARENA_SLOTS, BLOCK, NodesRig, NodeTwin
+from support.node_rig import (
+    ARENA_SLOTS,
+    BLOCK,
+    PER_SEGMENT,
+    CoreWriter,
+    NodesRig,
+    NodeTwin,
+)
 
 from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.manager.admission import AdmitAll
 from kvcascade.manager.below.chain import BelowChain, ChainedTier
 from kvcascade.manager.below.port import Below, Ended, Put
 from kvcascade.tiers.base import BlockHash, BlockOutcome
+from kvcascade.tiers.nvme.path.path_messages import (
+    Bad,
+    Commit,
+    CommitDone,
+    Epoch,
+    Grant,
+    Granted,
+    Hello,
+    Read,
+    Release,
+    Removed,
+    Reset,
+    Stored,
+    TierFigures,
+    Touch,
+    Welcome,
+)
+from kvcascade.tiers.nvme.segments.format import segment_name
 
 SEEDS = range(40)
 STEPS = 800
 """Events of a run, for each path."""
 KEYS = 24
+HEADER_BYTES = 4096
+"""Bytes of a segment before its first slot."""
 
 
 def content(number: int, generation: int) -> bytes:
@@ -49,6 +79,8 @@ class Engine:
     jobs: dict[int, tuple[bool, list[int], list[int], int]] = field(default_factory=dict)
     """Whether a job reads, its blocks, its slots, and the generation at its start."""
     counts: dict[BlockOutcome, int] = field(default_factory=dict)
+    stored: set[int] = field(default_factory=set)
+    """Blocks of this generation that the writer acknowledged."""
 
     @property
     def arena(self) -> MemoryBackend:
@@ -85,6 +117,7 @@ class Engine:
         """Take in what ended, and what others did."""
         if self.port.maintain():
             self.generation = resets
+            self.stored.clear()
         for ended in self.port.poll():
             self._check(ended)
         self.port.take_lost()
@@ -95,6 +128,8 @@ class Engine:
         found_ok: list[tuple[int, int]] = []
         for number, slot, outcome in zip(numbers, slots, ended.outcomes, strict=True):
             self.counts[outcome] = self.counts.get(outcome, 0) + 1
+            if outcome is BlockOutcome.OK and not is_get and generation == self.generation:
+                self.stored.add(number)
             if is_get and outcome is BlockOutcome.OK:
                 found = bytes(self.arena.view(slot)[:14]).decode().rstrip(";").split("/")
                 assert int(found[0]) == number, "another block"
@@ -267,3 +302,133 @@ def test_the_model_comes_to_every_place(paths: int) -> None:
     assert killed > 10 and resets > 10 and (lone_resets > 5) is (paths > 1)
     wanted = (BlockOutcome.OK, BlockOutcome.GONE, BlockOutcome.HELD, BlockOutcome.CANCELLED)
     assert all(seen.get(outcome, 0) > 0 for outcome in wanted), seen
+
+
+class Scenario:
+    """Two engines and the real writer, which fails once, before one of its messages."""
+
+    def __init__(self, at: int, fault: str) -> None:
+        """`fault` comes before message number `at`: the writer is killed or stalled, or all are cut
+        off from it."""
+        self.kinds: list[type] = []
+        """Kinds of all messages, in order."""
+        self._at, self._fault = at, fault
+        self.places = 0
+        """Number of messages before which it may fail."""
+        self._resets = 0
+        self.rig = NodesRig(is_real=True)
+        self.rig.rng = random.Random(0)
+        self.rig.before_message = self._before
+        self.engines: list[Engine] = []
+
+    def run(self) -> None:
+        """Every kind of message; what was acknowledged is there after each part."""
+        for _ in range(2):
+            twin = self.rig.add()
+            self.engines.append(Engine([twin], twin.tier, random.Random(0)))
+        self._settle()
+        one, two = self.engines
+        one.put(range(6))
+        two.put(range(4, 9))
+        self._settle()
+        one.get(range(9))
+        two.get(range(3))
+        one.port.touch([BlockHash(key(n)) for n in range(6)])
+        one.put([9, 10])
+        self._settle()
+        two.get([self._damage(one), *sorted(one.stored | two.stored)])
+        self._settle()
+        two.put([12])
+        self._reset(one)
+        two.get(range(5))
+        self._settle()
+        two.put(range(6))
+        one.put(range(8, 12))
+        self._settle()
+        for first in range(100, 120, 10):  # more than the tier holds
+            one.put(range(first, first + 5))
+            two.put(range(first + 5, first + 10))
+            self._settle(may_evict=True)
+        for engine in self.engines:
+            assert engine.jobs == {} and len(engine.free) == ARENA_SLOTS
+            assert engine.generation == self._resets
+            engine.stored.clear()
+        self.places, self._at = len(self.kinds), -1
+        one.put(range(200, 216))
+        self._settle()
+        assert len(one.stored) == 16, "no slot is lost"
+        two.get(range(200, 216))
+        self._settle()
+
+    def _before(self, message: object) -> None:
+        self.kinds.append(type(message))
+        if len(self.kinds) != self._at + 1:
+            return
+        writer = self._writer
+        if self._fault == "stalled":
+            writer.is_stalled = True
+            return
+        if self._fault == "killed":
+            self.rig.writer = None
+            self.dead = writer
+        for node in self.rig.nodes:
+            node.cut()
+
+    @property
+    def _writer(self) -> CoreWriter:
+        assert isinstance(self.rig.writer, CoreWriter)
+        return self.rig.writer
+
+    def _settle(self, *, may_evict: bool = False) -> None:
+        """What was begun ends without the writer; then it goes on, or another one comes."""
+        self._pass(3)
+        if self.rig.writer is None:
+            self.rig.writer = self.dead.successor()
+        self._writer.go_on()
+        self._pass(3)
+        for number in set() if may_evict else self.engines[0].stored | self.engines[1].stored:
+            for engine in self.engines:
+                assert engine.port.may_hold(BlockHash(key(number))), f"block {number} is lost"
+
+    def _pass(self, times: int) -> None:
+        for _ in range(times):
+            self.rig.clock.advance(5.5)
+            for twin in self.rig.nodes:
+                twin.node.tick()
+            self.rig.pump()
+            for engine in self.engines:
+                engine.look(self._resets)
+
+    def _reset(self, engine: Engine) -> None:
+        self._resets += 1
+        engine.generation = self._resets
+        for each in self.engines:
+            each.stored.clear()
+        engine.port.reset()
+
+    def _damage(self, engine: Engine) -> int:
+        """Change a byte of a stored block, and return its number."""
+        (namespace,) = self._writer.core.namespaces.values()
+        number = min(engine.stored)
+        slot = namespace.presence.find(key(number))
+        segment, place = divmod(slot, PER_SEGMENT)
+        path = namespace.home.folders[0] / "segments" / segment_name(segment)
+        self.rig.fs.damage(path, HEADER_BYTES + place * BLOCK, b"\xff")
+        for each in self.engines:
+            each.stored.discard(number)
+        return number
+
+
+@pytest.mark.parametrize("fault", ["killed", "stalled", "cut off"])
+def test_a_writer_fails_before_every_message_and_nothing_is_wrong_or_lost(fault: str) -> None:
+    plain = Scenario(-1, fault)
+    plain.run()
+    wanted = {Hello, Grant, Commit, Release, Bad, Touch, Read, Reset}
+    wanted |= {Welcome, Granted, CommitDone, Epoch, Stored, Removed, TierFigures}
+    assert wanted <= set(plain.kinds)
+    failed: list[type] = []
+    for at in range(plain.places):
+        scenario = Scenario(at, fault)
+        scenario.run()
+        failed += scenario.kinds[at : at + 1]
+    assert wanted <= set(failed), "it failed before each kind"

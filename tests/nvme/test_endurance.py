@@ -140,6 +140,8 @@ def test_engines_that_do_not_report_a_tier_add_nothing_to_its_gauges() -> None:
     }.items():  # fmt: skip
         values = [gauge(name, snapshot) for snapshot in snapshots]
         assert sum(found[0][1] for found in values) == whole, name
+    other_model = dataclasses.replace(one, is_path_reporter=False)
+    assert gauge("write_budget_left_bytes", MetricsSnapshot(counters, [other_model]))[0][1] == 0
     assert gauge("write_budget_left_bytes", MetricsSnapshot(counters, [
         dataclasses.replace(two, budget_left_bytes=None)
     ])) == []  # fmt: skip

@@ -15,9 +15,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from support.children import TESTS
 from support.path_engine import PathEngine
+from support.small_disk import Filler, free_bytes, on_small_disk
 from support.writer_twin import FIELDS, LABEL, namespace_spec
 
 from kvcascade.handlers.node.path_wire import NodeState
@@ -30,6 +32,10 @@ from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 LAST_RELEASE = "c6e20231a2b23fad5c9168ca9a2495b291fc5633"
 """Commit of the last version whose engines know nothing of a writer."""
 FOLDERS = ("kvcascade", "handlers", "manager", "tiers", "tools", "tests/support")
+RELEASE = "KVCASCADE_TEST_RELEASE"
+"""Variable with the folder of the last release, for a test on a disk of its own."""
+DISK_BYTES, RESERVE_BYTES = 12 << 20, 1 << 20
+"""More than the tier may take, and what is never used of it."""
 END_LIMIT_S = 60.0
 BLOCK, PER_SEGMENT = 4096, 8
 OK = BlockOutcome.OK
@@ -54,16 +60,18 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class OldEngine:
     """An engine of the last release, which obeys lines on its input."""
 
-    def __init__(self, release: Path, path: Path, label: str, fields: object) -> None:
+    def __init__(
+        self, release: Path, path: Path, options: PathOptions, label: str, fields: object
+    ) -> None:
         """Open its tier; `refusal` is the sentence if it could not."""
         arguments = {
             "paths": [str(path)],
-            "capacity": OPTIONS.capacity_bytes,
+            "capacity": options.capacity_bytes,
             "per_segment": PER_SEGMENT,
             "label": label,
             "fields": fields,
             "ready": 0,
-            "min_free": 0,
+            "min_free": options.min_free_bytes,
             "policy": "lru",
         }
         self._process = subprocess.Popen(
@@ -101,10 +109,13 @@ class Neighbours:
 
     def __init__(self, release: Path, path: Path, stack: ExitStack) -> None:
         self._release, self._path, self._stack = release, path, stack
+        self.options = OPTIONS
 
-    def new(self, *, is_thread: bool = False) -> PathEngine:
+    def new(self, label: str = LABEL, *, is_thread: bool = False) -> PathEngine:
         """Start a new engine; it need not come up."""
-        engine = PathEngine([self._path], OPTIONS, capacity=720, is_thread=is_thread)
+        engine = PathEngine(
+            [self._path], self.options, capacity=720, is_thread=is_thread, label=label
+        )
         self._stack.callback(engine.close)
         engine.keeper.start()
         engine.until(lambda: engine.tier.takes_puts or engine.state is NodeState.OFF)
@@ -112,7 +123,8 @@ class Neighbours:
 
     def old(self, label: str = "other", fields: object = None) -> OldEngine:
         """Start an old engine."""
-        engine = OldEngine(self._release, self._path, label, fields or {"model": label})
+        given = fields or {"model": label}
+        engine = OldEngine(self._release, self._path, self.options, label, given)
         self._stack.callback(engine.close)
         return engine
 
@@ -181,6 +193,43 @@ def test_both_keep_the_capacity_and_each_others_blocks(
     assert old.ask("hits", *range(608, 616)) == 8
     names = {each.parent.name for each in tmp_path.glob("*/namespace.json")}
     assert len(names) == 2, "neither has removed the other one"
+
+
+def old_and_new_keep_a_reserve(path: Path) -> None:
+    """Somebody else fills the disk while both could still grow."""
+    with ExitStack() as stack:
+        both = Neighbours(Path(os.environ[RELEASE]), path, stack)
+        both.options = msgspec.structs.replace(OPTIONS, min_free_bytes=RESERVE_BYTES)
+        new, old, left = both.new(), both.old(), list[int]()
+        assert not old.refusal
+        fill(new, range(16))
+        old.ask("store", *range(8))
+        Filler(path, RESERVE_BYTES + 3 * PER_SEGMENT * BLOCK)
+        for start in range(0, 640, 16):
+            old.ask("store", *range(start, start + 8))
+            left.append(free_bytes(path))
+            new.put(range(start, start + 16))
+            left.append(free_bytes(path))
+        assert min(left) >= RESERVE_BYTES
+        assert old.ask("hits", *range(640)) and new.holds(range(640)), "both evict instead"
+
+
+def test_both_keep_the_reserve_of_the_disk(
+    release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RELEASE, str(release))
+    on_small_disk(old_and_new_keep_a_reserve, tmp_path, DISK_BYTES)
+
+
+def test_an_old_engine_removes_no_new_namespace_that_nobody_has_open(both: Neighbours) -> None:
+    """It removes every namespace that it can lock if it lacks room, as it does here."""
+    idle = both.new("idle")
+    fill(idle, range(64))
+    idle.tier.shutdown(0.0)
+    idle.keeper.close()
+    fill(both.new(), range(16))
+    assert "would be missing in the capacity" in both.old().refusal
+    assert both.new("idle").holds(range(64)) == list(range(64))
 
 
 def test_an_old_namespace_that_nobody_has_open_gives_its_room(

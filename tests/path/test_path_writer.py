@@ -186,12 +186,13 @@ def test_one_node_of_each_namespace_reports_its_figures() -> None:
     rig = PathRig()
     nodes = [RigNode(rig), RigNode(rig), RigNode(rig, label="another"), RigNode(rig)]
 
-    def reporters() -> list[bool]:
+    def reporters() -> list[tuple[bool, bool] | None]:
         rig.step(seconds=2.0)
         last = [rig.take(node.client, TierFigures)[-1:] for node in nodes]
-        return [bool(figures and figures[0].is_reporter) for figures in last]
+        return [(of[0].is_reporter, of[0].is_path_reporter) if of else None for of in last]
 
-    assert reporters() == [True, False, True, False]
+    none = False, False
+    assert reporters() == [(True, True), none, (True, False), none], "one for all namespaces"
     rig.writer.disconnect(nodes[0].client)
     nodes[1].store([1])
-    assert reporters() == [False, True, False, False], "only what changed is sent"
+    assert reporters() == [None, (True, True), None, none], "only what changed is sent"

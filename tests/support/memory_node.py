@@ -279,6 +279,7 @@ class MemoryNode:
             self._evicted_blocks,
             None if budget is None else budget.left_bytes(),
             is_reporter=True,
+            is_path_reporter=True,
         )
         if figures != self._figures:
             self._figures = figures

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,8 @@ class NodesRig:
             self.writer = WriterTwin(self.fs, self.roots[0], SLOTS, PER_SEGMENT, BLOCK, options)
         self.options = options
         self.nodes: list[NodeTwin] = []
+        self.before_message: Callable[[FromNode | FromWriter], None] = lambda message: None
+        """Called before a message reaches its other end."""
         self.rng: random.Random | None = None
         """Chooses which queue goes on; without it they take turns."""
 
@@ -137,6 +140,7 @@ class NodesRig:
     def _deliver(self) -> None:
         assert self.writer is not None
         client, message = self.writer.outbox.popleft()
+        self.before_message(message)
         for node in self.nodes:
             if node.client == client:
                 node.inbox.append(from_writer.decode(msgspec.msgpack.encode(message)))
@@ -146,13 +150,22 @@ class CoreWriter:
     """The real `PathWriter` over block tables in memory, with the face of a `WriterTwin`."""
 
     def __init__(
-        self, fs: FileSystem, roots: Sequence[Path], options: PathOptions, clock: ManualClock
+        self,
+        fs: FileSystem,
+        roots: Sequence[Path],
+        options: PathOptions,
+        clock: ManualClock,
+        disks: dict[Path, MemoryBlockDisk] | None = None,
     ) -> None:
+        """`disks`: block tables that a writer before this one left."""
         self.is_stalled = False
+        """Nothing is handled, as in a stopped process."""
         self.outbox: deque[tuple[int, FromWriter]] = deque()
+        self._given = fs, roots, options
         self._clock = clock
-        self._disks: dict[Path, MemoryBlockDisk] = {}
+        self._disks = {} if disks is None else disks
         self._numbers = count(1)
+        self._waiting: deque[Callable[[], None]] = deque()
         self._is_due = False
         for root in roots:
             fs.make_dir(root)
@@ -162,21 +175,38 @@ class CoreWriter:
     def connect(self) -> int:
         """A client comes."""
         client = next(self._numbers)
-        self.core.connect(client)
+        self._handle(partial(self.core.connect, client))
         return client
 
     def disconnect(self, client: int) -> None:
         """A client's socket was closed."""
-        self.core.disconnect(client)
+        self._handle(partial(self.core.disconnect, client))
 
     def receive(self, client: int, message: FromNode) -> None:
         """Take a message."""
-        self.core.receive(client, message)
-        self._is_due = True
+        self._handle(partial(self.core.receive, client, message))
+
+    def go_on(self) -> None:
+        """Handle what came while it was stalled."""
+        self.is_stalled = False
+        while self._waiting:
+            self._handle(self._waiting.popleft())
+
+    def successor(self) -> CoreWriter:
+        """The next writer of the path, after this one was killed."""
+        self.core.close(is_clean=False)
+        return CoreWriter(*self._given, self._clock, self._disks)
 
     def actions(self) -> list[Callable[[], None]]:
         """Actions that the node may take next."""
         return [self._step] if self._is_due and not self.is_stalled else []
+
+    def _handle(self, event: Callable[[], None]) -> None:
+        if self.is_stalled:
+            self._waiting.append(event)
+            return
+        event()
+        self._is_due = True
 
     def _step(self) -> None:
         self._is_due = False
@@ -350,6 +380,7 @@ class NodeTwin:
 
     def _send(self) -> None:
         message = self.outbox.popleft()
+        self.rig.before_message(message)
         if self.client is not None and self.rig.writer is not None:
             self.rig.writer.receive(self.client, from_node.decode(msgspec.msgpack.encode(message)))
 

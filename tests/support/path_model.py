@@ -139,6 +139,8 @@ class PathModel:
     ) -> None:
         """With `is_late` files are made and namespaces opened while the writer serves others."""
         self.is_late = is_late
+        self.late_commits = 0
+        """Number of commits of grants from before a reset."""
         self.waited = 0
         """Number of turns in which a node waited for its namespace."""
         self.joining: list[tuple[RigNode, str]] = []
@@ -201,14 +203,17 @@ class PathModel:
             slots = [slot for slot in chosen if slot in held and held[slot][1] == epoch]
             keys = [held[slot][0] for slot in slots]
             sums = [self._checksum() for _ in slots]
-            oracle = self.oracles[label]
-            for key, slot, checksum in zip(keys, slots, sums, strict=True):
+            oracle, blocks = self.oracles[label], list(zip(keys, slots, sums, strict=True))
+            if epoch != self.rig.writer.namespaces[self._folder(label)].epoch:
+                self.late_commits, blocks = self.late_commits + 1, []
+            for key, slot, checksum in blocks:
                 oracle.sent.setdefault(key, set()).add((slot, checksum))
+            for slot in slots:
                 oracle.owners.pop(slot, None)
                 del held[slot]
             named = [key_of(key) for key in keys]
             request = next(node.requests)
-            self.expected[node.client, request] = list(zip(keys, slots, sums, strict=True))
+            self.expected[node.client, request] = blocks
             message = Commit(request, epoch, named, int32(slots), uint64(sums))
             self.rig.send(node.client, message)
 
@@ -266,9 +271,11 @@ class PathModel:
         self.rig.send(node.client, Commit(request, namespace.epoch, keys, int32(slots), sums))
 
     def _reset(self) -> None:
-        if self.rng.random() < 0.1:
+        if self.rng.random() < 0.3:
             node, _ = self.rng.choice(self.nodes)
             self.rig.send(node.client, Reset(next(node.requests)))
+            for _ in range(6):  # which the node sent before it knew of that
+                self._commit()
 
     # -- the writer ----------------------------------------------------------------------------
 
@@ -379,7 +386,8 @@ class PathModel:
             return
         codes = list(map(Committed, message.outcomes))
         if not blocks:
-            assert set(codes) <= {Committed.STALE}, "nobody commits what is not granted to him"
+            text = "nobody commits what is not granted to him, or was before a reset"
+            assert set(codes) <= {Committed.STALE}, text
             return
         oracle = self.oracles[label]
         table = self.rig.writer.namespaces[self._folder(label)].table

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
 import pytest
 from support.engine_rig import Answers, Engine, engine_options
 from support.kv_bytes import damage
 from support.waiting import wait_until
 
+from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.path.writer_note import load_note
 from kvcascade.tools.dev.model import make_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -251,6 +255,36 @@ def after_a_reset_by_another(engine: Engine, bench: Bench) -> None:
     assert engine.metrics()["vllm:kvcascade_resets_by_others"] == 1
 
 
+def while_writers_are_killed(pair: Sequence[Engine], bench: Bench, path: Path) -> None:
+    """Both engines read and write when the node that writes the path dies: no request fails."""
+    with ThreadPoolExecutor() as threads:
+        for _ in range(2):
+            for engine in pair:
+                engine.reset(connector=False)
+            node = writer_of(path)
+            enough = node.io_counters().read_chars + 8 * BLOCK_BYTES
+            running = [threads.submit(in_batches, each, WORKLOAD.turns[-1]) for each in pair]
+            wait_until(partial(has_read, node, enough), 10 * SETTLE_ROUNDS_MAX, SETTLE_ROUND_S / 10)
+            assert not any(each.done() for each in running)
+            node.kill()
+            assert [tokens(each.result()) for each in running] == [bench.expected[-1]] * 2
+            for engine in pair:
+                settle(engine)
+            assert writer_of(path).pid != node.pid
+
+
+def writer_of(path: Path) -> psutil.Process:
+    """The process that writes a path."""
+    note = load_note(RealFileSystem(), path)
+    assert note is not None
+    return psutil.Process(note.pid)
+
+
+def has_read(process: psutil.Process, size: int) -> bool:
+    """Whether a process has read so many bytes."""
+    return bool(process.io_counters().read_chars >= size)
+
+
 def test_stores_refused_while_everything_is_busy(bench: Bench, tmp_path: Path) -> None:
     """A first tier of a dozen blocks under requests of thirty."""
     with bench.engine(tiers=bench.tiers(tmp_path, cpu=12)) as engine:
@@ -263,8 +297,8 @@ def test_stores_refused_while_everything_is_busy(bench: Bench, tmp_path: Path) -
 
 
 def test_two_engines_share_one_tier(bench: Bench, tmp_path: Path) -> None:
-    """What one demotes the other hits, and what one resets no other does; one is killed, the other
-    goes on and finds its blocks."""
+    """What one demotes the other hits, and what one resets no other does; their writers are
+    killed under load; one is killed, the other goes on and finds its blocks."""
     tiers = bench.tiers(tmp_path, nvme=1600)  # nothing need leave it
     back: dict[str, Any] = {"write_mode": "back", "dirty_age_s": 0.1}
     with bench.engine(tiers=tiers, **back) as one, bench.engine(tiers=tiers, **back) as other:
@@ -281,6 +315,7 @@ def test_two_engines_share_one_tier(bench: Bench, tmp_path: Path) -> None:
         answers = tokens(in_batches(other, with_more))
         assert other.metrics()["vllm:kvcascade_stored_blocks"] > 0
         assert tokens(in_batches(one, with_more)) == answers
+        while_writers_are_killed((one, other), bench, tmp_path)
         other.kill()
         one.reset(connector=False)
         assert tokens(in_batches(one, with_more)) == answers

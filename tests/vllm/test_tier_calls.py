@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from support.cache_rig import call
 from support.cascade import key
 from support.inside import coldest_in
 from support.kv_bytes import Shape, offloading_config
@@ -122,6 +124,22 @@ def test_versions_whose_base_class_keeps_the_view_only(
     rig.store(context, [1])
     rig.load(context, [1])
     rig.tier.shutdown()
+
+
+def test_two_tiers_share_a_path_and_tools_work_beside_them(tmp_path: Path) -> None:
+    one, two = Rig(tmp_path), Rig(tmp_path)
+    one.memory[:] = 7
+    one.store(one.request("a", [1, 2]), [1, 2])
+    context = two.request("b", [1, 2])
+    is_there = partial(two.tier.lookup, okey(2), context)
+    wait_until(lambda: is_there() is LookupResult.HIT, JOB_ROUNDS_MAX, JOB_ROUND_S)
+    two.load(context, [1, 2])
+    assert (two.memory[:2] == 7).all()
+    found = call("inspect", tmp_path, "--json").one
+    assert (found["state"], found["blocks"], len(found["engines"])) == ("live", 2, 2)
+    assert call("verify", tmp_path, "--json").one["ok"] == 2
+    for rig in (one, two):
+        rig.tier.shutdown()
 
 
 @pytest.fixture(params=["lru", "prefix"])

@@ -315,6 +315,8 @@ class TierFigures(msgspec.Struct, frozen=True, array_like=True, tag=40):
     """Reason why the last grant was not full."""
     is_reporter: bool = False
     """True for one node of the namespace: its engine reports the metrics of the whole tier."""
+    is_path_reporter: bool = False
+    """True for one node of the path: its engine also reports what all namespaces share."""
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True, tag=41):

@@ -334,9 +334,10 @@ class PathWriter:
 
     def _send_figures(self) -> None:
         left = self.path.budget.left_bytes(self.namespaces.values())
-        for namespace in self.namespaces.values():
+        reporters = [min(self._engines_of(each), default=0) for each in self.namespaces.values()]
+        path_reporter = min(filter(None, reporters), default=0)
+        for namespace, reporter in zip(self.namespaces.values(), reporters, strict=True):
             day = namespace.day_totals()
-            reporter = min(self._engines_of(namespace), default=0)
             for number in sorted(namespace.clients):
                 figures = TierFigures(
                     namespace.space.used,
@@ -346,6 +347,7 @@ class PathWriter:
                     (int(day.is_whole_day), day.written, day.read),
                     namespace.grants.last_why,
                     number == reporter,
+                    number == path_reporter,
                 )
                 client = self._clients[number]
                 if client.figures != figures:
