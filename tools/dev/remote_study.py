@@ -231,7 +231,7 @@ class Host:
             is_held = Presence.HELD
             server.write({h: self._memory.last(h) is is_held for h in wanted}, self._now_s)
             self._memory.note(self._memory.epoch, wanted, ())
-            self._rule.end(wanted, [True] * len(wanted))
+            self._rule.end(wanted, [True] * len(wanted), self._memory.epoch)
 
 
 def routes(work: StudyWorkload, routing: str, hosts: int) -> list[int]:
