@@ -6,14 +6,15 @@ import logging
 from pathlib import Path
 
 import pytest
-from contract.remote_contract import LIMIT_S, names
+from contract.remote_contract import LIMIT_S, an_object, names
 from support.remote_servers import HOST, ServerProcess, redis_server
 
 from kvcascade.config.options import At
 from kvcascade.config.remote import RemoteTierOptions, WriteWhen, parse_remote
 from kvcascade.errors import ConfigError
 from kvcascade.tiers.remote import remote_options
-from kvcascade.tiers.remote.base import RemoteOutcome
+from kvcascade.tiers.remote.abilities import CanList
+from kvcascade.tiers.remote.base import FAILURES, RemoteOutcome
 from kvcascade.tiers.remote.objects import GcmSeal, MacSeal
 from kvcascade.tiers.remote.remote_options import (
     missing_extra,
@@ -202,11 +203,26 @@ class TestSecrets:
         ("kv\0", "'{}/kv\\x00' cannot be read (embedded null byte)."),
     ],
 )
-def test_what_is_no_folder_is_refused_in_one_sentence(tmp_path: Path, name: str, said: str) -> None:
+def test_what_is_no_folder_is_one_sentence_and_no_error(
+    tmp_path: Path, name: str, said: str
+) -> None:
     pytest.importorskip("obstore")
     (tmp_path / "a-file").touch()
     options = parse(url=f"file://{tmp_path}/{name}")
-    for use in (open_remote_engine, probe_remote):
-        with pytest.raises(ConfigError) as caught:
-            use(options, {})
-        assert str(caught.value) == f"tiers[2].url: {said.format(tmp_path)}"
+    assert probe_remote(options, {}) == f"tiers[2].url: {said.format(tmp_path)}"
+    engine, _ = open_remote_engine(options, {})
+    assert engine.exist_many(names(1), LIMIT_S)[0] in FAILURES | {RemoteOutcome.ABSENT}
+    assert engine.put(names(1), [an_object(1)], LIMIT_S) == [RemoteOutcome.IO_ERROR]
+    engine.close()
+
+
+def test_a_folder_is_used_once_it_can_be(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    (tmp_path / "share").touch()
+    engine, _ = open_remote_engine(parse(url=f"file://{tmp_path}/share/kv"), {})
+    assert isinstance(engine, CanList)
+    assert engine.put(names(1), [an_object(1)], LIMIT_S) == [RemoteOutcome.IO_ERROR]
+    assert [each.outcome for each in engine.list_objects("", LIMIT_S)] == [RemoteOutcome.IO_ERROR]
+    (tmp_path / "share").unlink()
+    assert engine.put(names(1), [an_object(1)], LIMIT_S) == [RemoteOutcome.OK]
+    engine.close()

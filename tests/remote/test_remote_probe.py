@@ -80,6 +80,7 @@ def test_an_engine_keeps_its_folder_and_leaves_nothing_in_it(tmp_path: Path) -> 
     pytest.importorskip("obstore")
     given = options(url=(tmp_path / "kv").as_uri())
     engine, _ = open_remote_engine(given, {})
+    engine.exist_many(["any"], 1.0)
     assert problem_of(engine, given) is None
     engine.close()
     assert [*tmp_path.rglob("*")] == [tmp_path / "kv"]

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -100,25 +101,23 @@ def open_object_store(
     such as credentials. Those that are not given come from the environment or the platform's role,
     as `obstore` finds them.
 
-    Nothing is asked of the server. Needs `obstore`. Raises `ConfigError`, without any credential in
-    it, if `obstore` refuses the settings.
+    Nothing is asked of the server or the file system. Needs `obstore`. Raises `ConfigError`,
+    without any credential in it, if `obstore` refuses the settings of a bucket.
     """
     stores: Any = import_module("obstore.store")
     parts = urlsplit(url)
-    folder = Path(parts.path) if parts.scheme == "file" else None
+    if parts.scheme == "file":
+        make = partial(stores.LocalStore, parts.path, mkdir=True)
+        return ObjectStoreEngine(make, timeout_s, Path(parts.path))
     limits = timedelta(seconds=timeout_s), timedelta(seconds=connect_timeout_s)
     try:
-        if folder is None:
-            store = _bucket(stores, parts, limits, endpoint, region, settings or {})
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-            store = stores.LocalStore(str(folder))
+        bucket = _bucket(stores, parts, limits, endpoint, region, settings or {})
     except Exception as error:  # classes differ by store, and their texts may hold settings
         raise ConfigError(
             f"the object store refuses its settings ({type(error).__name__}); check url, endpoint, "
             "region and the credentials in the environment."
         ) from None
-    return ObjectStoreEngine(store, timeout_s, folder)
+    return ObjectStoreEngine(lambda: bucket, timeout_s)
 
 
 def _bucket(
@@ -161,14 +160,18 @@ class ObjectStoreEngine(RemoteEngine):
     asks_in_one_trip = False
     names_per_call = 1
 
-    def __init__(self, store: Any, timeout_s: float, folder: Path | None = None) -> None:
-        """`store`: one of `obstore.store`, which ends each request within `timeout_s`.
+    def __init__(
+        self, open_store: Callable[[], Any], timeout_s: float, folder: Path | None = None
+    ) -> None:
+        """`open_store` returns one of `obstore.store`, which ends each request in `timeout_s`.
 
+        It is called by the first request, and again if it raises: a share may not answer yet.
         `folder`: place of the store's objects, if they are files.
         """
         self.timeout_s = timeout_s
         self._folder = folder
-        self._store = store
+        self._open_store = open_store
+        self._opened: Any = None
         self._obstore: Any = import_module("obstore")
         self._largest: dict[str, str] = {}
         """Largest value that was seen of each counter, as it is named: lists begin with it."""
@@ -239,11 +242,17 @@ class ObjectStoreEngine(RemoteEngine):
         return CounterAnswer(RemoteOutcome.BUSY)
 
     def list_objects(self, prefix: str, limit_s: float) -> Iterator[Listing]:
-        batches: Iterator[Any] = iter(
-            self._obstore.list(self._store, prefix or None, chunk_size=LISTED_AT_A_TIME)
-        )
+        batches: Iterator[Any] | None = None
+
+        def following() -> Any:
+            nonlocal batches
+            if batches is None:
+                size = LISTED_AT_A_TIME
+                batches = iter(self._obstore.list(self._store, prefix or None, chunk_size=size))
+            return next(batches, None)
+
         while True:
-            outcome, found = self._asked(lambda: next(batches, None))
+            outcome, found = self._asked(following)
             if outcome is not RemoteOutcome.OK:
                 missing = outcome is RemoteOutcome.ABSENT
                 yield Listing(RemoteOutcome.DENIED if missing else outcome)
@@ -262,6 +271,13 @@ class ObjectStoreEngine(RemoteEngine):
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def _store(self) -> Any:
+        """The store, opened by the first request. Threads that come together open one each."""
+        if self._opened is None:
+            self._opened = self._open_store()
+        return self._opened
 
     def _read(self, name: str, buffer: PrivateBuffer) -> bool:
         """Read an object; False, and without its bytes, if it has another length."""

@@ -63,8 +63,8 @@ def folder_of(options: RemoteTierOptions) -> Path | None:
 def folder_problem(options: RemoteTierOptions, *, may_be_missing: bool) -> str | None:
     """Return a sentence about the folder of a `file://` URL; None if it can be opened.
 
-    Blocks as long as its file system does not answer. `open_remote_engine` creates a folder that
-    is missing.
+    Blocks as long as its file system does not answer. The first request creates a folder that is
+    missing.
     """
     folder = folder_of(options)
     if folder is None:
@@ -85,12 +85,12 @@ def open_remote_engine(
 ) -> tuple[RemoteEngine, Seal | None]:
     """Return the engine, and the protection of its objects.
 
-    Reads files and environment, and asks no server. Creates the folder of a `file://` URL. Raises
-    `ConfigError`, without any credential in it.
+    Reads secrets from files and environment. Asks no server, and no folder of a `file://` URL.
+    Raises `ConfigError`, without any credential in it.
     """
-    problem = missing_extra(options) or folder_problem(options, may_be_missing=True)
-    if problem:
-        raise ConfigError(problem)
+    missing = missing_extra(options)
+    if missing:
+        raise ConfigError(missing)
     seal = _open_seal(options, environment)
     if options.is_valkey:
         return _open_valkey(options, environment), seal

@@ -17,7 +17,7 @@ from pathlib import Path
 from ...config.remote import RemoteTierOptions, WriteWhen
 from .abilities import CanExplain, Cause
 from .base import HEADER_BYTES, RemoteEngine, RemoteObject, RemoteOutcome
-from .remote_options import folder_of, open_remote_engine
+from .remote_options import folder_of, folder_problem, open_remote_engine
 
 PROBE_BYTES = 4096
 FOLDER = "kvcascade-check"
@@ -64,8 +64,11 @@ def probe_remote(options: RemoteTierOptions, environment: Mapping[str, str]) -> 
 def problem_of(engine: RemoteEngine, options: RemoteTierOptions) -> str | None:
     """Return a sentence about what is wrong with the server of an engine; None if nothing is.
 
-    Blocks for a few deadlines of the tier.
+    Blocks for a few deadlines of the tier, or as long as the file system of a folder.
     """
+    said = folder_problem(options, may_be_missing=True)
+    if said is not None:
+        return said
     folder = folder_of(options)
     with _without_new_folders(folder and folder / FOLDER):
         found = _problem(engine, options)
