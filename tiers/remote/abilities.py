@@ -75,6 +75,8 @@ class Cause(StrEnum):
     """The clock of this machine differs too much from that of the server."""
     RIGHT = "right"
     """The user is known, and may not read."""
+    FOLDER = "folder"
+    """The folder cannot be created or read by this user."""
     REGION = "region"
     """The bucket is in another region."""
     DATABASE = "database"

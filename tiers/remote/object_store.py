@@ -11,6 +11,7 @@ create, which one process wins.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
@@ -47,6 +48,7 @@ RENEW_AFTER_S = 6 * 3600.0
 ADVANCE_TRIES = 16
 """Limit on the attempts to take the next value of a counter that others raise too."""
 _STATUS = re.compile(r"status code: (\d{3})")
+_ERRNO = re.compile(r"os error (\d+)\)")
 _OUTCOMES = {
     "AlreadyExistsError": RemoteOutcome.EXISTS,
     "PreconditionError": RemoteOutcome.EXISTS,
@@ -62,6 +64,13 @@ _STATUS_OUTCOMES = {
     "503": RemoteOutcome.BUSY,
     "507": RemoteOutcome.NO_SPACE,
 }
+_ERRNO_OUTCOMES = {
+    errno.EACCES: RemoteOutcome.DENIED,
+    errno.EROFS: RemoteOutcome.DENIED,
+    errno.ENOSPC: RemoteOutcome.NO_SPACE,
+    errno.EDQUOT: RemoteOutcome.NO_SPACE,
+}
+"""Errors of a folder that another try does not mend."""
 _CAUSES = {
     "NoSuchBucket": Cause.NO_BUCKET,
     "ContainerNotFound": Cause.NO_BUCKET,
@@ -75,6 +84,8 @@ _CAUSES = {
     "AuthenticationFailed": Cause.CREDENTIALS,
     "AccessDenied": Cause.RIGHT,
     "AuthorizationPermissionMismatch": Cause.RIGHT,
+    f"os error {errno.EACCES})": Cause.FOLDER,
+    f"os error {errno.EROFS})": Cause.FOLDER,
     "peer certificate": Cause.CERTIFICATE,
     "169.254.169.254": Cause.NO_CREDENTIALS,
     "metadata.google.internal": Cause.NO_CREDENTIALS,
@@ -439,6 +450,9 @@ def outcome_of(error: Exception) -> RemoteOutcome:
     status = _STATUS.search(text)
     if status and status[1] in _STATUS_OUTCOMES:
         return _STATUS_OUTCOMES[status[1]]
+    code = _ERRNO.search(text)
+    if code and int(code[1]) in _ERRNO_OUTCOMES:
+        return _ERRNO_OUTCOMES[int(code[1])]
     for kind in type(error).__mro__:
         if kind.__name__ in _OUTCOMES:
             return _OUTCOMES[kind.__name__]

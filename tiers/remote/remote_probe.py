@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import takewhile
@@ -21,6 +22,8 @@ from .remote_options import folder_of, folder_problem, open_remote_engine
 
 PROBE_BYTES = 4096
 FOLDER = "kvcascade-check"
+FULL_BYTES = 16 << 20
+"""A share with less free space is full: it takes small objects, and no blocks."""
 
 _REASONS = {
     RemoteOutcome.ABSENT: "has no such bucket or folder; create it",
@@ -38,6 +41,8 @@ _CAUSES = {
     Cause.CREDENTIALS: "refuses the credentials; correct them in the environment or in the file",
     Cause.CLOCK: "finds the clock of this machine wrong; set it right",
     Cause.RIGHT: "does not let this user read; allow reads, and lists of the bucket",
+    Cause.FOLDER: "does not let this user create or read the folder; set its rights, or mount it "
+    "writable",
     Cause.REGION: 'has this bucket in another region; set "region"',
     Cause.DATABASE: "has no such database; give the number of another one in the url",
     Cause.CERTIFICATE: "has a certificate that this machine does not trust; install the one that "
@@ -72,6 +77,9 @@ def problem_of(engine: RemoteEngine, options: RemoteTierOptions) -> str | None:
     folder = folder_of(options)
     with _without_new_folders(folder and folder / FOLDER):
         found = _problem(engine, options)
+        if found is None and folder is not None and options.writes is not WriteWhen.OFF:
+            is_full = shutil.disk_usage(folder).free < FULL_BYTES
+            found = _REASONS[RemoteOutcome.NO_SPACE] if is_full else None
     return None if found is None else f"{options.key}.url: the server {found}."
 
 
