@@ -21,7 +21,7 @@ from support.waiting import wait_until
 
 from kvcascade.errors import ConfigError
 from kvcascade.tiers.remote.abilities import Cause
-from kvcascade.tiers.remote.base import MAX_COUNTER, RemoteEngine, RemoteOutcome
+from kvcascade.tiers.remote.base import MAX_COUNTER, CounterAnswer, RemoteEngine, RemoteOutcome
 
 pytest.importorskip("obstore", reason='no object stores: install obstore (extra "s3")')
 
@@ -132,6 +132,32 @@ class TestS3(RemoteContract):
     def spoil(self, engine: RemoteEngine, name: str, data: bytes) -> None:
         asked = urllib.request.Request(f"{self.at}/pre/fix/{name}", data=data, method="PUT")
         urllib.request.urlopen(asked, timeout=10).close()
+
+
+def test_requests_for_a_counter_are_counted(s3: S3Server) -> None:
+    bucket = uuid.uuid4().hex
+    s3.make_bucket(bucket)
+    engine = bucket_at(s3.endpoint, bucket)
+    asked = 0
+    real = engine._asked
+
+    def counting(request: Callable[[], object]) -> object:
+        nonlocal asked
+        asked += 1
+        return real(request)
+
+    engine._asked = counting  # type: ignore[assignment, method-assign]
+    calls: tuple[tuple[Callable[[], CounterAnswer], int], ...] = (
+        (lambda: engine.counter("space/generation", None, LIMIT_S), 1),
+        (lambda: engine.counter("space/generation", 1000, LIMIT_S), 4),  # LIST, PUT, LIST, GET
+        (lambda: engine.counter("space/generation", 1000, LIMIT_S), 1),
+        (lambda: engine.advance("space/generation", 1, LIMIT_S), 2),
+        (lambda: engine.counter("space/generation", 1000, LIMIT_S), 1),
+    )
+    for call, wanted in calls:
+        asked = 0
+        assert call().requests == asked == wanted
+    engine.close()
 
 
 def test_a_bucket_that_does_not_exist_is_denied(s3: S3Server) -> None:

@@ -126,7 +126,7 @@ def test_a_reset_while_a_question_ends_is_not_taken_for_done() -> None:
     looks = count()
 
     def clock() -> float:
-        if next(looks) == 1:  # the answer has come, and is not yet taken in
+        if next(looks) == 2:  # the answer has come, and is not yet taken in
             generation.reset(7)
         return 1000.0
 

@@ -117,6 +117,8 @@ class CounterAnswer:
     outcome: RemoteOutcome
     value: int = 0
     """Value of the counter; 0 unless the outcome is `OK`."""
+    requests: int = 1
+    """Number of requests that the call took."""
 
 
 def counter_answer(stored: bytes) -> CounterAnswer:

@@ -17,6 +17,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -186,6 +187,8 @@ class ObjectStoreEngine(RemoteEngine):
         self._obstore: Any = import_module("obstore")
         self._largest: dict[str, str] = {}
         """Largest value that was seen of each counter, as it is named: lists begin with it."""
+        self._begins: dict[str, tuple[tuple[Any, ...] | None, bytes | None]] = {}
+        """Version of the object that began each counter, and its content."""
         self._threads = ThreadPoolExecutor(REQUESTS_AT_A_TIME, "kvcascade-remote-request")
 
     def exist_many(self, names: Sequence[str], limit_s: float) -> list[RemoteOutcome]:
@@ -227,30 +230,32 @@ class ObjectStoreEngine(RemoteEngine):
         if found.outcome is not RemoteOutcome.ABSENT or first is None:
             return found
         if time.monotonic() >= ends_s:
-            return CounterAnswer(RemoteOutcome.TIMED_OUT)
+            return replace(found, outcome=RemoteOutcome.TIMED_OUT)
         # One fixed name decides who begins the counter, whatever value each would begin at.
-        begun = self._create(f"{name}/begin", str(first).encode())
+        begun, sent = self._create(f"{name}/begin", str(first).encode()), found.requests + 1
         if begun not in (RemoteOutcome.OK, RemoteOutcome.EXISTS):
-            return CounterAnswer(begun)
-        return self._values(name, ends_s)
+            return CounterAnswer(begun, requests=sent)
+        return _after(sent, self._values(name, ends_s))
 
     def advance(self, name: str, at_least: int, limit_s: float) -> CounterAnswer:
-        ends_s = time.monotonic() + limit_s
+        ends_s, sent = time.monotonic() + limit_s, 0
         for _ in range(ADVANCE_TRIES):
             found = self._values(name, ends_s)
+            sent += found.requests
             if found.outcome not in (RemoteOutcome.OK, RemoteOutcome.ABSENT):
-                return found
+                return replace(found, requests=sent)
             if time.monotonic() >= ends_s:
-                return CounterAnswer(RemoteOutcome.TIMED_OUT)
+                return CounterAnswer(RemoteOutcome.TIMED_OUT, requests=sent)
             value = max(found.value + 1, at_least)
             if value > MAX_COUNTER:
-                return CounterAnswer(RemoteOutcome.CORRUPT)
+                return CounterAnswer(RemoteOutcome.CORRUPT, requests=sent)
             taken = self._create(_value_name(name, value), b"")
+            sent += 1
             if taken is RemoteOutcome.OK:
-                return CounterAnswer(RemoteOutcome.OK, value)
+                return CounterAnswer(RemoteOutcome.OK, value, sent)
             if taken is not RemoteOutcome.EXISTS:
-                return CounterAnswer(taken)
-        return CounterAnswer(RemoteOutcome.BUSY)
+                return CounterAnswer(taken, requests=sent)
+        return CounterAnswer(RemoteOutcome.BUSY, requests=sent)
 
     def list_objects(self, prefix: str, limit_s: float) -> Iterator[Listing]:
         batches: Iterator[Any] | None = None
@@ -329,8 +334,7 @@ class ObjectStoreEngine(RemoteEngine):
             return self._put(item)
         if found is None:
             return outcome
-        written_s = found["last_modified"].timestamp()
-        kept = self._keep(name, [made.header, made.payload], written_s)
+        kept = self._keep(name, [made.header, made.payload], found)
         return RemoteOutcome.EXISTS if kept is RemoteOutcome.OK else kept
 
     def _create(self, name: str, data: Any) -> RemoteOutcome:
@@ -349,56 +353,64 @@ class ObjectStoreEngine(RemoteEngine):
 
         A list that takes too long goes on with the next call.
         """
-        known = self._largest.get(name)
-        written_s: dict[str, float] = {}
+        known, pages = self._largest.get(name), 0
+        entries: dict[str, Any] = {}
 
         def look() -> None:
+            nonlocal pages
             size = LISTED_AT_A_TIME
             # The names behind an offset do not include it.
             offset = None if known is None else f"{name}/{known[:-1]}"
             for batch in self._obstore.list(
                 self._store, f"{name}/", offset=offset, chunk_size=size
             ):
-                for entry in batch:
-                    word = str(entry["path"]).rpartition("/")[2]
-                    written_s[word] = entry["last_modified"].timestamp()
+                pages += 1
+                entries.update((str(entry["path"]).rpartition("/")[2], entry) for entry in batch)
                 if len(batch) == size and time.monotonic() >= ends_s:  # there may be more
                     raise TimeoutError("timed out")
 
         outcome = self._tried(look)
-        values = [word for word in written_s if _is_value(word)]
+        sent = max(1, pages)
+        values = [word for word in entries if _is_value(word)]
         largest = max(values, key=int, default="")
         if largest:
             self._largest[name] = largest
         if outcome is not RemoteOutcome.OK:
             missing = outcome is RemoteOutcome.ABSENT
-            return CounterAnswer(RemoteOutcome.DENIED if missing else outcome)
+            return CounterAnswer(RemoteOutcome.DENIED if missing else outcome, requests=sent)
         if not values and known is not None:  # it was lost
             self._largest.pop(name, None)
-            return self._values(name, ends_s)
-        if not values and "begin" in written_s:
-            return self._begun(name, written_s["begin"])
+            return _after(sent, self._values(name, ends_s))
+        if not values and "begin" in entries:
+            return _after(sent, self._begun(name, entries["begin"]))
         if not values:
-            return CounterAnswer(RemoteOutcome.ABSENT)
-        self._keep(f"{name}/{largest}", b"", written_s[largest])
-        return CounterAnswer(RemoteOutcome.OK, int(largest))
+            return CounterAnswer(RemoteOutcome.ABSENT, requests=sent)
+        self._keep(f"{name}/{largest}", b"", entries[largest])
+        return CounterAnswer(RemoteOutcome.OK, int(largest), sent)
 
-    def _begun(self, name: str, written_s: float) -> CounterAnswer:
+    def _begun(self, name: str, entry: Mapping[str, Any]) -> CounterAnswer:
+        """Return the value at which a counter began; it is read once."""
+        version, requests = (entry["e_tag"], entry["last_modified"]), 0
+        known, found = self._begins.get(name, (None, None))
+
         def read() -> bytes:
             got = self._obstore.get(self._store, f"{name}/begin")
             return bytes(got.bytes()) if got.meta["size"] <= COUNTER_DIGITS else b""
 
-        outcome, found = self._asked(read)
-        if found is None:
-            return CounterAnswer(outcome)
+        if found is None or known != version or version[0] is None:
+            outcome, found = self._asked(read)
+            requests = 1
+            if found is None:
+                return CounterAnswer(outcome)
+            self._begins[name] = version, found
         answer = counter_answer(found)
         if answer.outcome is RemoteOutcome.OK:
-            self._keep(f"{name}/begin", found, written_s)
-        return answer
+            self._keep(f"{name}/begin", found, entry)
+        return replace(answer, requests=requests)
 
-    def _keep(self, name: str, data: Any, written_s: float) -> RemoteOutcome:
+    def _keep(self, name: str, data: Any, entry: Mapping[str, Any]) -> RemoteOutcome:
         """Write an old object anew, because lifecycle rules count from its last writing."""
-        if time.time() - written_s < RENEW_AFTER_S:
+        if time.time() - entry["last_modified"].timestamp() < RENEW_AFTER_S:
             return RemoteOutcome.OK
         return self._tried(lambda: self._obstore.put(self._store, name, data, use_multipart=False))
 
@@ -428,6 +440,11 @@ def _read_file(path: str, buffer: PrivateBuffer) -> bool:
     finally:
         os.close(file)
     return True
+
+
+def _after(requests: int, answer: CounterAnswer) -> CounterAnswer:
+    """Return an answer that took some more requests before it."""
+    return replace(answer, requests=requests + answer.requests)
 
 
 def _entry(listed: Mapping[str, Any]) -> RemoteEntry:
