@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from contract.remote_contract import LIMIT_S, an_object, names
 from support.remote_servers import HOST, ServerProcess, redis_server
+from support.remote_twin import RemoteTwin
 
+from kvcascade.config import remote
 from kvcascade.config.options import At
 from kvcascade.config.remote import RemoteTierOptions, WriteWhen, parse_remote
 from kvcascade.errors import ConfigError
 from kvcascade.tiers.remote import remote_options
 from kvcascade.tiers.remote.abilities import CanList
-from kvcascade.tiers.remote.base import FAILURES, RemoteOutcome
+from kvcascade.tiers.remote.base import FAILURES, EngineKind, RemoteOutcome
 from kvcascade.tiers.remote.objects import GcmSeal, MacSeal
 from kvcascade.tiers.remote.remote_options import (
+    check_openable,
     missing_extra,
     open_remote_engine,
     store_options,
@@ -126,6 +131,26 @@ def test_a_missing_package_is_one_sentence(
 def test_valkey_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_options, "find_spec", lambda name: None)
     assert missing_extra(parse(url="valkey://127.0.0.1", mac_key_env="K")) is None
+
+
+def test_a_third_engine_is_a_file_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What docs/extending/remote-engine.md says."""
+    file = ModuleType("kvcascade.tiers.remote.mem")
+    file.KIND = EngineKind(lambda options, secret: RemoteTwin(), "no_such_package", "mem")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, file.__name__, file)
+    monkeypatch.setitem(remote.SCHEMES, "mem", remote.Scheme("mem"))
+    with pytest.raises(ConfigError, match="has no TLS; set insecure to true"):
+        parse(url="mem://cache.example.org")
+    with pytest.raises(ConfigError, match="ttl_s: does not apply to mem://"):
+        parse(url="mem://localhost", ttl_s=5)
+    options = parse(url="mem://localhost")
+    said = missing_extra(options)
+    assert said and "mem:// needs the package no_such_package; install kvcascade[mem]." in said
+    monkeypatch.setattr(remote_options, "find_spec", lambda name: object())
+    check_openable(options, {})
+    engine, _ = open_remote_engine(options, {})
+    assert isinstance(engine, RemoteTwin) and probe_remote(options, {}) is None
+    assert store_options(options).reads_at_a_time == file.KIND.reads_at_a_time
 
 
 class TestSecrets:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
+from ...config.remote import RemoteTierOptions
 from ...errors import ConfigError
 from .abilities import Cause, Listing, RemoteEntry
 from .base import (
@@ -33,10 +34,12 @@ from .base import (
     MAX_COUNTER,
     Arrived,
     CounterAnswer,
+    EngineKind,
     PrivateBuffer,
     RemoteEngine,
     RemoteObject,
     RemoteOutcome,
+    Secret,
     counter_answer,
     ignore,
 )
@@ -476,3 +479,11 @@ def outcome_of(error: Exception) -> RemoteOutcome:
     if "timed out" in text or "TimedOut" in text:
         return RemoteOutcome.TIMED_OUT
     return RemoteOutcome.IO_ERROR
+
+
+def _open(options: RemoteTierOptions, secret: Secret) -> ObjectStoreEngine:
+    limits = options.timeout_s, options.connect_timeout_s
+    return open_object_store(options.url, *limits, options.endpoint, options.region)
+
+
+KIND = EngineKind(_open, "obstore", "s3", renew_after_s=RENEW_AFTER_S)

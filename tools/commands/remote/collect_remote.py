@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from ....config.remote import OBJECT_STORE, VALKEY
 from ....tiers.remote.abilities import RemoteEntry
 from ....tiers.remote.base import RemoteOutcome
 from ....tiers.remote.objects import parse_name
@@ -101,10 +102,11 @@ def _minute(touched_s: float) -> int:
     return max(0, int(touched_s // AGE_STEP_S))
 
 
-NOTE_OF_VALKEY = (
-    "the usual way is the server's own: maxmemory with maxmemory-policy allkeys-lru, or ttl_s"
-)
-NOTE_OF_BUCKET = "a lifecycle rule of the bucket can remove old objects without this command"
+NOTES = {
+    VALKEY: "the usual way is the server's own: maxmemory with maxmemory-policy allkeys-lru, or "
+    "ttl_s",
+    OBJECT_STORE: "a lifecycle rule of the bucket can remove old objects without this command",
+}
 
 
 def collect_remote(
@@ -120,7 +122,7 @@ def collect_remote(
 
     `advance` takes a number of objects, `clock` returns seconds since 1970. Raises `CommandError`.
     """
-    note = NOTE_OF_VALKEY if tier.options.is_valkey else NOTE_OF_BUCKET
+    note = NOTES.get(tier.options.engine, "")
     report = RemoteCollected(tier.options.url, is_dry_run, note=note)
     work = _Collector(tier, namespace, wish, report, clock())
     work.look(advance)
