@@ -17,6 +17,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -95,6 +96,8 @@ _CAUSES = {
     "metadata.google.internal": Cause.NO_CREDENTIALS,
 }
 """Words in an error of `obstore`. The last two are the places of roles, which are asked last."""
+_STAGED = re.compile(r"[0-9a-f]{32}/.+#\d+")
+"""Names of files in which `obstore` writes objects of a namespace, until they are complete."""
 _EXPLAINED = "kvcascade-check/explain"
 """Name of an object that is never there."""
 
@@ -279,6 +282,23 @@ class ObjectStoreEngine(RemoteEngine):
             if found is None:
                 return
             yield Listing(RemoteOutcome.OK, [_entry(each) for each in found])
+
+    def sweep(self, namespace: str, older_than_s: float, *, is_dry_run: bool) -> list[int]:
+        swept: list[int] = []
+        if self._folder is None:
+            return swept
+        for place, _, files in os.walk(self._folder):
+            for path in (os.path.join(place, file) for file in files if "#" in file):
+                name = os.path.relpath(path, self._folder)
+                if not (_STAGED.fullmatch(name) and name.startswith(namespace)):
+                    continue
+                with suppress(OSError):  # its writer has ended
+                    found = os.stat(path)
+                    if time.time() - found.st_mtime >= older_than_s:
+                        if not is_dry_run:
+                            os.unlink(path)
+                        swept.append(found.st_size)
+        return swept
 
     def explain(self, limit_s: float) -> Cause | None:
         try:  # the answer to a HEAD has no body, and with it no reason

@@ -14,13 +14,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ....config.remote import OBJECT_STORE, VALKEY
-from ....tiers.remote.abilities import RemoteEntry
+from ....tiers.remote.abilities import CanSweep, RemoteEntry
 from ....tiers.remote.base import RemoteOutcome
 from ....tiers.remote.objects import parse_name
 from .open_remote import CALL_LIMIT_S, Advance, RemoteServer
 from .remote_contents import Generations, GenerationState
 
 REMOVED_AT_A_TIME = 256
+STAGED_MAX_S = 3600.0
+"""Age of a file at which its writer is dead."""
 AGE_STEP_S = 60
 """Blocks of one minute leave in the order in which they are listed."""
 
@@ -58,6 +60,9 @@ class RemoteCollected:
     namespaces: list[CollectedNamespace] = field(default_factory=list)
     unknown_ages: int = 0
     """Number of blocks whose age the server does not know; they leave only with a generation."""
+    staged_removed: int = 0
+    """Number of files in a folder that were begun by writers that died."""
+    staged_bytes: int = 0
     failed: int = 0
     """Number of blocks that the server did not remove."""
     note: str = ""
@@ -127,6 +132,9 @@ def collect_remote(
     work = _Collector(tier, namespace, wish, report, clock())
     work.look(advance)
     work.carry_out(advance)
+    if isinstance(tier.engine, CanSweep):
+        swept = tier.engine.sweep(namespace, STAGED_MAX_S, is_dry_run=is_dry_run)
+        report.staged_removed, report.staged_bytes = len(swept), sum(swept)
     return report
 
 
