@@ -224,8 +224,10 @@ def parse_remote(at: At, options: Mapping[str, object]) -> RemoteTierOptions:
             raise ConfigError(f"{at.below(str(name)).key}: is not known; {_NO_SECRETS}.")
     read = read_options(RemoteTierOptions, at, options, also=["type"])
     scheme = read.scheme
-    others = () if read.engine == VALKEY else _VALKEY_ONLY
-    others += () if scheme == "s3" else _S3_ONLY
+    others = [
+        *(() if read.engine == VALKEY else _VALKEY_ONLY),
+        *(() if scheme == "s3" else _S3_ONLY),
+    ]
     misplaced = [name for name in others if getattr(read, name) is not None]
     if misplaced:
         raise ConfigError(f"{at.key}.{misplaced[0]}: does not apply to {scheme}://; leave it out.")
