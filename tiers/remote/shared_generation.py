@@ -59,15 +59,27 @@ class _Reset:
 class _Counters:
     """The two counters of a namespace on its server. One thread at a time."""
 
-    def __init__(self, engine: RemoteEngine, name: str, marks_name: str) -> None:
+    def __init__(
+        self,
+        engine: RemoteEngine,
+        name: str,
+        marks_name: str,
+        on_asked: Callable[[RemoteOutcome, int, float], None],
+    ) -> None:
         self._engine = engine
         self._name = name
         self._marks_name = marks_name
-        self.requests = 0
-        """Requests for them, counted from zero by whoever sets it."""
+        self._on_asked = on_asked
+        self._requests = 0
+        """Number of requests since the last report."""
+
+    def report(self, outcome: RemoteOutcome, took_s: float) -> None:
+        """Report the end of an exchange with the server, and its requests."""
+        self._on_asked(outcome, self._requests, took_s)
+        self._requests = 0
 
     def _sent(self, answer: CounterAnswer) -> CounterAnswer:
-        self.requests += answer.requests
+        self._requests += answer.requests
         return answer
 
     def generation(self, begins_at: int, limit_s: float) -> CounterAnswer:
@@ -111,8 +123,8 @@ class SharedGeneration:
         the outcome, the number of requests and the seconds of each exchange with the server.
         `was_reset`: this host was reset before, by another object of this class.
         """
-        self._on_moved, self._on_asked = on_moved, on_asked
-        self._counters = _Counters(engine, name, marks_name)
+        self._on_moved = on_moved
+        self._counters = _Counters(engine, name, marks_name, on_asked)
         self._clock = clock
         self._wall_clock = wall_clock
         self._lock = threading.Lock()
@@ -198,7 +210,7 @@ class SharedGeneration:
             last = self._last
             if last is not None and last is not seen and last.outcome is not RemoteOutcome.OK:
                 return last  # of a call that was waited for: the next one would fail too
-            reset, begun_s, self._counters.requests = self._reset, self._clock(), 0
+            reset, begun_s = self._reset, self._clock()
             fresh = self._fresh(begun_s, fresh_s)
             if fresh is not None:
                 return fresh
@@ -211,7 +223,7 @@ class SharedGeneration:
             if answer.outcome is RemoteOutcome.OK:
                 answer, mark = self._made_good(answer, now, limit_s)
             now_s = self._clock()
-            self._on_asked(answer.outcome, self._counters.requests, now_s - begun_s)
+            self._counters.report(answer.outcome, now_s - begun_s)
             self._last = answer
             if answer.outcome is not RemoteOutcome.OK:
                 self._value = None
