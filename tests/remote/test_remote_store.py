@@ -18,7 +18,6 @@ from kvcascade.tiers.remote.objects import SECRET_BYTES, GcmSeal, MacSeal
 from kvcascade.tiers.remote.presence import Presence
 from kvcascade.tiers.remote.remote_counters import Verb
 from kvcascade.tiers.remote.remote_store import StoreOptions
-from kvcascade.tiers.remote.shared_generation import IN_USE_S, REFRESH_S
 from kvcascade.tiers.remote.uploads import Offer, UploadJob
 
 OK, ABSENT = RemoteOutcome.OK, RemoteOutcome.ABSENT
@@ -150,31 +149,6 @@ class TestChains:
         twin.asked.clear()
         assert other.look(keys(60)) == [OK] * 40 + [ABSENT] * 20
         assert len(twin.asked) == 1
-
-    def test_a_prompt_that_nobody_had_costs_one_request_whenever_it_comes(self) -> None:
-        """The generation is read in the background while prompts come."""
-        twin = RemoteTwin(asks_in_one_trip=False)
-        rig = RemoteRig(twin)
-        asked = rig.store.counters.verbs
-        for prompt in range(10):
-            for _ in range(12):  # a node looks after its store many times a second
-                rig.clock.advance(0.5)
-                rig.store.poll()
-            twin.calls.clear()
-            assert rig.look(keys(1000 * prompt, 1000 * prompt + 100)) == [ABSENT] * 100
-            assert asked[Verb.LOOKUP].requests == prompt + 1
-            assert prompt == 0 or twin.calls.total() == 1, "no read of the generation"
-
-    def test_without_prompts_the_generation_is_read_no_more(self) -> None:
-        rig = RemoteRig(RemoteTwin(asks_in_one_trip=False))
-        reads = rig.store.counters.verbs[Verb.GENERATION]
-        assert rig.look(keys(1)) == [ABSENT]
-        for _ in range(1000):
-            rig.clock.advance(0.5)
-            rig.store.poll()
-        assert 10 < (calls := reads.calls) <= 1 + IN_USE_S / REFRESH_S
-        assert rig.look(keys(1, 2)) == [ABSENT] and reads.calls == calls + 1
-        assert reads.requests == rig.twin.calls["counter"] == 2 * reads.calls
 
     def test_chains_are_searched_together(self) -> None:
         twin = RemoteTwin(asks_in_one_trip=False)
