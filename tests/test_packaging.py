@@ -88,6 +88,12 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
+def test_every_extra_that_is_named_exists() -> None:
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *product_files().values()]
+    named = {name for p in pages for name in re.findall(r"kvcascade\[([a-z0-9]+)\]", p.read_text())}
+    assert {"s3", "valkey", "encryption"} <= named <= {*setup_cfg()["options.extras_require"]}
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_links(folder: str) -> None:
     link = ROOT / "kvcascade" / folder

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
 
 from ..errors import ConfigError
@@ -32,9 +32,27 @@ from .options import (
 )
 from .sizes import Bytes
 
-OBJECT_SCHEMES = ("s3", "gs", "az", "file")
-PLAIN_SCHEMES, TLS_SCHEMES = ("valkey", "redis"), ("valkeys", "rediss")
-SCHEMES = (*PLAIN_SCHEMES, *TLS_SCHEMES, *OBJECT_SCHEMES)
+
+class Scheme(NamedTuple):
+    """Engine behind a kind of URL."""
+
+    engine: str
+    """Module of `tiers/remote/`."""
+    protected: str = ""
+    """Scheme of the same servers whose connections are protected, which may be this one."""
+
+
+VALKEY, OBJECT_STORE = "valkey", "object_store"
+SCHEMES = {
+    "valkey": Scheme(VALKEY, "valkeys"),
+    "redis": Scheme(VALKEY, "rediss"),
+    "valkeys": Scheme(VALKEY, "valkeys"),
+    "rediss": Scheme(VALKEY, "rediss"),
+    "s3": Scheme(OBJECT_STORE, "s3"),
+    "gs": Scheme(OBJECT_STORE, "gs"),
+    "az": Scheme(OBJECT_STORE, "az"),
+    "file": Scheme(OBJECT_STORE, "file"),
+}
 MAX_THREADS = 64
 _URL_REMEDY = 'give a URL such as "s3://bucket/prefix" or "valkeys://host:6379"'
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
@@ -60,9 +78,10 @@ def _url(at: At, value: Any) -> str:
         raise ConfigError(f'{at.key}: give a folder as "file:///mnt/share/kv".')
     if parts.scheme != "file" and not parts.hostname:
         raise ConfigError(f"{at.key}: names no host or bucket; {_URL_REMEDY}.")
-    if parts.scheme in OBJECT_SCHEMES and port is not None:
+    engine = SCHEMES[parts.scheme].engine
+    if engine == OBJECT_STORE and port is not None:
         raise ConfigError(f'{at.key}: a bucket has no port; give the server as "endpoint".')
-    if parts.scheme in (*PLAIN_SCHEMES, *TLS_SCHEMES) and not re.fullmatch(r"/?\d*", parts.path):
+    if engine == VALKEY and not re.fullmatch(r"/?\d*", parts.path):
         raise ConfigError(f'{at.key}: the path is no number of a database; give none, or "/0".')
     return written
 
@@ -169,9 +188,14 @@ class RemoteTierOptions:
     """File with a key that encrypts blocks: 32 bytes or 64 hexadecimal digits."""
 
     @property
-    def is_valkey(self) -> bool:
-        """True for a Valkey or Redis server, False for an object store."""
-        return urlsplit(self.url).scheme not in OBJECT_SCHEMES
+    def scheme(self) -> str:
+        """Scheme of the URL, one of `SCHEMES`."""
+        return urlsplit(self.url).scheme
+
+    @property
+    def engine(self) -> str:
+        """Module of `tiers/remote/` with the engine."""
+        return SCHEMES[self.scheme].engine
 
     def wants(self, secret: str) -> bool:
         """Return True if they name this secret: password, mac_key or encryption_key."""
@@ -199,10 +223,12 @@ def parse_remote(at: At, options: Mapping[str, object]) -> RemoteTierOptions:
         if name not in known and any(word in str(name).lower() for word in _SECRET_WORDS):
             raise ConfigError(f"{at.below(str(name)).key}: is not known; {_NO_SECRETS}.")
     read = read_options(RemoteTierOptions, at, options, also=["type"])
-    scheme = urlsplit(read.url).scheme
-    misplaced = [] if read.is_valkey else [n for n in _VALKEY_ONLY if getattr(read, n) is not None]
-    if scheme != "s3":
-        misplaced += [n for n in _S3_ONLY if getattr(read, n) is not None]
+    scheme = read.scheme
+    others = [
+        *(() if read.engine == VALKEY else _VALKEY_ONLY),
+        *(() if scheme == "s3" else _S3_ONLY),
+    ]
+    misplaced = [name for name in others if getattr(read, name) is not None]
     if misplaced:
         raise ConfigError(f"{at.key}.{misplaced[0]}: does not apply to {scheme}://; leave it out.")
     for one, other in _PAIRS:
@@ -227,12 +253,12 @@ def _plain(value: object) -> object:
 
 def _check_tls(at: At, options: RemoteTierOptions) -> None:
     """Refuse connections to other hosts that are not encrypted."""
-    parts = urlsplit(options.url)
-    if parts.scheme in PLAIN_SCHEMES and not is_loopback(parts.hostname or ""):
-        tls = TLS_SCHEMES[PLAIN_SCHEMES.index(parts.scheme)]
+    scheme, host = options.scheme, urlsplit(options.url).hostname or ""
+    protected = SCHEMES[scheme].protected
+    if scheme != protected and not is_loopback(host):
+        other = f"use {protected}:// or " if protected else ""
         raise ConfigError(
-            f"{at.key}.url: {parts.scheme}:// to another host has no TLS; use {tls}:// or set "
-            "insecure to true."
+            f"{at.key}.url: {scheme}:// to another host has no TLS; {other}set insecure to true."
         )
     endpoint = urlsplit(options.endpoint or "")
     if endpoint.scheme == "http" and not is_loopback(endpoint.hostname or ""):

@@ -8,7 +8,7 @@ import threading
 import time
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,12 +16,14 @@ from time import monotonic
 
 import pytest
 from contract.remote_contract import LIMIT_S, RemoteContract, an_object, buffers, names
+from support.keys import key, keys
+from support.remote_rig import RemoteRig, content
 from support.remote_servers import HOST, S3Server, free_port
 from support.waiting import wait_until
 
 from kvcascade.errors import ConfigError
 from kvcascade.tiers.remote.abilities import Cause
-from kvcascade.tiers.remote.base import MAX_COUNTER, RemoteEngine, RemoteOutcome
+from kvcascade.tiers.remote.base import MAX_COUNTER, CounterAnswer, RemoteEngine, RemoteOutcome
 
 pytest.importorskip("obstore", reason='no object stores: install obstore (extra "s3")')
 
@@ -134,6 +136,32 @@ class TestS3(RemoteContract):
         urllib.request.urlopen(asked, timeout=10).close()
 
 
+def test_requests_for_a_counter_are_counted(s3: S3Server) -> None:
+    bucket = uuid.uuid4().hex
+    s3.make_bucket(bucket)
+    engine = bucket_at(s3.endpoint, bucket)
+    asked = 0
+    real = engine._asked
+
+    def counting(request: Callable[[], object]) -> object:
+        nonlocal asked
+        asked += 1
+        return real(request)
+
+    engine._asked = counting  # type: ignore[assignment, method-assign]
+    calls: tuple[tuple[Callable[[], CounterAnswer], int], ...] = (
+        (lambda: engine.counter("space/generation", None, LIMIT_S), 1),
+        (lambda: engine.counter("space/generation", 1000, LIMIT_S), 4),  # LIST, PUT, LIST, GET
+        (lambda: engine.counter("space/generation", 1000, LIMIT_S), 1),
+        (lambda: engine.advance("space/generation", 1, LIMIT_S), 2),
+        (lambda: engine.counter("space/generation", 1000, LIMIT_S), 1),
+    )
+    for call, wanted in calls:
+        asked = 0
+        assert call().requests == asked == wanted
+    engine.close()
+
+
 def test_a_bucket_that_does_not_exist_is_denied(s3: S3Server) -> None:
     engine = bucket_at(s3.endpoint, "nobody-made-this")
     assert engine.get_into(names(1), buffers(1), LIMIT_S) == [DENIED]
@@ -209,12 +237,46 @@ def test_a_server_that_stops_in_mid_body_and_goes_on_reaches_no_buffer() -> None
         engine = bucket_at(endpoint, "bucket", timeout_s=0.3)
         (buffer,) = buffers(1)
         (outcome,) = engine.get_into(names(1), [buffer], LIMIT_S)
-        assert outcome in (TIMED_OUT, IO_ERROR)
+        assert outcome is TIMED_OUT
         goes_on.set()
         assert has_sent.wait(10.0)
         assert len(buffer.header) == len(buffer.payload) == 0, "nothing was handed over"
         engine.close()
         thread.join(10.0)
+
+
+def test_a_share_that_stops_in_mid_file_and_goes_on_reaches_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The late-write test of a folder: a read of a file has no time-out."""
+    stops, goes_on, read = threading.Event(), threading.Event(), os.preadv
+
+    def stalling(file: int, parts: Sequence[memoryview], offset: int) -> int:
+        head, payload = parts
+        n_bytes = read(file, [head, payload[: len(payload) // 2]], offset)
+        stops.set()
+        assert goes_on.wait(10.0)
+        return n_bytes + read(file, [payload[len(payload) // 2 :]], n_bytes)
+
+    engine = open_object_store(tmp_path.as_uri(), 10.0, 10.0)
+    with ThreadPoolExecutor(4) as threads:
+        rig = RemoteRig(engine, threads)
+        ticket, _ = rig.begin_write(keys(2))
+        wait_until(lambda: [e.ticket for e in rig.store.poll()] == [ticket], 1000, 0.005)
+        monkeypatch.setattr(os, "preadv", stalling)
+        slots = rig.slots(1)
+        rig.store.get(7, [key(0)], slots)
+        assert stops.wait(10.0)
+        rig.clock.advance(3.0)
+        (ended,) = rig.store.poll()
+        assert (ended.ticket, ended.outcomes) == (7, [TIMED_OUT])
+        slots[0][:] = content(key(1))  # the slot has another block now
+        monkeypatch.undo()
+        rig.store.get(8, [key(1)], others := rig.slots(1))
+        wait_until(lambda: [e.ticket for e in rig.store.poll()] == [8], 1000, 0.005)
+        goes_on.set()
+        assert rig.store.close(10.0), "the late read has ended"
+    assert slots[0] == others[0] == content(key(1))
 
 
 class _Endless(BaseHTTPRequestHandler):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -22,15 +24,22 @@ from support.keys import key
 from support.remote_rig import PAYLOAD_BYTES, content
 from support.remote_servers import HOST, S3Server, ServerProcess, free_port, redis_command
 from support.remote_twin import RemoteTwin
+from support.waiting import wait_until
 
 from kvcascade.config.options import At
 from kvcascade.config.remote import parse_remote
+from kvcascade.tiers.remote.abilities import CanSweep
 from kvcascade.tiers.remote.base import FAILURES, RemoteEngine, RemoteObject, RemoteOutcome
 from kvcascade.tiers.remote.objects import GcmSeal, MacSeal, ObjectFormat, Seal
 from kvcascade.tiers.remote.remote_options import open_remote_engine
 from kvcascade.tools.commands.command_line import ExitCode
 from kvcascade.tools.commands.remote import open_remote
-from kvcascade.tools.commands.remote.collect_remote import AGE_STEP_S, RemoteWish, collect_remote
+from kvcascade.tools.commands.remote.collect_remote import (
+    AGE_STEP_S,
+    STAGED_MAX_S,
+    RemoteWish,
+    collect_remote,
+)
 from kvcascade.tools.commands.remote.open_remote import FAILED_CALLS_MAX, RemoteServer
 
 OK = RemoteOutcome.OK
@@ -40,6 +49,12 @@ TWIN_URL = "s3://bucket/twin"
 COUNTER = 2000
 OLD, NOW = 2 * 1000, 2 * COUNTER
 """Generations."""
+NAMESPACE = "0123456789abcdef" * 2
+LONG_PUT = """
+import sys, obstore
+store = obstore.store.LocalStore(sys.argv[1])
+obstore.put(store, sys.argv[2], bytes(1 << 30), mode="create", use_multipart=False)
+"""
 
 
 @dataclass
@@ -419,6 +434,29 @@ def test_what_leaves_is_old_and_no_more_than_needed(
         assert len(left) == max_blocks or not known_left
     elif max_blocks is not None:
         assert len(left) <= max_blocks or not known_left
+
+
+def test_gc_removes_what_a_killed_writer_left_in_a_folder(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    engine, _ = open_remote_engine(parse_remote(At("t"), {"url": tmp_path.as_uri()}), os.environ)
+    space = tmp_path / NAMESPACE
+    writer = subprocess.Popen([sys.executable, "-c", LONG_PUT, tmp_path, f"{NAMESPACE}/1/00/0"])
+    wait_until(lambda: any(space.rglob("0#1")), 2000, 0.005)
+    writer.kill()
+    writer.wait()
+    (left,) = space.rglob("*#*")
+    young, strange = space / "generation#1", tmp_path / "of-others#1"
+    for path in (young, strange):
+        path.write_bytes(b"12345")
+    for path in (left, strange):
+        os.utime(path, (old_s := time.time() - 2 * STAGED_MAX_S, old_s))
+    assert isinstance(engine, CanSweep)
+    assert engine.sweep("f" * 32, 0, is_dry_run=False) == []
+    for words, is_there in ((["--dry-run"], True), ([], False)):
+        found = call("remote", "gc", tmp_path.as_uri(), "--json", *words).document
+        assert found["staged_removed"] == 1 and left.exists() == is_there
+    assert young.exists() and strange.exists()
+    engine.close()
 
 
 # -- what goes wrong -----------------------------------------------------------------------------

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
-from contract.remote_contract import LIMIT_S, names
+from contract.remote_contract import LIMIT_S, an_object, names
 from support.remote_servers import HOST, ServerProcess, redis_server
+from support.remote_twin import RemoteTwin
 
+from kvcascade.config import remote
 from kvcascade.config.options import At
 from kvcascade.config.remote import RemoteTierOptions, WriteWhen, parse_remote
 from kvcascade.errors import ConfigError
 from kvcascade.tiers.remote import remote_options
-from kvcascade.tiers.remote.base import RemoteOutcome
+from kvcascade.tiers.remote.abilities import CanList
+from kvcascade.tiers.remote.base import FAILURES, EngineKind, RemoteOutcome
 from kvcascade.tiers.remote.objects import GcmSeal, MacSeal
 from kvcascade.tiers.remote.remote_options import (
+    check_openable,
     missing_extra,
     open_remote_engine,
     store_options,
@@ -127,6 +133,27 @@ def test_valkey_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing_extra(parse(url="valkey://127.0.0.1", mac_key_env="K")) is None
 
 
+def test_a_third_engine_is_a_file_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What docs/extending/remote-engine.md says."""
+    file = ModuleType("kvcascade.tiers.remote.mem")
+    kind = EngineKind(lambda options, secret: RemoteTwin(), "no_such_package", "mem")
+    monkeypatch.setattr(file, "KIND", kind, raising=False)
+    monkeypatch.setitem(sys.modules, file.__name__, file)
+    monkeypatch.setitem(remote.SCHEMES, "mem", remote.Scheme("mem"))
+    with pytest.raises(ConfigError, match="has no TLS; set insecure to true"):
+        parse(url="mem://cache.example.org")
+    with pytest.raises(ConfigError, match="ttl_s: does not apply to mem://"):
+        parse(url="mem://localhost", ttl_s=5)
+    options = parse(url="mem://localhost")
+    said = missing_extra(options)
+    assert said and "mem:// needs the package no_such_package; install kvcascade[mem]." in said
+    monkeypatch.setattr(remote_options, "find_spec", lambda name: object())
+    check_openable(options, {})
+    engine, _ = open_remote_engine(options, {})
+    assert isinstance(engine, RemoteTwin) and probe_remote(options, {}) is None
+    assert store_options(options).reads_at_a_time == kind.reads_at_a_time
+
+
 class TestSecrets:
     def test_keys_come_from_environment_or_file(self, tmp_path: Path) -> None:
         (tmp_path / "raw").write_bytes(bytes(range(32)))
@@ -202,11 +229,26 @@ class TestSecrets:
         ("kv\0", "'{}/kv\\x00' cannot be read (embedded null byte)."),
     ],
 )
-def test_what_is_no_folder_is_refused_in_one_sentence(tmp_path: Path, name: str, said: str) -> None:
+def test_what_is_no_folder_is_one_sentence_and_no_error(
+    tmp_path: Path, name: str, said: str
+) -> None:
     pytest.importorskip("obstore")
     (tmp_path / "a-file").touch()
     options = parse(url=f"file://{tmp_path}/{name}")
-    for use in (open_remote_engine, probe_remote):
-        with pytest.raises(ConfigError) as caught:
-            use(options, {})
-        assert str(caught.value) == f"tiers[2].url: {said.format(tmp_path)}"
+    assert probe_remote(options, {}) == f"tiers[2].url: {said.format(tmp_path)}"
+    engine, _ = open_remote_engine(options, {})
+    assert engine.exist_many(names(1), LIMIT_S)[0] in FAILURES | {RemoteOutcome.ABSENT}
+    assert engine.put(names(1), [an_object(1)], LIMIT_S) == [RemoteOutcome.IO_ERROR]
+    engine.close()
+
+
+def test_a_folder_is_used_once_it_can_be(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    (tmp_path / "share").touch()
+    engine, _ = open_remote_engine(parse(url=f"file://{tmp_path}/share/kv"), {})
+    assert isinstance(engine, CanList)
+    assert engine.put(names(1), [an_object(1)], LIMIT_S) == [RemoteOutcome.IO_ERROR]
+    assert [each.outcome for each in engine.list_objects("", LIMIT_S)] == [RemoteOutcome.IO_ERROR]
+    (tmp_path / "share").unlink()
+    assert engine.put(names(1), [an_object(1)], LIMIT_S) == [RemoteOutcome.OK]
+    engine.close()

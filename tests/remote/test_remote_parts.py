@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.clock import ManualClock
 from support.keys import key, keys
+from support.remote_rig import RemoteRig
 from support.remote_servers import HOST
 from support.remote_twin import RemoteTwin
 from support.waiting import wait_until
@@ -28,9 +29,10 @@ from kvcascade.tiers.remote import presence, resp
 from kvcascade.tiers.remote.base import HEADER_BYTES, PrivateBuffer, RemoteObject, RemoteOutcome
 from kvcascade.tiers.remote.lane import TokenBucket
 from kvcascade.tiers.remote.presence import ChainSearch, Presence, PresenceMemory
+from kvcascade.tiers.remote.remote_counters import Verb
 from kvcascade.tiers.remote.remote_options import open_remote_engine
 from kvcascade.tiers.remote.resp import Address, Login, RespConnection, RespError
-from kvcascade.tiers.remote.shared_generation import SharedGeneration
+from kvcascade.tiers.remote.shared_generation import IN_USE_S, REFRESH_S, SharedGeneration
 from kvcascade.tiers.remote.valkey import Nodes, ValkeyEngine, hash_slot
 
 
@@ -96,6 +98,33 @@ def test_hash_slots_are_those_of_the_cluster_specification() -> None:
     assert hash_slot("foo") == 12182
 
 
+def test_a_prompt_that_nobody_had_costs_one_request_whenever_it_comes() -> None:
+    """The generation is read in the background while prompts come."""
+    twin = RemoteTwin(asks_in_one_trip=False)
+    rig = RemoteRig(twin)
+    asked = rig.store.counters.verbs
+    for prompt in range(10):
+        for _ in range(12):  # a node looks after its store many times a second
+            rig.clock.advance(0.5)
+            rig.store.poll()
+        twin.calls.clear()
+        assert rig.look(keys(1000 * prompt, 1000 * prompt + 100)) == [RemoteOutcome.ABSENT] * 100
+        assert asked[Verb.LOOKUP].requests == prompt + 1
+        assert prompt == 0 or twin.calls.total() == 1, "no read of the generation"
+
+
+def test_without_prompts_the_generation_is_read_no_more() -> None:
+    rig = RemoteRig(RemoteTwin(asks_in_one_trip=False))
+    reads = rig.store.counters.verbs[Verb.GENERATION]
+    assert rig.look(keys(1)) == [RemoteOutcome.ABSENT]
+    for _ in range(1000):
+        rig.clock.advance(0.5)
+        rig.store.poll()
+    assert 10 < (calls := reads.calls) <= 1 + IN_USE_S / REFRESH_S
+    assert rig.look(keys(1, 2)) == [RemoteOutcome.ABSENT] and reads.calls == calls + 1
+    assert reads.requests == rig.twin.calls["counter"] == 2 * reads.calls
+
+
 def test_threads_that_wait_for_the_generation_share_its_failure() -> None:
     """Otherwise a stopped server would cost each of them a time-out, one after the other."""
     twin, begun, goes_on = RemoteTwin(), threading.Event(), threading.Event()
@@ -126,7 +155,7 @@ def test_a_reset_while_a_question_ends_is_not_taken_for_done() -> None:
     looks = count()
 
     def clock() -> float:
-        if next(looks) == 1:  # the answer has come, and is not yet taken in
+        if next(looks) == 2:  # the answer has come, and is not yet taken in
             generation.reset(7)
         return 1000.0
 

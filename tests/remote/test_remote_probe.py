@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from contract.remote_contract import an_object, names
 from support.cache_rig import call
 from support.certificates import loopback_certificate
 from support.remote_servers import (
@@ -20,13 +23,14 @@ from support.remote_servers import (
     redis_server,
 )
 from support.remote_twin import RemoteTwin
+from support.small_disk import Filler, on_small_disk
 
 from kvcascade.config.options import At
-from kvcascade.config.remote import RemoteTierOptions, parse_remote
+from kvcascade.config.remote import RemoteTierOptions, WriteWhen, parse_remote
 from kvcascade.tiers.remote.abilities import Cause
 from kvcascade.tiers.remote.base import FAILURES, RemoteObject, RemoteOutcome
 from kvcascade.tiers.remote.remote_options import open_remote_engine
-from kvcascade.tiers.remote.remote_probe import FOLDER, probe_remote, problem_of
+from kvcascade.tiers.remote.remote_probe import FOLDER, FULL_BYTES, probe_remote, problem_of
 from kvcascade.tools.commands.check.transfer_config import EXTRA
 
 SECRET = "hunter2-in-test"
@@ -80,9 +84,36 @@ def test_an_engine_keeps_its_folder_and_leaves_nothing_in_it(tmp_path: Path) -> 
     pytest.importorskip("obstore")
     given = options(url=(tmp_path / "kv").as_uri())
     engine, _ = open_remote_engine(given, {})
+    engine.exist_many(["any"], 1.0)
     assert problem_of(engine, given) is None
     engine.close()
     assert [*tmp_path.rglob("*")] == [tmp_path / "kv"]
+
+
+def full_and_read_only(folder: Path) -> None:
+    """On a file system of its own: see `on_small_disk`."""
+    given = options(url=folder.as_uri())
+    engine, _ = open_remote_engine(given, {})
+    assert problem_of(engine, given) is None
+    filler = Filler(folder, leave_bytes=64 << 10)
+    assert engine.put(names(1), [an_object(1)], 1.0) == [RemoteOutcome.NO_SPACE]
+    found = problem_of(engine, given)
+    assert found is not None and "is full; make room" in found, "though the probe is stored"
+    filler.remove()
+    subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+    assert engine.put(names(1), [an_object(1)], 1.0) == [RemoteOutcome.DENIED]
+    found = problem_of(engine, given)
+    assert found is not None and "allow writes" in found
+    assert problem_of(engine, replace(given, writes=WriteWhen.OFF)) is None
+    missing = replace(given, url=f"{given.url}/not/there")
+    found = probe_remote(missing, {})
+    assert found is not None and "create or read the folder" in found
+    engine.close()
+
+
+def test_a_full_folder_and_a_read_only_one_are_said_to_be(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    on_small_disk(full_and_read_only, tmp_path, 4 * FULL_BYTES)
 
 
 def test_a_server_that_is_down_is_said_to_be() -> None:

@@ -659,6 +659,7 @@ class TestFigures:
         assert (looked.calls, looked.requests) == (1, 1)
         assert looked.outcomes == {OK: 6, ABSENT: 2}
         assert {v: len(s) for v, s in other.store.counters.take_samples().items()} == {
+            "generation": 1,
             "lookup": 1,
             "read": 2,
         }

@@ -91,6 +91,14 @@ def test_hosts_find_each_others_blocks_until_one_is_reset(server: dict[str, Any]
         assert serve(other, "text") == 0
 
 
+def test_an_engine_serves_without_a_share_that_cannot_be_opened(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    (tmp_path / "a-file").touch()
+    with host("share", url=f"file://{tmp_path}/a-file/kv") as driver:
+        assert serve(driver, "text") == 0
+        assert serve(driver, "text") == CHUNKS, "from the CPU tier"
+
+
 def test_engines_that_were_reset_share_what_no_other_engine_finds(redis: ServerProcess) -> None:
     def engine() -> Driver:
         return host("reset", url=f"redis://{HOST}:{redis.port}")

@@ -62,6 +62,19 @@ class CanMeasure(Protocol):
         ...
 
 
+@runtime_checkable
+class CanSweep(Protocol):
+    """An engine whose killed writers leave files that no list names. Any thread."""
+
+    def sweep(self, namespace: str, older_than_s: float, *, is_dry_run: bool) -> list[int]:
+        """Remove such files of namespaces that begin with these digits. Return their bytes.
+
+        A file stays if it was written in the last `older_than_s` seconds, since its writer may
+        live. Nothing is raised.
+        """
+        ...
+
+
 class Cause(StrEnum):
     """Reason why a server is of no use, or soon will be."""
 
@@ -75,6 +88,8 @@ class Cause(StrEnum):
     """The clock of this machine differs too much from that of the server."""
     RIGHT = "right"
     """The user is known, and may not read."""
+    FOLDER = "folder"
+    """The folder cannot be created or read by this user."""
     REGION = "region"
     """The bucket is in another region."""
     DATABASE = "database"

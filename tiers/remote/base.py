@@ -14,6 +14,8 @@ from enum import StrEnum
 
 import numpy as np
 
+from ...config.remote import RemoteTierOptions
+
 HEADER_BYTES = 192
 """Bytes of every header."""
 MAX_COUNTER = (1 << 63) - 1
@@ -117,6 +119,8 @@ class CounterAnswer:
     outcome: RemoteOutcome
     value: int = 0
     """Value of the counter; 0 unless the outcome is `OK`."""
+    requests: int = 1
+    """Number of requests that the call took."""
 
 
 def counter_answer(stored: bytes) -> CounterAnswer:
@@ -124,6 +128,28 @@ def counter_answer(stored: bytes) -> CounterAnswer:
     if stored.isdigit() and len(stored) <= COUNTER_DIGITS and int(stored) <= MAX_COUNTER:
         return CounterAnswer(RemoteOutcome.OK, int(stored))
     return CounterAnswer(RemoteOutcome.CORRUPT)
+
+
+Secret = Callable[[str], bytes]
+"""Returns a secret that the options name, such as "password". Raises `ConfigError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """Facts about an engine that is not open. The module of each engine has one, named `KIND`."""
+
+    open: Callable[[RemoteTierOptions, Secret], RemoteEngine]
+    """Returns the engine and asks no server. Raises `ConfigError`, without any credential."""
+    package: str | None = None
+    """Optional package that it needs."""
+    extra: str = ""
+    """Extra of ours with that package."""
+    is_light: bool = False
+    """Whether the scheduler's process may open it, since that starts no threads."""
+    reads_at_a_time: int = 8
+    writes_at_a_time: int = 4
+    renew_after_s: float = 0.0
+    """Time after which a block in use is written again; see `RemoteEngine.renew`."""
 
 
 Arrived = Callable[[int], None]

@@ -59,8 +59,13 @@ class RemoteLink:
     round_trip: RoundTripTime
     clock: Callable[[], float]
 
-    def call(self, verb: Verb, make: Callable[[], list[RemoteOutcome]]) -> list[RemoteOutcome]:
-        """Make a call of the engine about some names, and count it."""
+    def call(
+        self, verb: Verb, make: Callable[[], list[RemoteOutcome]], trips: int = 1
+    ) -> list[RemoteOutcome]:
+        """Make a call of the engine about some names, and count it.
+
+        `trips`: requests for each name, if the engine does not ask in one trip.
+        """
         begun_s = self.clock()
         outcomes = make()
         took_s = self.clock() - begun_s
@@ -69,7 +74,7 @@ class RemoteLink:
         self.counters.note(
             verb,
             outcomes,
-            requests=1 if self.engine.asks_in_one_trip else len(outcomes),
+            requests=1 if self.engine.asks_in_one_trip else trips * len(outcomes),
             payload_bytes=moved * self.objects.payload_bytes,
             took_s=took_s,
         )

@@ -11,17 +11,22 @@ create, which one process wins.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
+from ...config.remote import RemoteTierOptions
 from ...errors import ConfigError
 from .abilities import Cause, Listing, RemoteEntry
 from .base import (
@@ -30,10 +35,12 @@ from .base import (
     MAX_COUNTER,
     Arrived,
     CounterAnswer,
+    EngineKind,
     PrivateBuffer,
     RemoteEngine,
     RemoteObject,
     RemoteOutcome,
+    Secret,
     counter_answer,
     ignore,
 )
@@ -46,6 +53,7 @@ RENEW_AFTER_S = 6 * 3600.0
 ADVANCE_TRIES = 16
 """Limit on the attempts to take the next value of a counter that others raise too."""
 _STATUS = re.compile(r"status code: (\d{3})")
+_ERRNO = re.compile(r"os error (\d+)\)")
 _OUTCOMES = {
     "AlreadyExistsError": RemoteOutcome.EXISTS,
     "PreconditionError": RemoteOutcome.EXISTS,
@@ -61,6 +69,13 @@ _STATUS_OUTCOMES = {
     "503": RemoteOutcome.BUSY,
     "507": RemoteOutcome.NO_SPACE,
 }
+_ERRNO_OUTCOMES = {
+    errno.EACCES: RemoteOutcome.DENIED,
+    errno.EROFS: RemoteOutcome.DENIED,
+    errno.ENOSPC: RemoteOutcome.NO_SPACE,
+    errno.EDQUOT: RemoteOutcome.NO_SPACE,
+}
+"""Errors of a folder that another try does not mend."""
 _CAUSES = {
     "NoSuchBucket": Cause.NO_BUCKET,
     "ContainerNotFound": Cause.NO_BUCKET,
@@ -74,11 +89,15 @@ _CAUSES = {
     "AuthenticationFailed": Cause.CREDENTIALS,
     "AccessDenied": Cause.RIGHT,
     "AuthorizationPermissionMismatch": Cause.RIGHT,
+    f"os error {errno.EACCES})": Cause.FOLDER,
+    f"os error {errno.EROFS})": Cause.FOLDER,
     "peer certificate": Cause.CERTIFICATE,
     "169.254.169.254": Cause.NO_CREDENTIALS,
     "metadata.google.internal": Cause.NO_CREDENTIALS,
 }
 """Words in an error of `obstore`. The last two are the places of roles, which are asked last."""
+_STAGED = re.compile(r"[0-9a-f]{32}/.+#\d+")
+"""Names of files in which `obstore` writes objects of a namespace, until they are complete."""
 _EXPLAINED = "kvcascade-check/explain"
 """Name of an object that is never there."""
 
@@ -100,25 +119,23 @@ def open_object_store(
     such as credentials. Those that are not given come from the environment or the platform's role,
     as `obstore` finds them.
 
-    Nothing is asked of the server. Needs `obstore`. Raises `ConfigError`, without any credential in
-    it, if `obstore` refuses the settings.
+    Nothing is asked of the server or the file system. Needs `obstore`. Raises `ConfigError`,
+    without any credential in it, if `obstore` refuses the settings of a bucket.
     """
     stores: Any = import_module("obstore.store")
     parts = urlsplit(url)
-    folder = Path(parts.path) if parts.scheme == "file" else None
+    if parts.scheme == "file":
+        make = partial(stores.LocalStore, parts.path, mkdir=True)
+        return ObjectStoreEngine(make, timeout_s, Path(parts.path))
     limits = timedelta(seconds=timeout_s), timedelta(seconds=connect_timeout_s)
     try:
-        if folder is None:
-            store = _bucket(stores, parts, limits, endpoint, region, settings or {})
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-            store = stores.LocalStore(str(folder))
+        bucket = _bucket(stores, parts, limits, endpoint, region, settings or {})
     except Exception as error:  # classes differ by store, and their texts may hold settings
         raise ConfigError(
             f"the object store refuses its settings ({type(error).__name__}); check url, endpoint, "
             "region and the credentials in the environment."
         ) from None
-    return ObjectStoreEngine(store, timeout_s, folder)
+    return ObjectStoreEngine(lambda: bucket, timeout_s)
 
 
 def _bucket(
@@ -161,17 +178,23 @@ class ObjectStoreEngine(RemoteEngine):
     asks_in_one_trip = False
     names_per_call = 1
 
-    def __init__(self, store: Any, timeout_s: float, folder: Path | None = None) -> None:
-        """`store`: one of `obstore.store`, which ends each request within `timeout_s`.
+    def __init__(
+        self, open_store: Callable[[], Any], timeout_s: float, folder: Path | None = None
+    ) -> None:
+        """`open_store` returns one of `obstore.store`, which ends each request in `timeout_s`.
 
+        It is called by the first request, and again if it raises: a share may not answer yet.
         `folder`: place of the store's objects, if they are files.
         """
         self.timeout_s = timeout_s
         self._folder = folder
-        self._store = store
+        self._open_store = open_store
+        self._opened: Any = None
         self._obstore: Any = import_module("obstore")
         self._largest: dict[str, str] = {}
         """Largest value that was seen of each counter, as it is named: lists begin with it."""
+        self._begins: dict[str, tuple[tuple[Any, ...] | None, bytes | None]] = {}
+        """Version of the object that began each counter, and its content."""
         self._threads = ThreadPoolExecutor(REQUESTS_AT_A_TIME, "kvcascade-remote-request")
 
     def exist_many(self, names: Sequence[str], limit_s: float) -> list[RemoteOutcome]:
@@ -213,37 +236,45 @@ class ObjectStoreEngine(RemoteEngine):
         if found.outcome is not RemoteOutcome.ABSENT or first is None:
             return found
         if time.monotonic() >= ends_s:
-            return CounterAnswer(RemoteOutcome.TIMED_OUT)
+            return replace(found, outcome=RemoteOutcome.TIMED_OUT)
         # One fixed name decides who begins the counter, whatever value each would begin at.
-        begun = self._create(f"{name}/begin", str(first).encode())
+        begun, sent = self._create(f"{name}/begin", str(first).encode()), found.requests + 1
         if begun not in (RemoteOutcome.OK, RemoteOutcome.EXISTS):
-            return CounterAnswer(begun)
-        return self._values(name, ends_s)
+            return CounterAnswer(begun, requests=sent)
+        return _after(sent, self._values(name, ends_s))
 
     def advance(self, name: str, at_least: int, limit_s: float) -> CounterAnswer:
-        ends_s = time.monotonic() + limit_s
+        ends_s, sent = time.monotonic() + limit_s, 0
         for _ in range(ADVANCE_TRIES):
             found = self._values(name, ends_s)
+            sent += found.requests
             if found.outcome not in (RemoteOutcome.OK, RemoteOutcome.ABSENT):
-                return found
+                return replace(found, requests=sent)
             if time.monotonic() >= ends_s:
-                return CounterAnswer(RemoteOutcome.TIMED_OUT)
+                return CounterAnswer(RemoteOutcome.TIMED_OUT, requests=sent)
             value = max(found.value + 1, at_least)
             if value > MAX_COUNTER:
-                return CounterAnswer(RemoteOutcome.CORRUPT)
+                return CounterAnswer(RemoteOutcome.CORRUPT, requests=sent)
             taken = self._create(_value_name(name, value), b"")
+            sent += 1
             if taken is RemoteOutcome.OK:
-                return CounterAnswer(RemoteOutcome.OK, value)
+                return CounterAnswer(RemoteOutcome.OK, value, sent)
             if taken is not RemoteOutcome.EXISTS:
-                return CounterAnswer(taken)
-        return CounterAnswer(RemoteOutcome.BUSY)
+                return CounterAnswer(taken, requests=sent)
+        return CounterAnswer(RemoteOutcome.BUSY, requests=sent)
 
     def list_objects(self, prefix: str, limit_s: float) -> Iterator[Listing]:
-        batches: Iterator[Any] = iter(
-            self._obstore.list(self._store, prefix or None, chunk_size=LISTED_AT_A_TIME)
-        )
+        batches: Iterator[Any] | None = None
+
+        def following() -> Any:
+            nonlocal batches
+            if batches is None:
+                size = LISTED_AT_A_TIME
+                batches = iter(self._obstore.list(self._store, prefix or None, chunk_size=size))
+            return next(batches, None)
+
         while True:
-            outcome, found = self._asked(lambda: next(batches, None))
+            outcome, found = self._asked(following)
             if outcome is not RemoteOutcome.OK:
                 missing = outcome is RemoteOutcome.ABSENT
                 yield Listing(RemoteOutcome.DENIED if missing else outcome)
@@ -251,6 +282,23 @@ class ObjectStoreEngine(RemoteEngine):
             if found is None:
                 return
             yield Listing(RemoteOutcome.OK, [_entry(each) for each in found])
+
+    def sweep(self, namespace: str, older_than_s: float, *, is_dry_run: bool) -> list[int]:
+        swept: list[int] = []
+        if self._folder is None:
+            return swept
+        for place, _, files in os.walk(self._folder):
+            for path in (os.path.join(place, file) for file in files if "#" in file):
+                name = os.path.relpath(path, self._folder)
+                if not (_STAGED.fullmatch(name) and name.startswith(namespace)):
+                    continue
+                with suppress(OSError):  # its writer has ended
+                    found = os.stat(path)
+                    if time.time() - found.st_mtime >= older_than_s:
+                        if not is_dry_run:
+                            os.unlink(path)
+                        swept.append(found.st_size)
+        return swept
 
     def explain(self, limit_s: float) -> Cause | None:
         try:  # the answer to a HEAD has no body, and with it no reason
@@ -262,6 +310,13 @@ class ObjectStoreEngine(RemoteEngine):
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def _store(self) -> Any:
+        """The store, opened by the first request. Threads that come together open one each."""
+        if self._opened is None:
+            self._opened = self._open_store()
+        return self._opened
 
     def _read(self, name: str, buffer: PrivateBuffer) -> bool:
         """Read an object; False, and without its bytes, if it has another length."""
@@ -302,8 +357,7 @@ class ObjectStoreEngine(RemoteEngine):
             return self._put(item)
         if found is None:
             return outcome
-        written_s = found["last_modified"].timestamp()
-        kept = self._keep(name, [made.header, made.payload], written_s)
+        kept = self._keep(name, [made.header, made.payload], found)
         return RemoteOutcome.EXISTS if kept is RemoteOutcome.OK else kept
 
     def _create(self, name: str, data: Any) -> RemoteOutcome:
@@ -322,56 +376,64 @@ class ObjectStoreEngine(RemoteEngine):
 
         A list that takes too long goes on with the next call.
         """
-        known = self._largest.get(name)
-        written_s: dict[str, float] = {}
+        known, pages = self._largest.get(name), 0
+        entries: dict[str, Any] = {}
 
         def look() -> None:
+            nonlocal pages
             size = LISTED_AT_A_TIME
             # The names behind an offset do not include it.
             offset = None if known is None else f"{name}/{known[:-1]}"
             for batch in self._obstore.list(
                 self._store, f"{name}/", offset=offset, chunk_size=size
             ):
-                for entry in batch:
-                    word = str(entry["path"]).rpartition("/")[2]
-                    written_s[word] = entry["last_modified"].timestamp()
+                pages += 1
+                entries.update((str(entry["path"]).rpartition("/")[2], entry) for entry in batch)
                 if len(batch) == size and time.monotonic() >= ends_s:  # there may be more
                     raise TimeoutError("timed out")
 
         outcome = self._tried(look)
-        values = [word for word in written_s if _is_value(word)]
+        sent = max(1, pages)
+        values = [word for word in entries if _is_value(word)]
         largest = max(values, key=int, default="")
         if largest:
             self._largest[name] = largest
         if outcome is not RemoteOutcome.OK:
             missing = outcome is RemoteOutcome.ABSENT
-            return CounterAnswer(RemoteOutcome.DENIED if missing else outcome)
+            return CounterAnswer(RemoteOutcome.DENIED if missing else outcome, requests=sent)
         if not values and known is not None:  # it was lost
             self._largest.pop(name, None)
-            return self._values(name, ends_s)
-        if not values and "begin" in written_s:
-            return self._begun(name, written_s["begin"])
+            return _after(sent, self._values(name, ends_s))
+        if not values and "begin" in entries:
+            return _after(sent, self._begun(name, entries["begin"]))
         if not values:
-            return CounterAnswer(RemoteOutcome.ABSENT)
-        self._keep(f"{name}/{largest}", b"", written_s[largest])
-        return CounterAnswer(RemoteOutcome.OK, int(largest))
+            return CounterAnswer(RemoteOutcome.ABSENT, requests=sent)
+        self._keep(f"{name}/{largest}", b"", entries[largest])
+        return CounterAnswer(RemoteOutcome.OK, int(largest), sent)
 
-    def _begun(self, name: str, written_s: float) -> CounterAnswer:
+    def _begun(self, name: str, entry: Mapping[str, Any]) -> CounterAnswer:
+        """Return the value at which a counter began; it is read once."""
+        version, requests = (entry["e_tag"], entry["last_modified"]), 0
+        known, found = self._begins.get(name, (None, None))
+
         def read() -> bytes:
             got = self._obstore.get(self._store, f"{name}/begin")
             return bytes(got.bytes()) if got.meta["size"] <= COUNTER_DIGITS else b""
 
-        outcome, found = self._asked(read)
-        if found is None:
-            return CounterAnswer(outcome)
+        if found is None or known != version or version[0] is None:
+            outcome, found = self._asked(read)
+            requests = 1
+            if found is None:
+                return CounterAnswer(outcome)
+            self._begins[name] = version, found
         answer = counter_answer(found)
         if answer.outcome is RemoteOutcome.OK:
-            self._keep(f"{name}/begin", found, written_s)
-        return answer
+            self._keep(f"{name}/begin", found, entry)
+        return replace(answer, requests=requests)
 
-    def _keep(self, name: str, data: Any, written_s: float) -> RemoteOutcome:
+    def _keep(self, name: str, data: Any, entry: Mapping[str, Any]) -> RemoteOutcome:
         """Write an old object anew, because lifecycle rules count from its last writing."""
-        if time.time() - written_s < RENEW_AFTER_S:
+        if time.time() - entry["last_modified"].timestamp() < RENEW_AFTER_S:
             return RemoteOutcome.OK
         return self._tried(lambda: self._obstore.put(self._store, name, data, use_multipart=False))
 
@@ -403,6 +465,11 @@ def _read_file(path: str, buffer: PrivateBuffer) -> bool:
     return True
 
 
+def _after(requests: int, answer: CounterAnswer) -> CounterAnswer:
+    """Return an answer that took some more requests before it."""
+    return replace(answer, requests=requests + answer.requests)
+
+
 def _entry(listed: Mapping[str, Any]) -> RemoteEntry:
     return RemoteEntry(listed["path"], listed["size"], listed["last_modified"].timestamp())
 
@@ -423,9 +490,20 @@ def outcome_of(error: Exception) -> RemoteOutcome:
     status = _STATUS.search(text)
     if status and status[1] in _STATUS_OUTCOMES:
         return _STATUS_OUTCOMES[status[1]]
+    code = _ERRNO.search(text)
+    if code and int(code[1]) in _ERRNO_OUTCOMES:
+        return _ERRNO_OUTCOMES[int(code[1])]
     for kind in type(error).__mro__:
         if kind.__name__ in _OUTCOMES:
             return _OUTCOMES[kind.__name__]
     if "timed out" in text or "TimedOut" in text:
         return RemoteOutcome.TIMED_OUT
     return RemoteOutcome.IO_ERROR
+
+
+def _open(options: RemoteTierOptions, secret: Secret) -> ObjectStoreEngine:
+    limits = options.timeout_s, options.connect_timeout_s
+    return open_object_store(options.url, *limits, options.endpoint, options.region)
+
+
+KIND = EngineKind(_open, "obstore", "s3", renew_after_s=RENEW_AFTER_S)

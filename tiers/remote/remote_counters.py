@@ -21,7 +21,8 @@ class Verb(StrEnum):
     READ = "read"
     WRITE = "write"
     REMOVE = "remove"
-    RESET = "reset"
+    GENERATION = "generation"
+    """Reads and raises the counters of a namespace."""
 
 
 @dataclass(slots=True)

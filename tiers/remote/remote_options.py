@@ -5,34 +5,38 @@
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Mapping
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from stat import S_ISDIR
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
-from ...config.remote import TLS_SCHEMES, RemoteTierOptions
+from ...config.remote import RemoteTierOptions
 from ...errors import ConfigError
-from .base import RemoteEngine
-from .object_store import RENEW_AFTER_S, open_object_store
+from .base import EngineKind, RemoteEngine
 from .objects import SECRET_BYTES, GcmSeal, MacSeal, Seal
 from .remote_store import StoreOptions
-from .resp import Address, Login
-from .valkey import ValkeyEngine
 
-DEFAULT_PORT = 6379
 MAX_SECRET_FILE_BYTES = 4096
+
+
+def kind_of(options: RemoteTierOptions) -> EngineKind:
+    """Return what is known of the engine."""
+    kind = import_module(f".{options.engine}", __package__).KIND
+    assert isinstance(kind, EngineKind)
+    return kind
 
 
 def store_options(options: RemoteTierOptions) -> StoreOptions:
     """Return the limits of the store."""
-    reads, writes = (2, 2) if options.is_valkey else (8, 4)
+    kind = kind_of(options)
     return StoreOptions(
         deadline_s=options.deadline_s,
-        renew_after_s=0.0 if options.is_valkey else RENEW_AFTER_S,
-        reads_at_a_time=options.reads_at_a_time or reads,
-        writes_at_a_time=options.writes_at_a_time or writes,
+        renew_after_s=kind.renew_after_s,
+        reads_at_a_time=options.reads_at_a_time or kind.reads_at_a_time,
+        writes_at_a_time=options.writes_at_a_time or kind.writes_at_a_time,
         read_bytes_per_s=options.read_rate.count if options.read_rate else None,
         write_bytes_per_s=options.write_rate.count if options.write_rate else None,
         when=options.writes,
@@ -43,9 +47,12 @@ def store_options(options: RemoteTierOptions) -> StoreOptions:
 
 def missing_extra(options: RemoteTierOptions) -> str | None:
     """Return a sentence about the optional package that these options need and that is missing."""
-    if not options.is_valkey and find_spec("obstore") is None:
-        scheme = urlsplit(options.url).scheme
-        return f"{options.key}.url: {scheme}:// needs the package obstore; install kvcascade[s3]."
+    kind = kind_of(options)
+    if kind.package is not None and find_spec(kind.package) is None:
+        return (
+            f"{options.key}.url: {options.scheme}:// needs the package {kind.package}; install "
+            f"kvcascade[{kind.extra}]."
+        )
     if options.wants("encryption_key") and find_spec("cryptography") is None:
         return (
             f"{options.key}: encryption needs the package cryptography; install "
@@ -63,8 +70,8 @@ def folder_of(options: RemoteTierOptions) -> Path | None:
 def folder_problem(options: RemoteTierOptions, *, may_be_missing: bool) -> str | None:
     """Return a sentence about the folder of a `file://` URL; None if it can be opened.
 
-    Blocks as long as its file system does not answer. `open_remote_engine` creates a folder that
-    is missing.
+    Blocks as long as its file system does not answer. The first request creates a folder that is
+    missing.
     """
     folder = folder_of(options)
     if folder is None:
@@ -85,17 +92,15 @@ def open_remote_engine(
 ) -> tuple[RemoteEngine, Seal | None]:
     """Return the engine, and the protection of its objects.
 
-    Reads files and environment, and asks no server. Creates the folder of a `file://` URL. Raises
-    `ConfigError`, without any credential in it.
+    Reads secrets from files and environment. Asks no server, and no folder of a `file://` URL.
+    Raises `ConfigError`, without any credential in it.
     """
-    problem = missing_extra(options) or folder_problem(options, may_be_missing=True)
-    if problem:
-        raise ConfigError(problem)
+    missing = missing_extra(options)
+    if missing:
+        raise ConfigError(missing)
     seal = _open_seal(options, environment)
-    if options.is_valkey:
-        return _open_valkey(options, environment), seal
-    limits = options.timeout_s, options.connect_timeout_s
-    return open_object_store(options.url, *limits, options.endpoint, options.region), seal
+    secret = partial(_secret, options, environment)
+    return kind_of(options).open(options, secret), seal
 
 
 def check_openable(options: RemoteTierOptions, environment: Mapping[str, str]) -> None:
@@ -107,8 +112,9 @@ def check_openable(options: RemoteTierOptions, environment: Mapping[str, str]) -
     if missing:
         raise ConfigError(missing)
     _open_seal(options, environment)
-    if options.is_valkey:
-        _open_valkey(options, environment).close()
+    kind = kind_of(options)
+    if kind.is_light:
+        kind.open(options, partial(_secret, options, environment)).close()
 
 
 def _open_seal(options: RemoteTierOptions, environment: Mapping[str, str]) -> Seal | None:
@@ -119,34 +125,7 @@ def _open_seal(options: RemoteTierOptions, environment: Mapping[str, str]) -> Se
     return None
 
 
-def _open_valkey(options: RemoteTierOptions, environment: Mapping[str, str]) -> ValkeyEngine:
-    parts = urlsplit(options.url)
-    tls: ssl.SSLContext | None = None
-    if parts.scheme in TLS_SCHEMES:
-        try:
-            tls = ssl.create_default_context(cafile=options.ca_file and str(options.ca_file))
-        except OSError as error:
-            raise ConfigError(
-                f"{options.key}.ca_file: cannot be read ({error.strerror or 'no certificates'})."
-            ) from None
-    password: str | None = None
-    if options.wants("password"):
-        raw = _secret(options, "password", environment)
-        password = raw.decode(errors="surrogateescape").rstrip("\r\n")
-    login = Login(
-        options.connect_timeout_s,
-        options.timeout_s,
-        tls,
-        options.username,
-        password,
-        int(parts.path.strip("/") or 0),
-        only_loopback=tls is None and not options.insecure,
-    )
-    address = Address(unquote(parts.hostname or ""), parts.port or DEFAULT_PORT)
-    return ValkeyEngine(address, login, options.ttl_s)
-
-
-def _secret(options: RemoteTierOptions, name: str, environment: Mapping[str, str]) -> bytes:
+def _secret(options: RemoteTierOptions, environment: Mapping[str, str], name: str) -> bytes:
     variable, path = getattr(options, f"{name}_env"), getattr(options, f"{name}_file")
     if variable is not None:
         if not environment.get(variable):
@@ -171,7 +150,7 @@ def _secret(options: RemoteTierOptions, name: str, environment: Mapping[str, str
 
 
 def _key(options: RemoteTierOptions, name: str, environment: Mapping[str, str]) -> bytes:
-    data = _secret(options, name, environment)
+    data = _secret(options, environment, name)
     if len(data) == SECRET_BYTES:
         return data
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import takewhile
@@ -17,10 +18,12 @@ from pathlib import Path
 from ...config.remote import RemoteTierOptions, WriteWhen
 from .abilities import CanExplain, Cause
 from .base import HEADER_BYTES, RemoteEngine, RemoteObject, RemoteOutcome
-from .remote_options import folder_of, open_remote_engine
+from .remote_options import folder_of, folder_problem, open_remote_engine
 
 PROBE_BYTES = 4096
 FOLDER = "kvcascade-check"
+FULL_BYTES = 16 << 20
+"""A share with less free space is full: it takes small objects, and no blocks."""
 
 _REASONS = {
     RemoteOutcome.ABSENT: "has no such bucket or folder; create it",
@@ -38,6 +41,8 @@ _CAUSES = {
     Cause.CREDENTIALS: "refuses the credentials; correct them in the environment or in the file",
     Cause.CLOCK: "finds the clock of this machine wrong; set it right",
     Cause.RIGHT: "does not let this user read; allow reads, and lists of the bucket",
+    Cause.FOLDER: "does not let this user create or read the folder; set its rights, or mount it "
+    "writable",
     Cause.REGION: 'has this bucket in another region; set "region"',
     Cause.DATABASE: "has no such database; give the number of another one in the url",
     Cause.CERTIFICATE: "has a certificate that this machine does not trust; install the one that "
@@ -64,11 +69,17 @@ def probe_remote(options: RemoteTierOptions, environment: Mapping[str, str]) -> 
 def problem_of(engine: RemoteEngine, options: RemoteTierOptions) -> str | None:
     """Return a sentence about what is wrong with the server of an engine; None if nothing is.
 
-    Blocks for a few deadlines of the tier.
+    Blocks for a few deadlines of the tier, or as long as the file system of a folder.
     """
+    said = folder_problem(options, may_be_missing=True)
+    if said is not None:
+        return said
     folder = folder_of(options)
     with _without_new_folders(folder and folder / FOLDER):
         found = _problem(engine, options)
+        if found is None and folder is not None and options.writes is not WriteWhen.OFF:
+            is_full = shutil.disk_usage(folder).free < FULL_BYTES
+            found = _REASONS[RemoteOutcome.NO_SPACE] if is_full else None
     return None if found is None else f"{options.key}.url: the server {found}."
 
 

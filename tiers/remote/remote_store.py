@@ -121,13 +121,23 @@ class RemoteStore:
         self._options = options = options or StoreOptions()
         self._clock = clock
         self._on_ended = on_ended
-        memory = PresenceMemory(clock, options.held_s, options.absent_s)
-        counters = objects.counter_name, objects.marks_name
+        memory, counters = PresenceMemory(clock, options.held_s, options.absent_s), RemoteCounters()
+
+        def asked(outcome: RemoteOutcome, requests: int, took_s: float) -> None:
+            counters.note(Verb.GENERATION, [outcome], requests=requests, took_s=took_s)
+
         generation = SharedGeneration(
-            engine, *counters, clock, wall_clock, memory.forget, was_reset=was_reset
+            engine,
+            objects.counter_name,
+            objects.marks_name,
+            clock,
+            wall_clock,
+            memory.forget,
+            asked,
+            was_reset=was_reset,
         )
         self._link = RemoteLink(
-            engine, objects, generation, memory, RemoteCounters(), RoundTripTime(), clock
+            engine, objects, generation, memory, counters, RoundTripTime(), clock
         )
         self._lookups, self._reads = RemoteLookups(self._link), Reads(self._link)
         self._uploads = Uploads(
@@ -392,7 +402,8 @@ class RemoteStore:
     def _pump(self) -> None:
         for lane in (self._asking, self._reading, self._writing):
             lane.pump()
-        if self._link.generation.is_reset_pending:
+        generation = self._link.generation
+        if generation.is_reset_pending or generation.is_due:
             self._read_generation()
 
     def _read_generation(self) -> None:
@@ -403,10 +414,7 @@ class RemoteStore:
         limit_s = self._link.engine.timeout_s
 
         def tell() -> RemoteOutcome:
-            begun_s = self._clock()
-            outcome = self._link.generation.current(limit_s).outcome
-            took_s = self._clock() - begun_s
-            self._link.counters.note(Verb.RESET, [outcome], requests=1, took_s=took_s)
+            outcome = self._link.generation.refresh(limit_s)
             self._is_telling = False
             return outcome
 

@@ -18,6 +18,9 @@ it keeps a smaller mark as its own. Its blocks then count as older than the last
 A counter below the mark, or below an earlier value, stands for blocks from before the last reset.
 Either that reset is half done, or the server went back to an older state. A host that sees such a
 counter raises it.
+
+While requests use the generation, it is read again in the background before it is too old for them.
+So a request waits for it only after a pause.
 """
 
 from __future__ import annotations
@@ -31,7 +34,11 @@ from .base import CounterAnswer, RemoteEngine, RemoteOutcome
 from .objects import generation_of
 
 GENERATION_FRESH_S = 5.0
-"""Age after which the generation is read again. Another host's reset is seen no later."""
+"""Age after which the generation is not used. Another host's reset is seen no later."""
+REFRESH_S = 4.0
+"""Age after which the generation is read again in the background."""
+IN_USE_S = 60.0
+"""Time after the last use for which the generation is read in the background."""
 
 
 @dataclass(slots=True)
@@ -50,30 +57,48 @@ class _Reset:
 
 
 class _Counters:
-    """The two counters of a namespace on its server."""
+    """The two counters of a namespace on its server. One thread at a time."""
 
-    def __init__(self, engine: RemoteEngine, name: str, marks_name: str) -> None:
+    def __init__(
+        self,
+        engine: RemoteEngine,
+        name: str,
+        marks_name: str,
+        on_asked: Callable[[RemoteOutcome, int, float], None],
+    ) -> None:
         self._engine = engine
         self._name = name
         self._marks_name = marks_name
+        self._on_asked = on_asked
+        self._requests = 0
+        """Number of requests since the last report."""
+
+    def report(self, outcome: RemoteOutcome, took_s: float) -> None:
+        """Report the end of an exchange with the server, and its requests."""
+        self._on_asked(outcome, self._requests, took_s)
+        self._requests = 0
+
+    def _sent(self, answer: CounterAnswer) -> CounterAnswer:
+        self._requests += answer.requests
+        return answer
 
     def generation(self, begins_at: int, limit_s: float) -> CounterAnswer:
         """Read the counter of generations. If there is none, one begins at this value."""
-        return self._engine.counter(self._name, begins_at, limit_s)
+        return self._sent(self._engine.counter(self._name, begins_at, limit_s))
 
     def raise_generation(self, least: int, limit_s: float) -> CounterAnswer:
         """Raise the counter of generations, to `least` or more."""
-        return self._engine.advance(self._name, least, limit_s)
+        return self._sent(self._engine.advance(self._name, least, limit_s))
 
     def last_mark(self, known: int, limit_s: float) -> CounterAnswer:
         """Read the mark of the last reset; 0 if there was none. A lost one is set to `known`."""
-        marked = self._engine.counter(self._marks_name, known or None, limit_s)
+        marked = self._sent(self._engine.counter(self._marks_name, known or None, limit_s))
         is_none = marked.outcome is RemoteOutcome.ABSENT
         return CounterAnswer(RemoteOutcome.OK) if is_none else marked
 
     def raise_mark(self, least: int, limit_s: float) -> CounterAnswer:
         """Raise the mark of the last reset, to `least` or more."""
-        return self._engine.advance(self._marks_name, least, limit_s)
+        return self._sent(self._engine.advance(self._marks_name, least, limit_s))
 
 
 class SharedGeneration:
@@ -87,17 +112,19 @@ class SharedGeneration:
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
         on_moved: Callable[[], None] = lambda: None,
+        on_asked: Callable[[RemoteOutcome, int, float], None] = lambda outcome, requests, s: None,
         *,
         was_reset: bool = False,
     ) -> None:
         """`name`, `marks_name`: those of the counters of generations and of the last mark.
 
         `clock` is monotonic, `wall_clock` Unix time, in seconds. `on_moved` is called, on any
-        thread, when the counter is another one without a reset of this host. `was_reset`: this
-        host was reset before, by another object of this class.
+        thread, when the counter is another one without a reset of this host. `on_asked` takes
+        the outcome, the number of requests and the seconds of each exchange with the server.
+        `was_reset`: this host was reset before, by another object of this class.
         """
         self._on_moved = on_moved
-        self._counters = _Counters(engine, name, marks_name)
+        self._counters = _Counters(engine, name, marks_name, on_asked)
         self._clock = clock
         self._wall_clock = wall_clock
         self._lock = threading.Lock()
@@ -105,7 +132,7 @@ class SharedGeneration:
         self._changing = threading.Lock()
         """Held while what is known changes; never while the server is asked."""
         self._value: int | None = None
-        self._read_s = 0.0
+        self._read_s = self._used_s = 0.0
         self._reset: _Reset | None = None
         """The last reset, until all hosts are told."""
         self._mark = 0
@@ -154,30 +181,54 @@ class SharedGeneration:
             self._reset = _Reset(mark, is_new, self._mark if known is None else known)
             self._value = self._own_mark = None
 
+    @property
+    def is_due(self) -> bool:
+        """True if requests use the generation, and it will soon be too old for them."""
+        now_s = self._clock()
+        is_in_use = self._value is not None and now_s - self._used_s < IN_USE_S
+        return is_in_use and now_s - self._read_s >= REFRESH_S
+
     def current(self, limit_s: float) -> CounterAnswer:
-        """Return the generation; reads or raises the counter first if that is due."""
+        """Return the generation for a request; reads or raises the counter first if it must."""
+        now_s = self._used_s = self._clock()
+        return self._fresh(now_s, GENERATION_FRESH_S) or self._ask(GENERATION_FRESH_S, limit_s)
+
+    def refresh(self, limit_s: float) -> RemoteOutcome:
+        """Read or raise the counter if that is due. No request needs it yet."""
+        return self._ask(REFRESH_S, limit_s).outcome
+
+    def _fresh(self, now_s: float, fresh_s: float) -> CounterAnswer | None:
+        """Return the generation if it is known and younger than `fresh_s`."""
+        with self._changing:
+            if self._value is None or self._reset is not None or now_s - self._read_s >= fresh_s:
+                return None
+            return CounterAnswer(RemoteOutcome.OK, self._value)
+
+    def _ask(self, fresh_s: float, limit_s: float) -> CounterAnswer:
         seen = self._last
         with self._lock:
             last = self._last
             if last is not None and last is not seen and last.outcome is not RemoteOutcome.OK:
                 return last  # of a call that was waited for: the next one would fail too
-            value, reset = self._value, self._reset
-            is_fresh = self._clock() - self._read_s < GENERATION_FRESH_S
-            if value is not None and is_fresh and reset is None:
-                return CounterAnswer(RemoteOutcome.OK, value)
+            reset, begun_s = self._reset, self._clock()
+            fresh = self._fresh(begun_s, fresh_s)
+            if fresh is not None:
+                return fresh
             now = int(self._wall_clock() * RESET_TICKS_PER_S)
+            mark = 0
             if reset is None:
                 answer = self._counters.generation(now, limit_s)
             else:
                 answer = self._raise(reset, now, limit_s)
-            mark = 0
             if answer.outcome is RemoteOutcome.OK:
                 answer, mark = self._made_good(answer, now, limit_s)
+            now_s = self._clock()
+            self._counters.report(answer.outcome, now_s - begun_s)
             self._last = answer
             if answer.outcome is not RemoteOutcome.OK:
                 self._value = None
                 return answer
-            return self._take_in(answer, mark, reset, self._clock())
+            return self._take_in(answer, mark, reset, now_s)
 
     def _take_in(
         self, answer: CounterAnswer, mark: int, reset: _Reset | None, now_s: float

@@ -11,28 +11,33 @@ The server evicts by its own rules (`maxmemory-policy`), and a time to live is o
 
 from __future__ import annotations
 
+import ssl
 import threading
 import time
 from binascii import crc_hqx
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from ssl import SSLError
+from urllib.parse import unquote, urlsplit
 
-from ...config.remote import is_loopback
+from ...config.remote import SCHEMES, RemoteTierOptions, is_loopback
+from ...errors import ConfigError
 from . import valkey_questions
 from .abilities import Cause, Listing
 from .base import (
     HEADER_BYTES,
     Arrived,
     CounterAnswer,
+    EngineKind,
     PrivateBuffer,
     RemoteEngine,
     RemoteObject,
     RemoteOutcome,
+    Secret,
     counter_answer,
     ignore,
 )
 from .resp import MAX_PORT, Address, Argument, Login, RespBrokenError, RespConnection, RespError
 
+DEFAULT_PORT = 6379
 MAX_PORT_DIGITS = 5
 REDIRECTS_MAX = 4
 """Limit on how often one key is sent to another node of a cluster."""
@@ -114,7 +119,7 @@ class Nodes:
                     raise RespBrokenError("the address is that of another host, and without TLS")
                 try:
                     return RespConnection(address, self._login, ends_s)
-                except SSLError:  # an untrusted certificate is also a `ValueError`
+                except ssl.SSLError:  # an untrusted certificate is also a `ValueError`
                     raise
                 except ValueError:  # a name that no host can have, as a cluster may say it
                     raise RespBrokenError("the address is none") from None
@@ -379,7 +384,7 @@ class ValkeyEngine(RemoteEngine):
             connection = self._nodes.borrow(first, time.monotonic() + limit_s)
         except RespError as error:
             return valkey_questions.cause_of(error)
-        except SSLError:
+        except ssl.SSLError:
             return Cause.CERTIFICATE
         except OSError:
             return None
@@ -570,3 +575,33 @@ def _answer(error: RespError) -> Answer:
         if colon and port.isdigit() and len(port) <= MAX_PORT_DIGITS and 0 < int(port) <= MAX_PORT:
             return Address(host, int(port))
     return _OUTCOMES.get(error.code, RemoteOutcome.IO_ERROR)
+
+
+def _open(options: RemoteTierOptions, secret: Secret) -> ValkeyEngine:
+    parts = urlsplit(options.url)
+    tls: ssl.SSLContext | None = None
+    if SCHEMES[parts.scheme].protected == parts.scheme:
+        try:
+            tls = ssl.create_default_context(cafile=options.ca_file and str(options.ca_file))
+        except OSError as error:
+            raise ConfigError(
+                f"{options.key}.ca_file: cannot be read ({error.strerror or 'no certificates'})."
+            ) from None
+    password: str | None = None
+    if options.wants("password"):
+        raw = secret("password")
+        password = raw.decode(errors="surrogateescape").rstrip("\r\n")
+    login = Login(
+        options.connect_timeout_s,
+        options.timeout_s,
+        tls,
+        options.username,
+        password,
+        int(parts.path.strip("/") or 0),
+        only_loopback=tls is None and not options.insecure,
+    )
+    address = Address(unquote(parts.hostname or ""), parts.port or DEFAULT_PORT)
+    return ValkeyEngine(address, login, options.ttl_s)
+
+
+KIND = EngineKind(_open, is_light=True, reads_at_a_time=2, writes_at_a_time=2)

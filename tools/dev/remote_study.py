@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 from collections import Counter
@@ -30,6 +31,7 @@ from ...tiers.base import BlockHash
 from ...tiers.remote.object_store import RENEW_AFTER_S
 from ...tiers.remote.presence import ChainSearch, Presence, PresenceMemory, known_prefix
 from ...tiers.remote.remote_store import StoreOptions
+from ...tiers.remote.shared_generation import GENERATION_FRESH_S, IN_USE_S, REFRESH_S
 from ...tiers.remote.uploads import Offer, OfferRule
 from ..commands.kv_bytes import kv_shape
 from .policy_study import KeyTier, StudyWorkload, load_workload
@@ -42,6 +44,8 @@ SERVERS = (
     ("none", WriteWhen.OFF),
     *product(("bucket", "valkey"), (WriteWhen.SECOND_TOUCH, WriteWhen.THROUGH)),
 )
+COUNTERS = 2
+"""Requests of one read of the generation: its counter, and that of the last reset."""
 MONTH_S = 30 * 86400.0
 HEAD = (
     "hosts", "routing", "server", "CPU %", "NVMe %", "remote %", "all %", "GB up",
@@ -64,7 +68,7 @@ class Setup:
     bucket_hours: float = 24.0
     """Age at which objects of the bucket expire."""
     put_usd: float = 0.005
-    """For 1,000 writes to the bucket."""
+    """For 1,000 writes to the bucket, or lists of it."""
     get_usd: float = 0.0004
     """For 1,000 reads of the bucket, or questions to it."""
     bucket_usd: float = 0.023
@@ -112,8 +116,8 @@ class Bucket:
 
     def __init__(self, keep_s: float, objects: int) -> None:
         """`objects`: number of objects for each block of the study."""
-        self.asked = self.up = self.down = 0
-        """Questions in objects; blocks that were sent and read."""
+        self.asked = self.listed = self.up = self.down = 0
+        """Questions in objects; lists for the generation; blocks that were sent and read."""
         self.kept_s = 0.0
         """Seconds until the objects expire, summed over blocks."""
         self._keep_s, self._objects = keep_s, objects
@@ -151,7 +155,7 @@ class Valkey:
     renew_after_s = 0.0
 
     def __init__(self, capacity: int) -> None:
-        self.asked = self.up = self.down = 0
+        self.asked = self.listed = self.up = self.down = 0
         self._tier = KeyTier("lru", capacity)
 
     def has(self, key: BlockHash, now_s: float) -> bool:
@@ -191,6 +195,7 @@ class Host:
         """`cpu` and `nvme`: capacities in blocks."""
         self.cpu, self.nvme, self._server = KeyTier("lru", cpu), KeyTier("lru", nvme), server
         self._now_s, limits = 0.0, StoreOptions()
+        self._used_s, self._read_s = 0.0, -math.inf
         clock = partial(getattr, self, "_now_s")
         self._memory = PresenceMemory(clock, limits.held_s, limits.absent_s)
         renew_after_s = server.renew_after_s if server else 0.0
@@ -206,7 +211,10 @@ class Host:
         tiers = [tier or next(held, "") for tier in tiers]
         tiers = tiers[: tiers.index("")] if "" in tiers else tiers
         if self._server is not None:
-            self._server.read([h for h, t in zip(chain, tiers, strict=False) if t == "remote"])
+            read = [h for h, t in zip(chain, tiers, strict=False) if t == "remote"]
+            self._server.read(read)
+            if read:
+                self._use_generation(self._server)
         self.cpu.use(chain)
         self.nvme.use(chain)
         if self._server is not None:
@@ -222,6 +230,7 @@ class Host:
         known = known_prefix(memory, keys)
         if known is None:
             server.ask(len(keys), held)
+            self._use_generation(server)
             memory.note(memory.epoch, keys[:held], keys[held:])
         return held if known is None else min(known, held)
 
@@ -229,9 +238,22 @@ class Host:
         wanted = [key for key in chain if self._rule.answer(key, True) is Offer.QUEUED]
         if wanted:
             is_held = Presence.HELD
+            self._use_generation(server)
             server.write({h: self._memory.last(h) is is_held for h in wanted}, self._now_s)
             self._memory.note(self._memory.epoch, wanted, ())
             self._rule.end(wanted, [True] * len(wanted), self._memory.epoch)
+
+    def _use_generation(self, server: Bucket | Valkey) -> None:
+        """Count the reads of the generation since its last use: see `SharedGeneration`."""
+        now_s, reads = self._now_s, 0
+        if self._read_s >= 0:
+            reads = int((min(now_s, self._used_s + IN_USE_S) - self._read_s) // REFRESH_S)
+            self._read_s += reads * REFRESH_S
+        if now_s - self._read_s >= GENERATION_FRESH_S:
+            reads += 1
+            self._read_s = now_s
+        server.listed += COUNTERS * reads
+        self._used_s = now_s
 
 
 def routes(work: StudyWorkload, routing: str, hosts: int) -> list[int]:
@@ -298,14 +320,15 @@ def _bill(
         cell,
         up_bytes=shared.up * block_bytes,
         down_bytes=shared.down * block_bytes,
-        requests=shared.asked + up + down,
+        requests=shared.asked + shared.listed + up + down,
         egress_usd=shared.down * gb * setup.egress_usd,
     )
     if isinstance(shared, Valkey):
         return replace(cell, storage_usd=setup.valkey_bytes / 1e9 * setup.valkey_usd * months)
     return replace(
         cell,
-        requests_usd=((shared.asked + down) * setup.get_usd + up * setup.put_usd) / 1000,
+        requests_usd=((shared.asked + down) * setup.get_usd + (shared.listed + up) * setup.put_usd)
+        / 1000,
         storage_usd=shared.kept_s / MONTH_S * gb * setup.bucket_usd,
     )
 

@@ -13,13 +13,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ....tiers.remote.abilities import RemoteEntry
+from ....config.remote import OBJECT_STORE, VALKEY
+from ....tiers.remote.abilities import CanSweep, RemoteEntry
 from ....tiers.remote.base import RemoteOutcome
 from ....tiers.remote.objects import parse_name
 from .open_remote import CALL_LIMIT_S, Advance, RemoteServer
 from .remote_contents import Generations, GenerationState
 
 REMOVED_AT_A_TIME = 256
+STAGED_MAX_S = 3600.0
+"""Age of a file at which its writer is dead."""
 AGE_STEP_S = 60
 """Blocks of one minute leave in the order in which they are listed."""
 
@@ -57,6 +60,9 @@ class RemoteCollected:
     namespaces: list[CollectedNamespace] = field(default_factory=list)
     unknown_ages: int = 0
     """Number of blocks whose age the server does not know; they leave only with a generation."""
+    staged_removed: int = 0
+    """Number of files in a folder that were begun by writers that died."""
+    staged_bytes: int = 0
     failed: int = 0
     """Number of blocks that the server did not remove."""
     note: str = ""
@@ -101,10 +107,11 @@ def _minute(touched_s: float) -> int:
     return max(0, int(touched_s // AGE_STEP_S))
 
 
-NOTE_OF_VALKEY = (
-    "the usual way is the server's own: maxmemory with maxmemory-policy allkeys-lru, or ttl_s"
-)
-NOTE_OF_BUCKET = "a lifecycle rule of the bucket can remove old objects without this command"
+NOTES = {
+    VALKEY: "the usual way is the server's own: maxmemory with maxmemory-policy allkeys-lru, or "
+    "ttl_s",
+    OBJECT_STORE: "a lifecycle rule of the bucket can remove old objects without this command",
+}
 
 
 def collect_remote(
@@ -120,11 +127,14 @@ def collect_remote(
 
     `advance` takes a number of objects, `clock` returns seconds since 1970. Raises `CommandError`.
     """
-    note = NOTE_OF_VALKEY if tier.options.is_valkey else NOTE_OF_BUCKET
+    note = NOTES.get(tier.options.engine, "")
     report = RemoteCollected(tier.options.url, is_dry_run, note=note)
     work = _Collector(tier, namespace, wish, report, clock())
     work.look(advance)
     work.carry_out(advance)
+    if isinstance(tier.engine, CanSweep):
+        swept = tier.engine.sweep(namespace, STAGED_MAX_S, is_dry_run=is_dry_run)
+        report.staged_removed, report.staged_bytes = len(swept), sum(swept)
     return report
 
 

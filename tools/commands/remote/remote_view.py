@@ -119,6 +119,9 @@ def print_collected(report: RemoteCollected) -> None:
         shown = [f"{count:,}" for count in counts]
         table.add_row(each.namespace[:SHOWN_DIGITS], *shown, show.size(each.bytes_freed))
     console.print(table)
+    if report.staged_removed:
+        said = f"{report.staged_removed:,} incomplete files of writers that died"
+        console.print(Text(f"  {said}: {show.size(report.staged_bytes)}"))
     if report.unknown_ages:
         said = f"the server knows no age of {report.unknown_ages:,} blocks"
         console.print(Text(f"  {said}; they leave only with a generation", style="yellow"))
