@@ -27,6 +27,8 @@ MAX_SETTLED = 512
 a restart, or with strict admission, most blocks of the tier are such."""
 _NO_USE = frozenset({Put.ALREADY, Put.UNWANTED})
 """Answers of the port to blocks that need no write now."""
+_LATER = (Put.LATER, Put.RESTING, Put.NOT_TAKEN)
+"""Answers of the port to blocks that it may take soon."""
 AGING_PER_SLOT = 2
 """Entries per slot of the queue of stored blocks."""
 
@@ -332,7 +334,8 @@ class Demoter:
             by_answer[answer].append(pair)
         self.may_find_room = Put.LATER in answers and not by_answer[Put.STARTED]
         if by_answer[Put.STARTED]:
-            self._retry_later([block_hash for block_hash, _ in by_answer[Put.LATER]])
+            for answer in _LATER:
+                self._retry_later([block_hash for block_hash, _ in by_answer[answer]])
         for answer in (*_NO_USE, Put.OVER_BUDGET):
             self._level.dirt.set_settled([s.block_id for _, s in by_answer[answer]])
         return by_answer[Put.STARTED]

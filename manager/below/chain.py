@@ -70,6 +70,8 @@ class _Put:
     """Number of blocks that any tier started."""
     open_parts: int
     keys: Sequence[BlockHash] = ()
+    rested: frozenset[int] = frozenset()
+    """Positions of blocks that the nearest tier would have taken if it did not rest."""
     has_seen_loss: bool = False
     """True if a tier lost blocks since the begin: this put's may be among them."""
 
@@ -84,7 +86,7 @@ class _Put:
         """Return one end for the whole put.
 
         The outcome of a block is OK if any tier stored it. Otherwise it is that of the nearest tier
-        that tried.
+        that tried. If the nearest of all rested, a refused block is offered again.
         """
         ends = [part.ended for part in self.parts.values() if part.ended is not None]
         size_bytes = sum(ended.size_bytes for ended in ends)
@@ -101,6 +103,9 @@ class _Put:
             for at, outcome in zip(part.at, part.ended.outcomes, strict=True):
                 if became.get(at) is not BlockOutcome.OK:
                     became[at] = outcome
+        for at in self.rested:
+            if became.get(at) is BlockOutcome.REFUSED:
+                became[at] = BlockOutcome.IO_ERROR
         return [became[at] for at in sorted(became)]
 
 
@@ -230,6 +235,33 @@ class _Resets:
             self.seen.setdefault(mark, (set(), until_s))[0].add(number)
 
 
+class _Absence:
+    """Time for which the nearest tier has taken no block."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._took_s = clock()
+        self._has_failed = False
+        """True if its last write failed: it may take another one only to try."""
+
+    def look(self, takes_puts: bool) -> None:
+        """Note whether the tier takes blocks now."""
+        if takes_puts and not self._has_failed:
+            self._took_s = self._clock()
+
+    def ended(self, outcomes: Sequence[BlockOutcome]) -> None:
+        """Note a write into the tier that ended."""
+        if BlockOutcome.OK in outcomes:
+            self._has_failed = False
+        elif not _FAILURES.isdisjoint(outcomes):
+            self._has_failed = True
+
+    @property
+    def is_long(self) -> bool:
+        """Return True if the lower tiers decide alone."""
+        return self._clock() - self._took_s > ABSENT_AFTER_S
+
+
 class BelowChain(Below):
     """Inclusive tiers behind two or more ports."""
 
@@ -255,8 +287,7 @@ class BelowChain(Below):
         """Blocks that a tier may have lost before another one had ended its part."""
         self._resets = _Resets(ports, clock)
         self._clock = clock
-        self._took_s = clock()
-        """Last time at which the nearest tier took blocks."""
+        self._absence = _Absence(clock)
 
     # -- keys ------------------------------------------------------------------------------
 
@@ -296,13 +327,15 @@ class BelowChain(Below):
         answers = list(self._nearest.put(ticket, keys, slots))
         parts: dict[int, _Part] = {}
         among: Sequence[int] = range(len(keys))
-        decided = among
+        decided, rested = among, frozenset[int]()
         if answers.count(Put.STARTED) == len(answers):
             parts[0] = _Part(among)
         else:
             begun = [at for at, answer in enumerate(answers) if answer is Put.STARTED]
             among = [at for at, answer in enumerate(answers) if answer is not Put.LATER]
-            decided = among if self._is_alone else [at for at in among if answers[at] not in _RESTS]
+            if not self._absence.is_long:
+                rested = frozenset(at for at in among if answers[at] in _RESTS)
+            decided = [at for at in among if at not in rested] if rested else among
             if begun:
                 parts[0] = _Part(begun)
         held: set[int] = set()
@@ -319,7 +352,8 @@ class BelowChain(Below):
                 for at in part.at:
                     answers[at] = Put.STARTED
         if parts:
-            self._puts[ticket] = _Put(parts, answers.count(Put.STARTED), len(parts), keys)
+            blocks = answers.count(Put.STARTED)
+            self._puts[ticket] = _Put(parts, blocks, len(parts), keys, rested)
             self._count_late()
         return answers
 
@@ -339,6 +373,8 @@ class BelowChain(Below):
                 blocks = put.end_part(number, ended)
                 if number:
                     self._lower[number - 1].in_flight -= blocks
+                else:
+                    self._absence.ended(ended.outcomes)
                 if not put.open_parts:
                     del self._puts[ended.ticket]
                     self._left_early += put.keys if put.has_seen_loss else ()
@@ -384,7 +420,8 @@ class BelowChain(Below):
     def is_blocked(self) -> bool:
         if not self._nearest.is_blocked:
             return False
-        return all(each.port.is_blocked for each in self._lower if self._is_alone or each.takes_all)
+        is_alone = self._absence.is_long
+        return all(each.port.is_blocked for each in self._lower if is_alone or each.takes_all)
 
     def rests(self, tier: int) -> bool:
         port, number = self._places[tier - 1]
@@ -424,8 +461,7 @@ class BelowChain(Below):
                 self._resets.note(number)
                 lowest = self._offsets[number] + depth
         self._resets.proceed()
-        if self._nearest.takes_puts:
-            self._took_s = self._clock()
+        self._absence.look(self._nearest.takes_puts)
         return lowest
 
     def reset(self, mark: int = 0) -> None:
@@ -450,15 +486,10 @@ class BelowChain(Below):
 
     # -- inside ------------------------------------------------------------------------------
 
-    @property
-    def _is_alone(self) -> bool:
-        """True if the lower tiers decide alone, because the nearest one takes nothing for long."""
-        return self._clock() - self._took_s > ABSENT_AFTER_S
-
     def _stand_ins(self) -> list[_LowerTier]:
         """Return the lower tiers that take blocks in place of the nearest one."""
         takers = [lower for lower in self._lower if lower.port.takes_puts]
-        return takers if self._is_alone else [lower for lower in takers if lower.takes_all]
+        return takers if self._absence.is_long else [one for one in takers if one.takes_all]
 
     def _count_late(self) -> None:
         """Count the puts that tier 1 has no part in, or has ended."""
@@ -476,5 +507,6 @@ class BelowChain(Below):
 
 _RESTS = (Put.RESTING, Put.NOT_TAKEN)
 """Answers of a tier that takes no blocks for a while."""
+_FAILURES = frozenset({BlockOutcome.IO_ERROR, BlockOutcome.NO_SPACE})
 _NO_PART = _Part((), Ended(0, False, 1, ()))
 """Stands for the part of a tier that takes none."""

@@ -134,7 +134,7 @@ class PromotionRoom:
         `blocked` is the first waiting claim in the queue, if it comes before this one. If no other
         claim has slots, this claim may also take those of dirty blocks, which are written back for
         it. A claim is cut only if it is larger than the whole budget, and while loads in flight
-        use less than half of it. With many hits, some load is always in flight.
+        leave more than half of it. With many hits, some load is always in flight.
         """
         if claim.new_slots is None:
             return None
@@ -142,7 +142,7 @@ class PromotionRoom:
             is_alone = self.taken() == len(claim.request.holds)
             room = self.left(self._most if is_alone else budget)
             is_too_large = claim.new_slots > self._most - len(claim.request.holds)
-            is_quiet = len(self._workers.loads) <= self._most // 2
+            is_quiet = room + len(claim.request.holds) > self._most // 2
             may_be_cut = is_alone and is_too_large and is_quiet
             return room if claim.new_slots <= room or may_be_cut else None
         if not claim.new_slots:

@@ -11,6 +11,7 @@ from support.memory_backend import MemoryBackend
 from support.node_rig import NodesRig
 from support.twin_engine import TwinEngine
 
+from kvcascade.config.schema import WriteMode
 from kvcascade.manager.admission import Admission, AdmitAll, AdmitSecondTouch
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.chain import (
@@ -168,6 +169,48 @@ def test_the_lower_tiers_decide_alone_if_the_nearest_takes_nothing_for_long() ->
     chain.below.maintain()
     chain.near.answer = Put.RESTING
     assert chain.begin(0, 2) == [Put.RESTING] * 2
+
+
+def test_a_tier_whose_writes_all_fail_takes_nothing_although_it_tries() -> None:
+    chain = Chain()
+    below = chain.below
+    chain.near.outcome, chain.far.answer = FAILED, Put.UNWANTED
+    for _ in range(10):
+        chain.near.answer = Put.STARTED
+        assert list(chain.put(0, 1).outcomes) == [FAILED]
+        chain.near.answer = Put.RESTING
+        chain.clock.advance(ABSENT_AFTER_S / 9)
+        below.maintain()
+        chain.near.answer = Put.STARTED
+        below.maintain()
+    chain.near.answer = Put.RESTING
+    assert below.takes_puts and chain.begin(0, 2) == [Put.ALREADY] * 2
+    chain.near.answer, chain.near.outcome = Put.STARTED, OK
+    chain.put(2, 3)
+    below.maintain()
+    chain.near.answer = Put.RESTING
+    assert not below.takes_puts
+
+
+def test_what_a_stand_in_refuses_afterwards_is_offered_again() -> None:
+    """A remote tier refuses what it could not upload, so that nothing waits for it."""
+    chain = Chain()
+    chain.near.answer, chain.far.outcome = Put.RESTING, BlockOutcome.REFUSED
+    assert list(chain.put(0, 2).outcomes) == [FAILED] * 2
+    chain.near.answer = Put.OVER_BUDGET
+    assert list(chain.put(0, 2).outcomes) == [BlockOutcome.REFUSED] * 2
+
+
+def test_what_a_stand_in_has_no_room_for_is_offered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = TwinEngine(slots=4 * LOWER_SHARE, lower=2, mode=WriteMode.THROUGH)
+    monkeypatch.setattr(engine.lower, "room", lambda n: n)
+    engine.twin.answer = Put.RESTING
+    assert engine.offer(keys(4)) == keys(4)
+    engine.step()
+    engine.step()
+    assert [engine.lower.may_hold(h) for h in keys(4)] == [1, 1, 0, 0]
+    engine.step()
+    assert [engine.lower.may_hold(h) for h in keys(2, 4)] == [1, 1]
 
 
 def test_a_shutdown_waits_for_the_rest_of_the_nearest_tier() -> None:

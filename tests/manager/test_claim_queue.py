@@ -173,6 +173,21 @@ class TestTurns:
             rig.read()
         raise AssertionError("it got no turn")
 
+    def test_loads_count_against_a_small_budget_only_beyond_the_rest_of_the_tier(self) -> None:
+        rig, large = Rig(promotion_budget_slots=4), Request("large")
+        others = [Request(f"load {i}") for i in range(3)]
+        for number, request in enumerate(others):
+            first = 4 * number
+            assert rig.ask(request, first, first + 4) is None
+            rig.read()
+            assert rig.ask(request, first, first + 4) == 4
+            if number < 2:
+                rig.manager.prepare_load(keys(first, first + 4), request)
+        rig.manager.finish_request(others[2])
+        assert rig.ask(large, 20, 30) is None
+        rig.read()
+        assert rig.ask(large, 20, 30) == 4
+
     @pytest.mark.parametrize("budget", [15, 16])
     def test_a_budget_of_nearly_the_whole_tier_leaves_no_request_waiting(self, budget: int) -> None:
         """Stores keep a share of the tier, whatever the budget."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvcascade.config.schema import WriteMode
 from kvcascade.manager.admission import AdmitAll
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.chain import BelowChain, ChainedTier
@@ -23,7 +24,13 @@ DEADLINE_S = 3.0
 class TwinEngine:
     """A manager over a small first tier and the twin, or over a chain of two twins."""
 
-    def __init__(self, slots: int = 4, below: int = 32, lower: int = 0) -> None:
+    def __init__(
+        self,
+        slots: int = 4,
+        below: int = 32,
+        lower: int = 0,
+        mode: WriteMode = WriteMode.DEMOTE,
+    ) -> None:
         """`lower`: slots of a second tier below; 0: there is none."""
         self.clock = ManualClock()
         self.top = MemoryBackend(BLOCK_SIZE, slots, medium="CPU")
@@ -35,7 +42,7 @@ class TwinEngine:
         self.manager = CascadingOffloadingManager(
             Tier("cpu", self.top, self.policy),
             self.below,
-            ManagerOptions(promotion_deadline_s=DEADLINE_S, shutdown_flush_s=1.0),
+            ManagerOptions(promotion_deadline_s=DEADLINE_S, shutdown_flush_s=1.0, write_mode=mode),
             self.clock,
             self.clock.advance,
         )
