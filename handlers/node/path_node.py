@@ -1,7 +1,7 @@
 """The deciding part of a node: its relation to the writer of the path, and the jobs of its engine.
 
     JOINING -> LEADING or FOLLOWING -> SILENT (no answers) or ORPHANED (socket closed) -> JOINING
-    OFF: the path refused the node of an engine that no writer has served
+    OFF: the path refused the node of an engine that no writer has served, or is of a newer version
 
 No I/O happens here. Sockets are behind `NodeMeans`, threads and files behind `Workers`, and the
 clock is passed in. All methods are called by one thread, the node's own. A node whose process is

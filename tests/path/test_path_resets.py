@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 
 import pytest
@@ -85,6 +86,17 @@ def test_who_comes_back_after_another_engine_started_may_have_other_weights(is_t
     joined = RigNode(rig)
     assert joined.welcome is not None and "reset this engine" in joined.welcome.notes[0]
     assert restart(rig, is_clean=True).held(BLOCKS) == []
+
+
+def test_who_comes_back_needs_no_room_for_a_record() -> None:
+    """Another engine was reset meanwhile, and the disk is full now."""
+    rig = PathRig()
+    node, other = RigNode(rig), RigNode(rig)
+    rig.writer.disconnect(other.client)
+    reset(node)
+    rig.fs.fail("pwritev", errno.ENOSPC)
+    back = RigNode(rig, epoch=0)
+    assert back.welcome is not None and back.welcome.epoch == 1
 
 
 def test_a_start_that_drops_blocks_of_after_a_reset_says_so(

@@ -32,7 +32,12 @@ from kvcascade.tiers.remote.presence import ChainSearch, Presence, PresenceMemor
 from kvcascade.tiers.remote.remote_counters import Verb
 from kvcascade.tiers.remote.remote_options import open_remote_engine
 from kvcascade.tiers.remote.resp import Address, Login, RespConnection, RespError
-from kvcascade.tiers.remote.shared_generation import IN_USE_S, REFRESH_S, SharedGeneration
+from kvcascade.tiers.remote.shared_generation import (
+    GENERATION_FRESH_S,
+    IN_USE_S,
+    REFRESH_S,
+    SharedGeneration,
+)
 from kvcascade.tiers.remote.valkey import Nodes, ValkeyEngine, hash_slot
 
 
@@ -147,6 +152,18 @@ def test_threads_that_wait_for_the_generation_share_its_failure() -> None:
     assert twin.calls["counter"] < 5, "a thread that had not begun to wait asks for itself"
     twin.fails.clear()
     assert generation.current(1.0).outcome is RemoteOutcome.OK, "and it is asked anew"
+
+
+def test_the_age_of_the_generation_counts_from_the_question() -> None:
+    """The answer may be slow, and another host may reset right after it was given."""
+    twin, clock = RemoteTwin(), ManualClock()
+    twin.before = lambda method: clock.advance(GENERATION_FRESH_S / 4)
+    generation = SharedGeneration(twin, "space/generation", "space/resets", clock, lambda: 1.0)
+    assert generation.current(10.0).outcome is RemoteOutcome.OK
+    asked = twin.calls["counter"]
+    clock.advance(GENERATION_FRESH_S * 0.6)
+    assert generation.current(10.0).outcome is RemoteOutcome.OK
+    assert twin.calls["counter"] > asked
 
 
 def test_a_reset_while_a_question_ends_is_not_taken_for_done() -> None:

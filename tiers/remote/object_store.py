@@ -20,7 +20,6 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -125,8 +124,14 @@ def open_object_store(
     stores: Any = import_module("obstore.store")
     parts = urlsplit(url)
     if parts.scheme == "file":
-        make = partial(stores.LocalStore, parts.path, mkdir=True)
-        return ObjectStoreEngine(make, timeout_s, Path(parts.path))
+        folder = Path(parts.path)
+
+        def open_folder() -> Any:
+            with suppress(OSError):  # waits for a share without the interpreter lock
+                folder.stat()
+            return stores.LocalStore(str(folder), mkdir=True)
+
+        return ObjectStoreEngine(open_folder, timeout_s, folder)
     limits = timedelta(seconds=timeout_s), timedelta(seconds=connect_timeout_s)
     try:
         bucket = _bucket(stores, parts, limits, endpoint, region, settings or {})

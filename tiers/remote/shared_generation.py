@@ -222,18 +222,21 @@ class SharedGeneration:
                 answer = self._raise(reset, now, limit_s)
             if answer.outcome is RemoteOutcome.OK:
                 answer, mark = self._made_good(answer, now, limit_s)
-            now_s = self._clock()
-            self._counters.report(answer.outcome, now_s - begun_s)
+            self._counters.report(answer.outcome, self._clock() - begun_s)
             self._last = answer
             if answer.outcome is not RemoteOutcome.OK:
-                self._value = None
+                with self._changing:
+                    self._value = None
                 return answer
-            return self._take_in(answer, mark, reset, now_s)
+            return self._take_in(answer, mark, reset, begun_s)
 
     def _take_in(
-        self, answer: CounterAnswer, mark: int, reset: _Reset | None, now_s: float
+        self, answer: CounterAnswer, mark: int, reset: _Reset | None, read_s: float
     ) -> CounterAnswer:
-        """Note the counter and the last mark, as they are after this reset, if there was one."""
+        """Note the counter and the last mark, as they are after this reset, if there was one.
+
+        `read_s`: time before the server was asked. Later resets by others may not be in the answer.
+        """
         with self._changing:
             if self._reset is not reset:  # another reset came meanwhile
                 return CounterAnswer(RemoteOutcome.BUSY)
@@ -245,7 +248,7 @@ class SharedGeneration:
                 self._own_mark = mark if reset is None else reset.own_mark
             self._newest = max(self._newest, answer.value)
             value = generation_of(answer.value, was_reset=self._was_reset)
-            self._value, self._read_s = value, now_s
+            self._value, self._read_s = value, read_s
             return CounterAnswer(RemoteOutcome.OK, value)
 
     def _made_good(

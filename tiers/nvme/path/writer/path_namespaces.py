@@ -169,7 +169,8 @@ class PathNamespaces:
                 "or remove the directory",
             )
         started = namespace.epoch if known_epoch is None else namespace.epoch - 1
-        self._record(replace(self.record, epochs={**self.record.epochs, name: started}))
+        if known_epoch is None or not was_reset(self.record, name, namespace.epoch):
+            self._record(replace(self.record, epochs={**self.record.epochs, name: started}))
         if had_blocks:
             _log.warning(
                 "%s begins empty: its blocks were stored before or after a reset that this engine "

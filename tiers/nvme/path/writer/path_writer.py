@@ -205,15 +205,19 @@ class PathWriter:
         client.name = message.name
         if message.protocol != PROTOCOL:
             text = f"the writer of the path speaks protocol {PROTOCOL}, not {message.protocol}; "
-            self._refuse(client, RefusedWhy.PROTOCOL, text + "run one version of kvcascade")
+            self._refuse(
+                client, message, RefusedWhy.PROTOCOL, text + "run one version of kvcascade"
+            )
             return
         if self.wants_close:
-            self._refuse(client, RefusedWhy.CLOSING, "the writer of the path is closing; try again")
+            self._refuse(
+                client, message, RefusedWhy.CLOSING, "the writer of the path is closing; try again"
+            )
             return
         try:
             check_paths(self.path.record.paths, message.paths)
         except ConfigError as error:
-            self._refuse(client, RefusedWhy.PATHS, str(error))
+            self._refuse(client, message, RefusedWhy.PATHS, str(error))
             return
         try:
             if is_stronger(message.options, self.path.options):
@@ -226,7 +230,7 @@ class PathWriter:
             if is_engine and self.path.begin(namespace, message.epoch, is_alone=is_alone):
                 self._out += [(reader, Epoch(namespace.epoch)) for reader in namespace.clients]
         except KVCascadeError as error:
-            self._refuse(client, why_refused(error), str(error))
+            self._refuse(client, message, why_refused(error), str(error))
             return
         client.namespace, client.wants_events = namespace, message.wants_events
         client.is_reader = message.is_reader
@@ -264,7 +268,7 @@ class PathWriter:
             self.wants_close = True
             return
         text = f"the writer of the path has protocol {PROTOCOL}, which is not older"
-        self._refuse(client, RefusedWhy.PROTOCOL, text)
+        self._send(client.number, Refused(RefusedWhy.PROTOCOL, text))
 
     # -- work ----------------------------------------------------------------------------------
 
@@ -354,8 +358,8 @@ class PathWriter:
                     client.figures = figures
                     self._send(number, figures)
 
-    def _refuse(self, client: Client, why: RefusedWhy, text: str) -> None:
-        log_refusal(client.name, why, text)
+    def _refuse(self, client: Client, hello: Hello, why: RefusedWhy, text: str) -> None:
+        log_refusal(hello, why, text)
         self._send(client.number, Refused(why, text))
 
     def _send(self, client: int, message: FromWriter) -> None:

@@ -81,15 +81,16 @@ def why_refused(error: KVCascadeError) -> RefusedWhy:
     return RefusedWhy.NAMESPACE if isinstance(error, FINAL_ERRORS) else RefusedWhy.FAILED
 
 
-def log_refusal(name: str, why: RefusedWhy, text: str) -> None:
+def log_refusal(hello: Hello, why: RefusedWhy, text: str) -> None:
     """Log a refusal. One that is repeated every second is the node's to log, once."""
-    level = logging.DEBUG if why is RefusedWhy.FAILED else logging.WARNING
-    _log.log(level, "%s is refused: %s", name, text)
+    is_repeated = why is RefusedWhy.FAILED or hello.epoch is not None
+    level = logging.DEBUG if is_repeated else logging.WARNING
+    _log.log(level, "%s is refused: %s", hello.name, text)
 
 
 def _give_up(held: _Held, text: str, why: RefusedWhy) -> list[Reply]:
     if isinstance(held.message, Ask):
         return [(held.client, told(held.message.request, {"error": text}))]
-    if isinstance(held.message, Hello) and held.message.epoch is None:  # else it tries again
-        log_refusal(held.message.name, why, text)
+    if isinstance(held.message, Hello):
+        log_refusal(held.message, why, text)
     return [(held.client, Refused(why, text))]
