@@ -185,11 +185,7 @@ class TierJobs:
             self._collect()
             left = not tickets.isdisjoint(self._jobs)
         if left:
-            for asked in (*self._loads, *self._stores):
-                self._storing.difference_update(asked.keys)
-                self._ended.append(TierJobResult(asked.job_id, (), False, 0, 0.0))
-            self._loads.clear()
-            self._stores.clear()
+            self._fail_queued()
             self.below.abandon(set(self._jobs), DRAIN_S)
             self._collect()
 
@@ -207,6 +203,7 @@ class TierJobs:
     def close(self, deadline_s: float) -> bool:
         """Stop the transfers within `deadline_s` seconds. Return False if some are still in
         flight."""
+        self._fail_queued()
         has_ended = self.below.shutdown(self._clock() + deadline_s)
         self.finished()
         return has_ended
@@ -231,6 +228,14 @@ class TierJobs:
             store = self._stores.popleft()
             self._storing.difference_update(store.keys)
             self._begin_store(store)
+
+    def _fail_queued(self) -> None:
+        """End every queued job as failed."""
+        for asked in (*self._loads, *self._stores):
+            self._storing.difference_update(asked.keys)
+            self._ended.append(TierJobResult(asked.job_id, (), False, 0, 0.0))
+        self._loads.clear()
+        self._stores.clear()
 
     def _begin_store(self, asked: _Asked) -> list[BlockHash]:
         """Start a store; return the blocks whose writes started. Those of before a reset are left

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.keys import key, keys
-from support.node_rig import BLOCK, SLOTS, NodesRig, NodeTwin
+from support.node_rig import ARENA_SLOTS, BLOCK, SLOTS, NodesRig, NodeTwin
 
 from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST
 from kvcascade.manager.admission import AdmitAll, AdmitSecondTouch
@@ -270,6 +270,16 @@ def test_closing_ends_the_jobs() -> None:
     rig = Rig()
     rig.begin_store(1)
     assert rig.jobs.close(1.0) and not rig.jobs.is_busy
+
+
+def test_closing_begins_no_job_that_waits() -> None:
+    """A read that ends after the close would write into memory of the other manager."""
+    rig, count = Rig(slots=ARENA_SLOTS), JOBS_EACH_WAY + 1
+    rig.store(0)
+    for number in range(count):
+        rig.jobs.load(number, [key(0)], [number])
+        rig.jobs.store(count + number, [key(1 + number)], [number])
+    assert rig.jobs.close(1.0) and not rig.jobs.is_busy and not rig.node.engine.jobs
 
 
 def test_while_writes_fail_nothing_leaves_for_what_cannot_come() -> None:
