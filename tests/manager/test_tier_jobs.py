@@ -12,6 +12,7 @@ from support.node_rig import ARENA_SLOTS, BLOCK, SLOTS, NodesRig, NodeTwin
 from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST
 from kvcascade.manager.admission import AdmitAll, AdmitSecondTouch
 from kvcascade.manager.base import BlockEvent
+from kvcascade.manager.below.single_tier import STALLED_S
 from kvcascade.manager.below.tier_jobs import (
     FORGET_FAILED_S,
     JOBS_EACH_WAY,
@@ -239,6 +240,42 @@ def test_stores_that_the_node_does_not_take_wait_for_their_turn() -> None:
     results = rig.jobs.finished()
     assert len(results) == last + 2 and all(result.is_whole for result in results)
     assert rig.jobs.below.takes_puts, "the tier does not rest"
+
+
+def test_no_store_waits_for_a_stalled_disk() -> None:
+    """Stores that waited kept their slots for as long as the disk stalled."""
+    rig, count = Rig(slots=ARENA_SLOTS), JOBS_EACH_WAY + 2
+    rig.node.is_device_stalled = True
+    for number in range(count):
+        rig.jobs.store(number, [key(number)], [number])
+    assert rig.jobs.finished() == []
+    rig.nodes.clock.advance(STALLED_S)
+    assert ended(rig) == [(JOBS_EACH_WAY, True), (JOBS_EACH_WAY + 1, True)]
+    assert rig.jobs.store(count, [key(count)], [count]) == []
+    assert ended(rig) == [(count, True)] and rig.jobs.is_busy
+    rig.node.is_device_stalled = False
+    rig.jobs.drain()
+    assert len(rig.jobs.finished()) == JOBS_EACH_WAY and rig.jobs.below.takes_puts
+
+
+def test_no_load_waits_for_a_stalled_disk() -> None:
+    rig, count = Rig(), JOBS_EACH_WAY + 2
+    rig.store(1, 2)
+    rig.node.is_device_stalled = True
+    for number in range(count):
+        rig.jobs.load(number, [key(1 + number // JOBS_EACH_WAY)], [number])
+    assert rig.jobs.finished() == []
+    rig.nodes.clock.advance(STALLED_S)
+    assert ended(rig) == [(JOBS_EACH_WAY, False), (JOBS_EACH_WAY + 1, False)]
+    rig.jobs.load(count, [key(2)], [count])
+    assert ended(rig) == [(count, False)] and rig.jobs.is_busy
+    rig.node.is_device_stalled = False
+    rig.jobs.drain()
+    assert rig.has(1, 2) == [True, True], "nobody tried to read 2"
+
+
+def ended(rig: Rig) -> list[tuple[int, bool]]:
+    return [(result.job_id, result.is_whole) for result in rig.jobs.finished()]
 
 
 def test_a_store_that_waited_over_a_reset_is_left_out() -> None:
