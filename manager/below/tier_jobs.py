@@ -7,7 +7,8 @@ loop. While the tier rests, because transfers fail or stall, it accepts no write
 is a miss.
 
 The node takes a limited number of jobs. The others are queued, loads and stores apart. The other
-manager bounds the queues: each of their jobs keeps slots of it.
+manager bounds the queues: each of their jobs keeps slots of it. While the tier rests, no job is
+queued. Loads fail then, and stores leave their blocks out.
 
 Used by one thread at a time. Only `drain` and `close` wait.
 """
@@ -126,7 +127,8 @@ class TierJobs:
             for h, slot in zip(block_hashes, slots, strict=True)
             if not self.below.may_hold(h) and self._admits(h)
         ]
-        is_queued = bool(self._stores) or len(self.below.writes.jobs) >= JOBS_EACH_WAY
+        is_full = bool(self._stores) or len(self.below.writes.jobs) >= JOBS_EACH_WAY
+        is_queued = is_full and self.below.takes_puts
         if is_queued:
             offered = [(h, slot) for h, slot in offered if h not in self._storing]
         asked = _Asked(job_id, [h for h, _ in offered], [s for _, s in offered], self._epoch)
@@ -185,11 +187,7 @@ class TierJobs:
             self._collect()
             left = not tickets.isdisjoint(self._jobs)
         if left:
-            for asked in (*self._loads, *self._stores):
-                self._storing.difference_update(asked.keys)
-                self._ended.append(TierJobResult(asked.job_id, (), False, 0, 0.0))
-            self._loads.clear()
-            self._stores.clear()
+            self._fail_queued()
             self.below.abandon(set(self._jobs), DRAIN_S)
             self._collect()
 
@@ -207,6 +205,7 @@ class TierJobs:
     def close(self, deadline_s: float) -> bool:
         """Stop the transfers within `deadline_s` seconds. Return False if some are still in
         flight."""
+        self._fail_queued()
         has_ended = self.below.shutdown(self._clock() + deadline_s)
         self.finished()
         return has_ended
@@ -222,15 +221,31 @@ class TierJobs:
         self._report_requests()
 
     def _begin_queued(self) -> None:
-        """Start as many queued jobs as the node takes."""
-        while self._loads and len(self.below.reads.jobs) < JOBS_EACH_WAY:
-            asked, ticket = self._loads.popleft(), next(self._tickets)
-            self._jobs[ticket] = asked
-            self.below.get(ticket, 1, asked.keys, asked.slots)
-        while self._stores and len(self.below.writes.jobs) < JOBS_EACH_WAY:
+        """Start as many queued jobs as the node takes; end all of them while the tier rests."""
+        below = self.below
+        while self._loads and (below.rests(1) or len(below.reads.jobs) < JOBS_EACH_WAY):
+            self._begin_load(self._loads.popleft())
+        while self._stores and (not below.takes_puts or len(below.writes.jobs) < JOBS_EACH_WAY):
             store = self._stores.popleft()
             self._storing.difference_update(store.keys)
             self._begin_store(store)
+
+    def _fail_queued(self) -> None:
+        """End every queued job as failed."""
+        for asked in (*self._loads, *self._stores):
+            self._storing.difference_update(asked.keys)
+            self._ended.append(TierJobResult(asked.job_id, (), False, 0, 0.0))
+        self._loads.clear()
+        self._stores.clear()
+
+    def _begin_load(self, asked: _Asked) -> None:
+        """Start a load, or end it as failed while the tier rests."""
+        if self.below.rests(1):
+            self._ended.append(TierJobResult(asked.job_id, (), False, 0, 0.0))
+            return
+        ticket = next(self._tickets)
+        self._jobs[ticket] = asked
+        self.below.get(ticket, 1, asked.keys, asked.slots)
 
     def _begin_store(self, asked: _Asked) -> list[BlockHash]:
         """Start a store; return the blocks whose writes started. Those of before a reset are left

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 from support.keys import key, keys
-from support.node_rig import BLOCK, SLOTS, NodesRig, NodeTwin
+from support.node_rig import ARENA_SLOTS, BLOCK, SLOTS, NodesRig, NodeTwin
 
 from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST
 from kvcascade.manager.admission import AdmitAll, AdmitSecondTouch
 from kvcascade.manager.base import BlockEvent
+from kvcascade.manager.below.single_tier import STALLED_S
 from kvcascade.manager.below.tier_jobs import (
     FORGET_FAILED_S,
     JOBS_EACH_WAY,
@@ -241,6 +242,42 @@ def test_stores_that_the_node_does_not_take_wait_for_their_turn() -> None:
     assert rig.jobs.below.takes_puts, "the tier does not rest"
 
 
+def test_no_store_waits_for_a_stalled_disk() -> None:
+    """Stores that waited kept their slots for as long as the disk stalled."""
+    rig, count = Rig(slots=ARENA_SLOTS), JOBS_EACH_WAY + 2
+    rig.node.is_device_stalled = True
+    for number in range(count):
+        rig.jobs.store(number, [key(number)], [number])
+    assert rig.jobs.finished() == []
+    rig.nodes.clock.advance(STALLED_S)
+    assert ended(rig) == [(JOBS_EACH_WAY, True), (JOBS_EACH_WAY + 1, True)]
+    assert rig.jobs.store(count, [key(count)], [count]) == []
+    assert ended(rig) == [(count, True)] and rig.jobs.is_busy
+    rig.node.is_device_stalled = False
+    rig.jobs.drain()
+    assert len(rig.jobs.finished()) == JOBS_EACH_WAY and rig.jobs.below.takes_puts
+
+
+def test_no_load_waits_for_a_stalled_disk() -> None:
+    rig, count = Rig(), JOBS_EACH_WAY + 2
+    rig.store(1, 2)
+    rig.node.is_device_stalled = True
+    for number in range(count):
+        rig.jobs.load(number, [key(1 + number // JOBS_EACH_WAY)], [number])
+    assert rig.jobs.finished() == []
+    rig.nodes.clock.advance(STALLED_S)
+    assert ended(rig) == [(JOBS_EACH_WAY, False), (JOBS_EACH_WAY + 1, False)]
+    rig.jobs.load(count, [key(2)], [count])
+    assert ended(rig) == [(count, False)] and rig.jobs.is_busy
+    rig.node.is_device_stalled = False
+    rig.jobs.drain()
+    assert rig.has(1, 2) == [True, True], "nobody tried to read 2"
+
+
+def ended(rig: Rig) -> list[tuple[int, bool]]:
+    return [(result.job_id, result.is_whole) for result in rig.jobs.finished()]
+
+
 def test_a_store_that_waited_over_a_reset_is_left_out() -> None:
     rig, count = Rig(), JOBS_EACH_WAY + 1
     for number in range(count):
@@ -270,6 +307,16 @@ def test_closing_ends_the_jobs() -> None:
     rig = Rig()
     rig.begin_store(1)
     assert rig.jobs.close(1.0) and not rig.jobs.is_busy
+
+
+def test_closing_begins_no_job_that_waits() -> None:
+    """A read that ends after the close would write into memory of the other manager."""
+    rig, count = Rig(slots=ARENA_SLOTS), JOBS_EACH_WAY + 1
+    rig.store(0)
+    for number in range(count):
+        rig.jobs.load(number, [key(0)], [number])
+        rig.jobs.store(count + number, [key(1 + number)], [number])
+    assert rig.jobs.close(1.0) and not rig.jobs.is_busy and not rig.node.engine.jobs
 
 
 def test_while_writes_fail_nothing_leaves_for_what_cannot_come() -> None:
