@@ -35,7 +35,7 @@ WRITE_S = 0.05
 """Age of a write in which the node is killed."""
 
 
-@pytest.fixture(params=["redis", "s3", "folder"])
+@pytest.fixture(params=["redis", pytest.param("s3", marks=pytest.mark.soak), "folder"])
 def server(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[dict[str, Any]]:

@@ -122,6 +122,7 @@ def _place(
         url = f"redis://{HOST}:{request.getfixturevalue('redis').port}"
     elif request.param == "folder":
         pytest.importorskip("obstore")
+        (tmp_path / "kv").mkdir()
         url = (tmp_path / "kv").as_uri()
     else:
         pytest.importorskip("obstore")
