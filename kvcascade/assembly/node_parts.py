@@ -90,7 +90,7 @@ class EngineFacts:
     stall_s: float
     """Time limit for stalled reads in seconds."""
     replicas: Replicas | None = None
-    """What all ranks hold alike; None if the engine does not say that they hold the same bytes."""
+    """Bytes that all ranks share; None if the engine does not say that they are the same."""
 
 
 @dataclass(frozen=True, slots=True)

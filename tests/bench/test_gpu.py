@@ -61,7 +61,7 @@ TRANSFER = GpuTransfer.scattered(4, 8, 8)
 GIB = 1 << 30
 ENDLESS = DeviceRoom(1 << 50, 1 << 50, 1 << 50)
 ROWS_OF_PAGES = 2 + 8
-"""Of the shape that has no other cases."""
+"""Number of rows of the shape that has no other cases."""
 CHAIN_S = 0.1
 DECODE = gpu_moves.Kernels.DECODE
 both_ways = pytest.mark.parametrize("way", Direction)
@@ -280,7 +280,7 @@ def test_every_row_has_its_contenders(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def not_there(tensors: Sequence[torch.Tensor], slots: int) -> Contender:
-    """What an installed vLLM of another version does."""
+    """Fail like the import of an installed vLLM of another version."""
     raise ModuleNotFoundError("No module named 'vllm.v1.kv_offload.cpu.common'")
 
 

@@ -20,10 +20,11 @@ from support.remote_hosts import (
     end,
     hits_of,
     host,
+    own_bucket,
     pid_of_node,
     serve,
 )
-from support.remote_servers import HOST, S3Server, redis_server
+from support.remote_servers import HOST, redis_server
 from support.spec_driver import Driver
 from support.waiting import wait_until
 
@@ -49,12 +50,8 @@ def server(
     if request.param == "folder":
         yield {"url": (tmp_path / "kv").as_uri()}
         return
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "in-test")
-    s3 = S3Server()
-    s3.make_bucket("blocks")
-    yield {"url": "s3://blocks/kv", "endpoint": s3.endpoint, "region": "us-east-1"}
-    s3.kill()
+    with own_bucket(monkeypatch) as options:
+        yield options
 
 
 def large_host(server: dict[str, Any], **options: Any) -> Driver:

@@ -380,7 +380,7 @@ class Scenario:
         return self.rig.writer
 
     def _settle(self, *, may_evict: bool = False) -> None:
-        """What was begun ends without the writer; then it goes on, or another one comes."""
+        """Transfers end without the writer; then it goes on, or another one comes."""
         self._pass(3)
         if self.rig.writer is None:
             self.rig.writer = self.dead.successor()

@@ -134,7 +134,7 @@ def test_valkey_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_third_engine_is_a_file_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What docs/extending/remote-engine.md says."""
+    """The page docs/extending/remote-engine.md says so."""
     file = ModuleType("kvcascade.tiers.remote.mem")
     kind = EngineKind(lambda options, secret: RemoteTwin(), "no_such_package", "mem")
     monkeypatch.setattr(file, "KIND", kind, raising=False)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from .remote_servers import HOST
 
 SMALL_BYTES = 2048
-"""What is smaller passes: answers about names and counters, which no checksum protects."""
+"""Smaller messages pass: answers about names and counters, which no checksum protects."""
 PIECE_BYTES = 64 << 10
 FAULTS, WEIGHTS = ("none", "flip", "stop", "cut"), (50, 41, 3, 6)
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import pytest
+
 from .kv_bytes import Shape, tiers
+from .remote_servers import S3Server
 from .spec_driver import Driver
 from .spec_parts import Request
 from .waiting import wait_until
@@ -20,6 +25,17 @@ def host(label: str, shape: Shape = SHAPE, cpu: int = CPU, **remote: Any) -> Dri
     """An engine of its own; those with equal labels share blocks."""
     last = {"type": "remote", "writes": "through", **remote}
     return Driver(shape, [*tiers(shape, None, cpu=cpu), last], label=label)
+
+
+@contextmanager
+def own_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Options of a remote tier in a bucket, whose server ends with the block."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "in-test")
+    server = S3Server()
+    server.make_bucket("blocks")
+    yield {"url": "s3://blocks/kv", "endpoint": server.endpoint, "region": "us-east-1"}
+    server.kill()
 
 
 def hits_of(driver: Driver, request: Request) -> int:

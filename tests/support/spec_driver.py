@@ -74,7 +74,7 @@ class Driver:
         """Stores that the workers are given at the start of the next step."""
         self.flush: set[int] = set()
         self.seen: dict[str, set[OffloadKey]] = {}
-        """What events say lies in each medium; with several tiers below, in each tier."""
+        """Keys in each medium by the events; with several tiers below, in each tier."""
         self.told: set[tuple[Medium, Any, str | None]] = set()
         """Medium, locality and owner that the events so far name."""
         self.metrics: dict[str, float] = {}

@@ -297,8 +297,11 @@ def test_stores_refused_while_everything_is_busy(bench: Bench, tmp_path: Path) -
 
 
 def test_two_engines_share_one_tier(bench: Bench, tmp_path: Path) -> None:
-    """What one demotes the other hits, and what one resets no other does; their writers are
-    killed under load; one is killed, the other goes on and finds its blocks."""
+    """Each engine hits blocks that the other demoted, and none that it reset.
+
+    Their writers are killed under load. One engine is killed; the other goes on and finds its
+    blocks.
+    """
     tiers = bench.tiers(tmp_path, nvme=1600)  # nothing need leave it
     back: dict[str, Any] = {"write_mode": "back", "dirty_age_s": 0.1}
     with bench.engine(tiers=tiers, **back) as one, bench.engine(tiers=tiers, **back) as other:

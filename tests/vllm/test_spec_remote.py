@@ -25,10 +25,11 @@ from support.remote_hosts import (
     await_ready,
     hits_of,
     host,
+    own_bucket,
     pid_of_node,
     serve,
 )
-from support.remote_servers import HOST, GuardedS3Server, S3Server, ServerProcess, redis_server
+from support.remote_servers import HOST, GuardedS3Server, ServerProcess, redis_server
 from support.spec_driver import Driver
 from support.waiting import wait_until
 from vllm.v1.kv_offload.base import Locality, Medium
@@ -63,12 +64,8 @@ def server(
         port = request.getfixturevalue("redis").port
         yield {"url": f"redis://{HOST}:{port}"}
         return
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "in-test")
-    s3 = S3Server()
-    s3.make_bucket("blocks")
-    yield {"url": "s3://blocks/kv", "endpoint": s3.endpoint, "region": "us-east-1"}
-    s3.kill()
+    with own_bucket(monkeypatch) as options:
+        yield options
 
 
 def reset(driver: Driver) -> None:
