@@ -169,6 +169,7 @@ class BlockCache:
             namespace,
             path_options,
             is_reader=options.is_read_only,
+            has_metrics=False,
         )
         setup = NodeSetup(
             hello,

@@ -264,12 +264,14 @@ def test_a_reader_begins_no_epoch_and_an_engine_beside_it_does() -> None:
     assert rig.take(reader.client, Removed) == []
 
 
-def test_an_engine_reports_the_metrics_and_no_reader() -> None:
+@pytest.mark.parametrize("label", ["model", "another namespace"])
+def test_who_exports_metrics_reports_them_though_others_came_first(label: str) -> None:
     rig = PathRig()
-    reader, engine = RigNode(rig, is_reader=True), RigNode(rig)
+    cache, engine = RigNode(rig, label, has_metrics=False), RigNode(rig)
     rig.step(seconds=2.0)
-    assert [f.is_reporter for f in rig.take(reader.client, TierFigures)][-1:] == [False]
-    assert [f.is_reporter for f in rig.take(engine.client, TierFigures)][-1:] == [True]
+    for node, expected in (cache, False), (engine, True):
+        last = rig.take(node.client, TierFigures)[-1]
+        assert (last.is_reporter, last.is_path_reporter) == (expected, expected)
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EMFILE])

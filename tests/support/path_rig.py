@@ -180,6 +180,7 @@ class RigNode:
         fields: object = None,
         epoch: int | None = None,
         is_reader: bool = False,
+        has_metrics: bool = True,
         may_wait: bool = False,
     ) -> None:
         """Come, and join; with `may_wait` the namespace need not be open yet."""
@@ -192,7 +193,9 @@ class RigNode:
         self.spec = spec = NamespaceSpec(label, data, b"{}", BLOCK_BYTES, min_share_bytes)
         given = tuple(map(str, rig.roots)) if paths is None else tuple(paths)
         asked, name = options or rig.options, f"node {self.client}"
-        hello = Hello(protocol, name, given, spec, asked, wants_events, epoch, is_reader)
+        hello = Hello(
+            protocol, name, given, spec, asked, wants_events, epoch, is_reader, has_metrics
+        )
         self.refused: list[Refused] = []
         self.welcome: Welcome | None = None
         rig.send(self.client, hello)

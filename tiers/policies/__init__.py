@@ -16,6 +16,7 @@ from ..base import CachePolicy
 from .arc import ArcOrder
 from .directory import DictDirectory
 from .fifo import FifoOrder
+from .guarded import guarded
 from .lirs import LirsOrder
 from .lru import LruOrder
 from .order import ArraySource, EvictionOrder, heap_arrays
@@ -84,11 +85,14 @@ def _installed() -> EntryPoints:
 
 
 def _loaded(name: str, path: str) -> type[EvictionOrder]:
-    """Import an order. Raises `ConfigError` unless it is a subclass of `EvictionOrder`."""
+    """Import an order, and guard it unless it is one of ours.
+
+    Raises `ConfigError` unless it is a subclass of `EvictionOrder`.
+    """
     found = named_object("policy", name, path)
     if not (isinstance(found, type) and issubclass(found, EvictionOrder)):
         raise ConfigError(f"policy {name!r} is no EvictionOrder; make it a subclass of that")
-    return found
+    return found if found in ORDERS.values() else guarded(name, found)
 
 
 def named_object(kind: str, name: str, path: str) -> Any:

@@ -131,7 +131,9 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Epoch of the blocks that the node's engine has seen last; None if it is starting."""
     is_reader: bool = False
     """True for a node that stores nothing. It is no engine: it begins no epoch if it finds no other
-    node, and reports no metrics."""
+    node."""
+    has_metrics: bool = True
+    """True for a node that exports metrics. One such node reports those of the whole tier."""
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, tag=2):

@@ -233,7 +233,7 @@ class PathWriter:
             self._refuse(client, message, why_refused(error), str(error))
             return
         client.namespace, client.wants_events = namespace, message.wants_events
-        client.is_reader = message.is_reader
+        client.is_reader, client.has_metrics = message.is_reader, message.has_metrics
         self._upkeep_at_s = self._clock()  # the figures follow the `Welcome`
         namespace.clients.add(client.number)
         self._welcome(client, namespace, self.path.notes_for(message, namespace))
@@ -338,7 +338,7 @@ class PathWriter:
 
     def _send_figures(self) -> None:
         left = self.path.budget.left_bytes(self.namespaces.values())
-        reporters = [min(self._engines_of(each), default=0) for each in self.namespaces.values()]
+        reporters = [self._reporter_of(each) for each in self.namespaces.values()]
         path_reporter = min(filter(None, reporters), default=0)
         for namespace, reporter in zip(self.namespaces.values(), reporters, strict=True):
             day = namespace.day_totals()
@@ -357,6 +357,11 @@ class PathWriter:
                 if client.figures != figures:
                     client.figures = figures
                     self._send(number, figures)
+
+    def _reporter_of(self, namespace: NamespaceWriter) -> int:
+        """Return the client that reports the metrics of a namespace; 0 if none exports any."""
+        exporters = (number for number in namespace.clients if self._clients[number].has_metrics)
+        return min(exporters, default=0)
 
     def _refuse(self, client: Client, hello: Hello, why: RefusedWhy, text: str) -> None:
         log_refusal(hello, why, text)

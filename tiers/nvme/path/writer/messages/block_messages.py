@@ -49,6 +49,8 @@ class Client:
     wants_events: bool = False
     is_reader: bool = False
     """True if it stores nothing, and is no engine."""
+    has_metrics: bool = True
+    """True if it exports metrics."""
     figures: TierFigures | None = None
     """Last figures that were sent to this client."""
 
