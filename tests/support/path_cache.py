@@ -7,12 +7,10 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from time import monotonic
 
 import numpy as np
 from support.keys import key
 
-from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tiers.nvme.path.writer.namespace.namespace_home import spec_of
@@ -23,8 +21,8 @@ from .path_engine import PathEngine
 
 BLOCK, PER_SEGMENT = 4096, 8
 HEADER = 4096
-REFUSAL_LIMIT_S = 2.0
-"""Time after which a path that does not let an engine join counts as refused."""
+PATIENCE_S = 0.2
+"""Time after which a failed attempt to join counts as a refusal."""
 OPTIONS = PathOptions(64 << 20, segment_bytes=PER_SEGMENT * BLOCK)
 
 
@@ -55,15 +53,9 @@ def running_engine(root: Path, blocks: int = 0) -> Iterator[PathEngine]:
 
 def try_engine_on(root: Path) -> PathEngine | None:
     """An engine that has joined a path; None if the path refuses it, or cannot be opened."""
-    engine = PathEngine([root], OPTIONS, is_thread=True, capacity=64)
+    engine = PathEngine([root], OPTIONS, is_thread=True, capacity=64, patience_s=PATIENCE_S)
     engine.keeper.start()
-    ends_s = monotonic() + REFUSAL_LIMIT_S
-
-    def is_known() -> bool:
-        is_late = monotonic() > ends_s
-        return engine.tier.takes_puts or engine.state is NodeState.OFF or is_late
-
-    engine.until(is_known)
+    engine.until(lambda: engine.tier.takes_puts or bool(engine.refusals))
     if engine.tier.takes_puts:
         return engine
     engine.close()

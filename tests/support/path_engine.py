@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import signal
@@ -16,7 +17,7 @@ from support.writer_twin import LABEL, namespace_spec
 
 from kvcascade.handlers.node.node_keeper import KeeperOptions, NodeKeeper
 from kvcascade.handlers.node.path_client import node_process, node_thread
-from kvcascade.handlers.node.path_wire import NodeSetup, NodeState
+from kvcascade.handlers.node.path_wire import CAN_READ, NodeNote, NodeSetup, NodeState
 from kvcascade.manager.below.node_tier import NodeTier, NodeTierOptions
 from kvcascade.manager.below.port import Ended, TierFacts
 from kvcascade.tiers.base import BlockHash, BlockOutcome
@@ -45,8 +46,9 @@ class PathEngine:
         stall_s: float = WAIT_S,
         label: str = LABEL,
         spec: NamespaceSpec | None = None,
+        patience_s: float = math.inf,
     ) -> None:
-        """`label` names the namespace."""
+        """`label` names the namespace; `patience_s` is that of `NodeSetup`."""
         self.block_bytes = block_bytes
         self._fd = os.memfd_create(name)
         os.ftruncate(self._fd, arena_slots * block_bytes)
@@ -54,7 +56,9 @@ class PathEngine:
         fs = RealFileSystem(is_direct)
         namespace = spec or namespace_spec(block_bytes, label)
         hello = Hello(PROTOCOL, name, tuple(map(str, paths)), namespace, options, wants_events=True)
-        setup = NodeSetup(hello, 0, arena_slots, io_threads, is_direct)
+        setup = NodeSetup(hello, 0, arena_slots, io_threads, is_direct, patience_s=patience_s)
+        self.refusals: list[str] = []
+        """Reasons why the node has no writer."""
         self.executor = ThreadPoolExecutor(1, "kvcascade-map")
 
         def client_of(take: Callable[[Any], None]) -> NodeKeeper:
@@ -66,7 +70,12 @@ class PathEngine:
         made: list[NodeKeeper] = []
 
         def keep(take: Callable[[Any], None]) -> NodeKeeper:
-            made.append(client_of(take))
+            def hear(message: Any) -> None:
+                if isinstance(message, NodeNote) and message.state not in CAN_READ:
+                    self.refusals.append(message.text)
+                take(message)
+
+            made.append(client_of(hear))
             return made[0]
 
         facts = TierFacts("nvme", "NVME", block_bytes, capacity)
