@@ -1,7 +1,7 @@
 """The writer of a path on a thread of its own: sockets around a `PathWriter`.
 
 Every node of the path is a client, the node of the same process too. The service ends when it is
-stopped, when a newer version asks for that, or when it fails. It also ends when the lock or the
+stopped, when another process asks for that, or when it fails. It also ends when the lock or the
 folder of the path is no longer in place. Its lock is released at the end, and the clients see their
 sockets closed.
 """
@@ -161,7 +161,7 @@ class WriterService:
         self._is_clean = True
         """False if everything is to be left as a kill would leave it."""
         self.was_retired = False
-        """True if a newer version asked this writer to close."""
+        """True if a newer version, or a tool, asked this writer to close."""
         self._held = held = ExitStack()  # in reverse: a socket without a lock is nobody's
         try:
             held.callback(lock.release)

@@ -9,7 +9,7 @@ from support.path_cache import engine_on
 
 from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.base import BlockOutcome
-from kvcascade.tools.commands.store.serve_path import StoreEnd, parts_of, serve
+from kvcascade.tools.commands.store.serve_path import Rival, StoreEnd, parts_of, serve
 
 BLOCKS = 20
 
@@ -47,4 +47,4 @@ def test_tools_beside_the_service(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     parts = parts_of([root], {"capacity": "64MiB", "min_free": 0, "segment_size": "32KiB"}, {})
-    assert serve(parts, may_wait=False, pause=pause) is StoreEnd.STOPPED
+    assert serve(parts, rival=Rival.REFUSED, pause=pause) is StoreEnd.STOPPED

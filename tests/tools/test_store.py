@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tiers.nvme.path.writer.path_options import PATH_FOLDER, load_record
 from kvcascade.tiers.nvme.path.writer_note import load_note
 from kvcascade.tools.commands.command_line import ExitCode
-from kvcascade.tools.commands.store.serve_path import STOP_LIMIT_S, StoreEnd, parts_of, serve
+from kvcascade.tools.commands.store.serve_path import STOP_LIMIT_S, Rival, StoreEnd, parts_of, serve
 
 BLOCK = 4096
 FS = RealFileSystem()
@@ -43,7 +44,7 @@ def serve_while(root: Path, work: Callable[[], object]) -> StoreEnd:
         work()
         raise KeyboardInterrupt
 
-    return serve(parts_of([root], GIVEN, {}), may_wait=False, pause=pause)
+    return serve(parts_of([root], GIVEN, {}), rival=Rival.REFUSED, pause=pause)
 
 
 def test_engines_follow_the_service_and_find_their_blocks_in_the_next_one(tmp_path: Path) -> None:
@@ -79,7 +80,7 @@ def test_options_come_from_the_call_then_the_environment_then_the_record(tmp_pat
     }
     parts = parts_of([tmp_path], GIVEN, variables)
     assert (parts.options.policy, parts.options.capacity_bytes) == ("s3fifo", 64 << 20)
-    serve(parts, may_wait=False, pause=_interrupt)
+    serve(parts, rival=Rival.REFUSED, pause=_interrupt)
     again = parts_of([tmp_path], {"durability": "power"}, {})
     assert again.options.policy == "s3fifo" and again.options.capacity_bytes == 64 << 20
     assert again.options.durability == "power"
@@ -101,8 +102,8 @@ def test_a_second_writer_is_named_or_waited_for(
     caplog.set_level(logging.INFO, "kvcascade")
     engine = PathEngine([tmp_path], OPTIONS, name="the engine", is_thread=True).open()
     parts = parts_of([tmp_path], GIVEN, {})
-    with pytest.raises(InUseError, match="the engine.*--wait"):
-        serve(parts, may_wait=False)
+    with pytest.raises(InUseError, match="the engine.*--take-over.*--wait"):
+        serve(parts, rival=Rival.REFUSED)
     pauses = 0
 
     def pause(seconds: float) -> None:
@@ -114,16 +115,63 @@ def test_a_second_writer_is_named_or_waited_for(
         if note is not None and "kvcascade store" in note.name:
             raise KeyboardInterrupt
 
-    assert serve(parts, may_wait=True, pause=pause) is StoreEnd.STOPPED
+    assert serve(parts, rival=Rival.AWAITED, pause=pause) is StoreEnd.STOPPED
     assert sum("the engine" in each for each in caplog.messages) == 1, "said once"
-    assert serve(parts, may_wait=True, pause=_interrupt) is StoreEnd.STOPPED
+    assert serve(parts, rival=Rival.AWAITED, pause=_interrupt) is StoreEnd.STOPPED
+
+
+def _follows(engine: PathEngine) -> bool:
+    return engine.state is NodeState.FOLLOWING
+
+
+def test_it_takes_over_from_engines_that_go_on(tmp_path: Path) -> None:
+    engines = [
+        PathEngine([tmp_path], OPTIONS, name=f"engine {number}", is_thread=True).open()
+        for number in range(3)
+    ]
+    engines[0].store(range(8))
+
+    def work() -> None:
+        for each in engines:
+            each.until(partial(_follows, each))
+        record = load_record(FS, tmp_path)
+        assert record is not None and record.options.policy == "sieve"
+        engines[1].store(range(8, 16))
+        assert engines[2].holds(range(16)) == list(range(16))
+        raise KeyboardInterrupt
+
+    def pause(seconds: float) -> None:
+        wait_until(lambda: True, 1, seconds)
+        note = load_note(FS, tmp_path)
+        if note is not None and "kvcascade store" in note.name:
+            work()
+
+    try:
+        parts = parts_of([tmp_path], {**GIVEN, "policy": "sieve"}, {})
+        assert serve(parts, rival=Rival.ASKED, pause=pause) is StoreEnd.STOPPED
+        engines[2].until(lambda: engines[2].tier.takes_puts)
+        assert engines[2].holds(range(16)) == list(range(16))
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def test_a_lock_that_nobody_hands_over_is_an_error(tmp_path: Path) -> None:
+    parts = parts_of([tmp_path], GIVEN, {})
+    lock = try_lead(FS, tmp_path)
+    assert lock is not None
+    try:
+        with pytest.raises(InUseError, match="not handed over"):
+            serve(parts, rival=Rival.ASKED, pause=lambda seconds: None)
+    finally:
+        lock.release()
 
 
 def test_a_service_that_waits_can_be_stopped(tmp_path: Path) -> None:
     engine = PathEngine([tmp_path], OPTIONS, is_thread=True).open()
     try:
         parts = parts_of([tmp_path], GIVEN, {})
-        assert serve(parts, may_wait=True, pause=_interrupt) is StoreEnd.STOPPED
+        assert serve(parts, rival=Rival.AWAITED, pause=_interrupt) is StoreEnd.STOPPED
         assert engine.tier.takes_puts
     finally:
         engine.close()
@@ -145,7 +193,7 @@ def test_a_path_that_is_taken_away_ends_the_service(
         pauses.append(seconds)
         wait_until(lambda: True, 1, 0.01)
 
-    assert serve(parts, may_wait=False, pause=pause) is StoreEnd.FAILED
+    assert serve(parts, rival=Rival.REFUSED, pause=pause) is StoreEnd.FAILED
     assert not (root / PATH_FOLDER).exists()
 
 
@@ -216,6 +264,19 @@ def test_the_next_one_takes_over_from_a_killed_one(
     assert str(first.pid) in line_with(second, "has a writer already")
     first.kill()
     assert "64.0 MiB" in line_with(second, "writes")
+    second.terminate()
+    assert second.wait(STOP_LIMIT_S) == ExitCode.OK
+
+
+def test_the_next_one_takes_over_from_a_running_one(
+    tmp_path: Path, service: Callable[..., subprocess.Popen[str]]
+) -> None:
+    first = service("--capacity", "64MiB", "--min-free", "0")
+    line_with(first, "writes")
+    second = service("--capacity", "32MiB", "--take-over")
+    assert "32.0 MiB" in line_with(second, "writes")
+    assert "is handed over" in line_with(first, str(tmp_path))
+    assert first.wait(STOP_LIMIT_S) == ExitCode.OK
     second.terminate()
     assert second.wait(STOP_LIMIT_S) == ExitCode.OK
 

@@ -46,6 +46,9 @@ SegmentOption = Annotated[
 WaitOption = Annotated[
     bool, typer.Option("--wait", help="Wait while another process is the writer; then take over.")
 ]
+TakeOverOption = Annotated[
+    bool, typer.Option("--take-over", help="Ask another writer to close the path, and take over.")
+]
 
 
 def store(
@@ -58,6 +61,7 @@ def store(
     min_free: MinFreeOption = None,
     segment_size: SegmentOption = None,
     wait: WaitOption = False,
+    take_over: TakeOverOption = False,
 ) -> None:
     """Write a path for all engines, as a service, until it is stopped.
 
@@ -70,7 +74,7 @@ def store(
 
         kvcascade store /mnt/nvme/kv --capacity 2TiB
 
-        kvcascade store /mnt/nvme/kv --policy s3fifo --wait
+        kvcascade store /mnt/nvme/kv --policy s3fifo --take-over
     """
     with answering(as_json=False):
         given = {
@@ -81,18 +85,21 @@ def store(
             "min_free": min_free,
             "segment_size": segment_size,
         }
-        code = _run([path, *(also or ())], given, wait)
+        code = _run([path, *(also or ())], given, wait=wait, take_over=take_over)
     finish(code)
 
 
-def _run(paths: list[Path], given: dict[str, str | None], wait: bool) -> ExitCode:
+def _run(
+    paths: list[Path], given: dict[str, str | None], *, wait: bool, take_over: bool
+) -> ExitCode:
     import logging
     import os
 
     from ....logs import log_to_stderr
-    from .serve_path import StoreEnd, parts_of, serve
+    from .serve_path import Rival, StoreEnd, parts_of, serve
 
     log_to_stderr("kvcascade store", logging.INFO)
     words = {name: value for name, value in given.items() if value is not None}
-    end = serve(parts_of(paths, words, os.environ), may_wait=wait)
+    rival = Rival.ASKED if take_over else Rival.AWAITED if wait else Rival.REFUSED
+    end = serve(parts_of(paths, words, os.environ), rival=rival)
     return ExitCode.CANNOT_OPEN if end is StoreEnd.FAILED else ExitCode.OK

@@ -6,7 +6,9 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from ....config.environment import PREFIX, naming_variables, with_environment
 from ....config.sizes import human
 from ....errors import ConfigError, InUseError
 from ....handlers.node.path_service import WriterService
+from ....handlers.node.path_session import follow_session
 from ....logs import get_logger
 from ....tiers.nvme.disk.filesystem import FileLock, FileSystem, RealFileSystem
 from ....tiers.nvme.path.path_lock import try_lead
@@ -22,11 +25,27 @@ from ....tiers.nvme.path.writer_note import load_note
 
 CHECK_INTERVAL_S = 0.5
 """Time between two checks that the writer lives, and between two attempts to become it."""
+HURRY_INTERVAL_S = 0.05
+"""Time between two attempts to take over. Other nodes want to lead, too, once the writer ends."""
+TAKE_OVER_LIMIT_S = 60.0
+HAND_OVER_ANSWER_S = 1.0
+"""Longest wait for the answer of a writer that is asked to end."""
 STOP_LIMIT_S = 60.0
 """Longest wait until the writer has closed the path."""
 
 Pause = Callable[[float], object]
 _log = get_logger(__name__)
+
+
+class Rival(Enum):
+    """What to do about another process that is the writer."""
+
+    REFUSED = "refused"
+    """Raise an error that names it."""
+    AWAITED = "awaited"
+    """Wait until it ends."""
+    ASKED = "asked"
+    """Ask it to close the path, and take over."""
 
 
 class StoreEnd(Enum):
@@ -35,7 +54,7 @@ class StoreEnd(Enum):
     STOPPED = "stopped"
     """The service was asked to end, and closed the path cleanly."""
     RETIRED = "retired"
-    """A newer version asked for the path."""
+    """Another process asked for the path."""
     FAILED = "failed"
     """The folder was replaced or unmounted, or the writer failed; the log says which."""
 
@@ -59,16 +78,16 @@ def parts_of(
     return parts
 
 
-def serve(parts: PathParts, *, may_wait: bool, pause: Pause = time.sleep) -> StoreEnd:
+def serve(parts: PathParts, *, rival: Rival, pause: Pause = time.sleep) -> StoreEnd:
     """Write a path until SIGINT, or SIGTERM turned into it, ends the pause.
 
-    With `may_wait` it waits while another process is the writer. Raises `InUseError` without it, or
-    another `KVCascadeError`. Main thread.
+    Raises `InUseError` if another process remains the writer, or another `KVCascadeError`. Main
+    thread.
     """
     fs, root = RealFileSystem(), parts.roots[0]
     service: WriterService | None = None
     try:
-        lock = _lock(fs, root, may_wait, pause)
+        lock = _lock(fs, root, rival, pause)
         service = _start(fs, parts, lock)
         while service.is_alive:
             pause(CHECK_INTERVAL_S)
@@ -77,7 +96,10 @@ def serve(parts: PathParts, *, may_wait: bool, pause: Pause = time.sleep) -> Sto
             _log.info("stopped before it was the writer of %s", root)
             return StoreEnd.STOPPED
     if service.was_retired:
-        _log.warning("a newer version asked for %s; start the service with that version", root)
+        _log.warning(
+            "%s is handed over: a newer version asked for it, or `kvcascade store --take-over`",
+            root,
+        )
         return StoreEnd.RETIRED
     if not service.is_alive:
         return StoreEnd.FAILED
@@ -88,23 +110,44 @@ def serve(parts: PathParts, *, may_wait: bool, pause: Pause = time.sleep) -> Sto
     return StoreEnd.STOPPED
 
 
-def _lock(fs: FileSystem, root: Path, may_wait: bool, pause: Pause) -> FileLock:
-    """Return the lock of the writer. Raises `InUseError` if another process has it."""
-    has_said = False
-    while True:
+def _lock(fs: FileSystem, root: Path, rival: Rival, pause: Pause) -> FileLock:
+    """Return the lock of the writer. Raises `InUseError` if another process keeps it."""
+    lock = try_lead(fs, root)
+    if lock is not None:
+        return lock
+    who = _writer_of(fs, root)
+    if rival is Rival.REFUSED:
+        raise InUseError(
+            f"{root} has a writer already: {who}; stop it, or take over now with --take-over, or "
+            "later with --wait"
+        )
+    _log.info("%s has a writer already: %s; waiting for its end", root, who)
+    is_asked = rival is Rival.ASKED
+    tries = range(round(TAKE_OVER_LIMIT_S / HURRY_INTERVAL_S)) if is_asked else count()
+    for _ in tries:
+        if is_asked:
+            _ask_to_end(fs, root)
+        pause(HURRY_INTERVAL_S if is_asked else CHECK_INTERVAL_S)
         lock = try_lead(fs, root)
         if lock is not None:
             return lock
-        note = load_note(fs, root)
-        who = "another process" if note is None else note.shown
-        if not may_wait:
-            raise InUseError(
-                f"{root} has a writer already: {who}; stop it, or take over later with --wait"
-            )
-        if not has_said:
-            _log.info("%s has a writer already: %s; waiting for its end", root, who)
-            has_said = True
-        pause(CHECK_INTERVAL_S)
+    raise InUseError(
+        f"{root} was not handed over within {TAKE_OVER_LIMIT_S:g} s by {_writer_of(fs, root)}; "
+        "stop that process"
+    )
+
+
+def _ask_to_end(fs: FileSystem, root: Path) -> None:
+    """Ask the writer to close the path. Raises `InUseError` for a writer that is stopped."""
+    session = follow_session(fs, root)
+    if session is not None:
+        with session, suppress(InUseError):  # it is closing already
+            session.ask("hand_over", HAND_OVER_ANSWER_S)
+
+
+def _writer_of(fs: FileSystem, root: Path) -> str:
+    note = load_note(fs, root)
+    return "another process" if note is None else note.shown
 
 
 def _start(fs: FileSystem, parts: PathParts, lock: FileLock) -> WriterService:

@@ -81,7 +81,7 @@ class PathWriter:
         """
         self.path = PathNamespaces(means, roots, options, clock, executor)
         self.wants_close = False
-        """True once a newer version asked the writer to close."""
+        """True once a newer version, or a tool, asked the writer to close."""
         self._clock = clock
         self._former = FormerWrites(means.fs, roots[0], clock)
         self._clients: dict[int, Client] = {}

@@ -5,6 +5,7 @@
 | `stat` | | `options`, `bytes` that all namespaces take, `budget_left_bytes` |
 | `list` | | `namespaces`: `name`, `clients`, `is_open` |
 | `remove` | `name` | `is_removed`, or `error` |
+| `hand_over` | | the writer closes the path cleanly, so that the asker may lead |
 
 `block_questions` has the questions about the blocks of one namespace, `segment_questions` the one
 that takes segments.
@@ -44,6 +45,7 @@ class WriterQuestions:
             "stat": self._stat,
             "list": self._list,
             "remove": self._remove,
+            "hand_over": self._hand_over,
             "namespace": lambda body: describe(writer, body),
             "blocks": lambda body: some_blocks(writer, body),
             "drop": lambda body: drop(writer, body),
@@ -102,6 +104,10 @@ class WriterQuestions:
                 for name in sorted(names)
             ]
         }
+
+    def _hand_over(self, _: Answer) -> Answer:
+        self._writer.wants_close = True
+        return {}
 
     def _remove(self, body: Answer) -> Answer:
         writer, name = self._writer, str(body.get("name"))
