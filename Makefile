@@ -19,9 +19,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := $(filter-out %/seed.txt %/torch-2.11.txt,$(wildcard tools/requirements/*.txt))
 
-# Two processes: one runs the engine tests, the other everything else, file by file. PYTEST="-n 0"
-# runs all in one, as a debugger needs it.
-IN_TWO := -n 2 --dist loadgroup --no-loadscope-reorder
+# Three processes: one runs the engine tests, the others everything else, file by file. Many tests
+# wait for processes or disks, so three keep two cores busy. PYTEST="-n 0" runs all in one, as a
+# debugger needs it.
+IN_THREE := -n 3 --dist loadgroup --no-loadscope-reorder
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict \
 	--config-file tools/dev/site/mkdocs.yml
 QUICK := not engine and not lengthy and not slow and not soak
@@ -51,10 +52,10 @@ sanitize-gpu: $(STAMP) ## run the small GPU tests under compute-sanitizer; needs
 	@$(BIN)/python -m pytest -q -rs -m slow tests/gpu/test_sanitizer.py $(PYTEST)
 
 test: $(STAMP) ## run the tests but those that take long, real-engine tests included
-	@$(BIN)/python -m pytest -q $(IN_TWO) $(PYTEST)
+	@$(BIN)/python -m pytest -q $(IN_THREE) $(PYTEST)
 
 test-quick: $(STAMP) ## run the tests that need seconds: no engine, few processes, fewer examples
-	@HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -q $(IN_TWO) -m "$(QUICK)" $(PYTEST)
+	@HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -q $(IN_THREE) -m "$(QUICK)" $(PYTEST)
 
 test-vllm: ## run the tests for another vLLM (VERSION=0.19.1; the README lists them)
 	@PYTHON="$(PYTHON)" bash tools/test_vllm.sh "$(VERSION)" $(PYTEST)

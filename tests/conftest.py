@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.children import Start, children
-from support.parallel import mark_lengthy, scheduler, sort_for_two
+from support.parallel import is_shared, mark_lengthy, scheduler, sort_for_shares
 
 # Before anything imports vLLM: it must neither look for models outside nor report its use.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -52,10 +52,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark before `-m` chooses, and sort for two processes."""
+    """Mark before `-m` chooses, and sort for several processes."""
     mark_lengthy(items)
-    if config.getoption("dist", "no") == "loadgroup":
-        sort_for_two(items)
+    if is_shared(config):
+        sort_for_shares(items)
 
 
 @pytest.hookimpl(optionalhook=True)

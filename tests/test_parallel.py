@@ -1,10 +1,12 @@
-"""The shares of the two test processes: every engine test is in one of them, files stay whole."""
+"""The shares of the test processes: every engine test is in one of them, files stay whole."""
 
 from __future__ import annotations
 
 import ast
+from importlib import import_module
+from types import SimpleNamespace
 
-from support.parallel import LENGTHY, scope_of
+from support.parallel import LENGTHY, is_shared, scope_of
 from support.project import ROOT, files
 
 STARTERS = {"support.engine_rig": {"Engine"}, "support.server_rig": {"Server", "server"}}
@@ -38,3 +40,11 @@ def test_files_that_start_engines_say_so() -> None:
 def test_a_file_is_not_divided() -> None:
     assert scope_of("tests/a/test_b.py::T::test_c[x@y]") == "tests/a/test_b.py"
     assert scope_of("tests/a/test_b.py::test_c@engines") == "engines"
+
+
+def test_the_processes_of_xdist_share_the_tests() -> None:
+    option = SimpleNamespace(dist="loadgroup")
+    config = SimpleNamespace(option=option, getvalue=lambda name: getattr(option, name))
+    assert not is_shared(config), "the process that hands tests out"
+    import_module("xdist.remote").setup_config(config, None)
+    assert is_shared(config)

@@ -1,8 +1,8 @@
-"""Shares of two test processes (`make test`), and the tests that `make test-quick` leaves out.
+"""Shares of the test processes (`make test`), and the tests that `make test-quick` leaves out.
 
 One process runs the tests of real engines, one after the other: an engine uses both cores, and two
-of them at once slow each other down. The other process runs everything else, one file at a time,
-and helps itself from the same list; files that take long come first.
+of them at once slow each other down. The others run everything else, one file at a time; files that
+take long come first.
 """
 
 from __future__ import annotations
@@ -71,7 +71,13 @@ def mark_lengthy(items: Sequence[pytest.Item]) -> None:
             item.add_marker(pytest.mark.lengthy)
 
 
-def sort_for_two(items: list[pytest.Item]) -> None:
+def is_shared(config: Any) -> bool:
+    """Return True in a process of a run with groups. In those that run tests, xdist keeps that as
+    `loadgroup`, and calls `dist` "no"."""
+    return bool(getattr(config.option, "loadgroup", False))
+
+
+def sort_for_shares(items: list[pytest.Item]) -> None:
     """Engines first, in one group; then the lengthy files; each in the order of collection."""
     for item in items:
         if item.get_closest_marker("engine"):
