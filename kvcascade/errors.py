@@ -91,7 +91,10 @@ def from_os_error(error: OSError, doing: str) -> KVCascadeError:
     """
     reason = error.strerror or str(error)
     if error.errno in _NO_SPACE_ERRNOS:
-        return NoSpaceError(f"no space while {doing}: {reason}; free some or lower the capacity")
+        remedy = "free some or lower the capacity"
+        if error.errno == errno.EFBIG:
+            remedy = "raise the limit of file sizes with `ulimit -f`"
+        return NoSpaceError(f"no space while {doing}: {reason}; {remedy}")
     if error.errno in _NO_DESCRIPTOR_ERRNOS:
         return TierIOError(error.errno, f"{reason} while {doing}; raise the limit with `ulimit -n`")
     if error.errno in _DENIED_ERRNOS:

@@ -66,6 +66,9 @@ JOIN_PAUSE_S = 0.05
 MAX_JOIN_PAUSE_S = 1.0
 NOBODY_LIMIT_S = 20.0
 """Longest time without a writer until the log says so, once. The node goes on trying."""
+STILL_OPENING = (
+    "the writer of the path opens the namespace; after a loss of power this may take minutes"
+)
 FINAL_REFUSALS = frozenset({RefusedWhy.PATHS, RefusedWhy.NAMESPACE})
 """Refusals that another attempt cannot change; while an engine runs, the path may be mended."""
 
@@ -223,10 +226,7 @@ class PathNode:
             case SegmentsRemoved():
                 self._workers.forget_segments(message.numbers)
             case StillOpening():
-                self._note_absence(
-                    "the writer of the path opens the namespace; after a loss of power this may "
-                    "take minutes"
-                )
+                self._note_absence(STILL_OPENING)
             case Stored() | Removed() | KeysListed() | TierFigures():
                 self._means.tell(message)
             case _:

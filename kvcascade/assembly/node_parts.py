@@ -91,6 +91,8 @@ class EngineFacts:
     """Time limit for stalled reads in seconds."""
     replicas: Replicas | None = None
     """Bytes that all ranks share; None if the engine does not say that they are the same."""
+    has_metrics: bool = True
+    """True if the engine exports the metrics of its tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +231,7 @@ def _node(
         spec_of(engine.key, memory.slot_bytes, options.min_share.of(0) if options.min_share else 0),
         asked,
         engine.with_events,
+        has_metrics=engine.has_metrics,
     )
     setup = NodeSetup(
         hello,

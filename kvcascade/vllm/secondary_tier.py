@@ -200,7 +200,7 @@ class KVCascadeTier(SecondaryTierManager):
     ) -> tuple[TierJobs, Path | None]:
         """Open the tier behind a node on a thread, and return its folder; `undo` closes it."""
         memory = SlotMemory(self._row_bytes, len(self._rows) // self._row_bytes, self._rows)
-        engine = EngineFacts(key, memory, False, with_events, STALLED_S)
+        engine = EngineFacts(key, memory, False, with_events, STALLED_S, has_metrics=False)
         tier = open_node_tier(self.tier_type, options, engine)
         undo.callback(tier.close)
         jobs = TierJobs(tier.port, admission_rule(options.admission), time.monotonic)

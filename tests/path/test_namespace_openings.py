@@ -265,7 +265,7 @@ def test_a_reader_begins_no_epoch_and_an_engine_beside_it_does() -> None:
 
 
 @pytest.mark.parametrize("label", ["model", "another namespace"])
-def test_who_exports_metrics_reports_them_though_others_came_first(label: str) -> None:
+def test_the_first_node_with_metrics_reports_them(label: str) -> None:
     rig = PathRig()
     cache, engine = RigNode(rig, label, has_metrics=False), RigNode(rig)
     rig.step(seconds=2.0)

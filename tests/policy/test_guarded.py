@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+import numpy as np
 import pytest
 from contract.policy_contract import Make, PolicyContract
 from support.arrays import KeptArrays
@@ -10,6 +12,7 @@ from support.failing_orders import (
     CannotBeMade,
     FailsAtTouch,
     FailsAtVictims,
+    ReturnsAnArray,
     Sound,
     path_of,
 )
@@ -25,18 +28,15 @@ def always(slot: int) -> bool:
     return True
 
 
+@pytest.mark.parametrize("order", [Sound, ReturnsAnArray])
 class TestSound(PolicyContract):
     @pytest.fixture
-    def make(self) -> Make:
-        return lambda capacity: create(path_of(Sound), capacity)
+    def make(self, order: type[LruOrder]) -> Make:
+        return lambda capacity: create(path_of(order), capacity)
 
 
 @pytest.mark.parametrize("order", FAILING)
 class TestFailing(PolicyContract):
-    @pytest.fixture
-    def name(self) -> str:
-        return "lru"
-
     @pytest.fixture
     def make(self, order: type[LruOrder]) -> Make:
         return lambda capacity: create(path_of(order), capacity)
@@ -71,7 +71,7 @@ def test_a_fault_of_the_question_is_no_fault_of_the_order() -> None:
     assert order.victims(1, always) == [1], "it still decides"
 
 
-def test_after_a_restart_it_begins_with_what_is_held() -> None:
+def test_after_a_restart_it_begins_with_the_blocks_that_are_held() -> None:
     arrays = KeptArrays()
     order = order_of(FailsAtVictims, arrays)
     order.insert(range(4), [])
@@ -83,6 +83,34 @@ def test_after_a_restart_it_begins_with_what_is_held() -> None:
     assert sorted(held) == [1, 2, 3, 6]
     mended.touch(held[:1])
     assert order_of(Sound, arrays).victims(8, always) == [*held[1:], held[0]], "mended, it is exact"
+
+
+def test_damaged_arrays_cost_the_order_and_nothing_else() -> None:
+    arrays = KeptArrays()
+    order_of(Sound, arrays)
+    arrays("guarded_last_use", 8, np.uint64)[:] = np.iinfo(np.uint64).max
+    order = order_of(Sound, arrays)
+    order.reconcile(np.arange(4))
+    order.touch([0])
+    assert order.victims(8, always)[-1] == 0
+
+
+@pytest.mark.parametrize("user", [FailsAtTouch, FailsAtVictims])
+def test_a_builtin_policy_after_a_fault_knows_every_block(user: type[LruOrder]) -> None:
+    """The arrays of the failed order are of before the fault, and were closed cleanly."""
+    rig = PathRig(segments=2, slots_per_segment=4, policy=path_of(user))
+    node = RigNode(rig)
+    for start in range(0, 16, 4):
+        node.store(range(start, start + 4))
+        rig.send(node.client, Touch([key_of(start)]))
+        rig.step()
+    rig.close()
+    rig.start(msgspec.structs.replace(rig.options, policy="lru"))
+    node = RigNode(rig)
+    for start in range(100, 140, 4):
+        node.store(range(start, start + 4))
+    assert node.held(range(16)) == [], "every block leaves in its turn"
+    rig.close()
 
 
 def test_an_order_that_cannot_be_made_is_bad_configuration() -> None:

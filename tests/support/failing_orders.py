@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
 
 from kvcascade.tiers.base import SlotMask
 from kvcascade.tiers.policies.lru import LruOrder
@@ -46,7 +49,9 @@ class FailsAtVictims(LruOrder):
         raise ZeroDivisionError
 
 
-class NamesOneThatMayNotLeave(LruOrder):
+class NamesOneThatIsNotThere(LruOrder):
+    number = 1 << 40
+
     def victims(
         self,
         limit: int,
@@ -55,7 +60,48 @@ class NamesOneThatMayNotLeave(LruOrder):
         window: int | None = None,
     ) -> list[int]:
         found = super().victims(limit, wanted, mask, window)
-        return [*found[1:], self.capacity - 1]
+        wanted(self.number)
+        return [*found[1:], self.number]
+
+
+class NamesOneBelowZero(NamesOneThatIsNotThere):
+    number = -1
+
+
+class SkipsTheQuestion(LruOrder):
+    def victims(
+        self,
+        limit: int,
+        wanted: Callable[[int], bool],
+        mask: SlotMask | None = None,
+        window: int | None = None,
+    ) -> list[int]:
+        return super().victims(limit, lambda slot: True, mask, window)
+
+
+class SkipsTheMask(LruOrder):
+    def victims(
+        self,
+        limit: int,
+        wanted: Callable[[int], bool],
+        mask: SlotMask | None = None,
+        window: int | None = None,
+    ) -> list[int]:
+        return super().victims(limit, wanted, None, window)
+
+
+class ReturnsAnArray(LruOrder):
+    """No fault: its slots are numbers of numpy."""
+
+    def victims(
+        self,
+        limit: int,
+        wanted: Callable[[int], bool],
+        mask: SlotMask | None = None,
+        window: int | None = None,
+    ) -> list[int]:
+        found: Any = np.array(super().victims(limit, wanted, mask, window), dtype=np.int32)
+        return found  # type: ignore[no-any-return]
 
 
 class NamesOneTwice(LruOrder):
@@ -81,7 +127,10 @@ FAILING = (
     FailsAtEvicted,
     FailsAtRemove,
     FailsAtVictims,
-    NamesOneThatMayNotLeave,
+    NamesOneThatIsNotThere,
+    NamesOneBelowZero,
+    SkipsTheQuestion,
+    SkipsTheMask,
     NamesOneTwice,
 )
 

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic
 
 import numpy as np
 from support.keys import key
@@ -23,6 +24,8 @@ BLOCK, PER_SEGMENT = 4096, 8
 HEADER = 4096
 PATIENCE_S = 0.2
 """Time after which a failed attempt to join counts as a refusal."""
+REFUSAL_LIMIT_S = 10.0
+"""Time after which a namespace that is still being opened counts as refused."""
 OPTIONS = PathOptions(64 << 20, segment_bytes=PER_SEGMENT * BLOCK)
 
 
@@ -55,7 +58,8 @@ def try_engine_on(root: Path) -> PathEngine | None:
     """An engine that has joined a path; None if the path refuses it, or cannot be opened."""
     engine = PathEngine([root], OPTIONS, is_thread=True, capacity=64, patience_s=PATIENCE_S)
     engine.keeper.start()
-    engine.until(lambda: engine.tier.takes_puts or bool(engine.refusals))
+    end_s = monotonic() + REFUSAL_LIMIT_S
+    engine.until(lambda: engine.tier.takes_puts or bool(engine.refusals) or monotonic() > end_s)
     if engine.tier.takes_puts:
         return engine
     engine.close()

@@ -17,6 +17,7 @@ from support.writer_twin import LABEL, namespace_spec
 
 from kvcascade.handlers.node.node_keeper import KeeperOptions, NodeKeeper
 from kvcascade.handlers.node.path_client import node_process, node_thread
+from kvcascade.handlers.node.path_node import STILL_OPENING
 from kvcascade.handlers.node.path_wire import CAN_READ, NodeNote, NodeSetup, NodeState
 from kvcascade.manager.below.node_tier import NodeTier, NodeTierOptions
 from kvcascade.manager.below.port import Ended, TierFacts
@@ -71,7 +72,8 @@ class PathEngine:
 
         def keep(take: Callable[[Any], None]) -> NodeKeeper:
             def hear(message: Any) -> None:
-                if isinstance(message, NodeNote) and message.state not in CAN_READ:
+                is_note = isinstance(message, NodeNote) and message.text != STILL_OPENING
+                if is_note and message.state not in CAN_READ:
                     self.refusals.append(message.text)
                 take(message)
 

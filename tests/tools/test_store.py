@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from support.cache_rig import ROOT, call, call_outside
 from support.children import environment
+from support.clock import ManualClock
 from support.keys import key
 from support.path_engine import PathEngine
 from support.waiting import wait_until
@@ -29,7 +30,14 @@ from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tiers.nvme.path.writer.path_options import PATH_FOLDER, load_record
 from kvcascade.tiers.nvme.path.writer_note import load_note
 from kvcascade.tools.commands.command_line import ExitCode
-from kvcascade.tools.commands.store.serve_path import STOP_LIMIT_S, Rival, StoreEnd, parts_of, serve
+from kvcascade.tools.commands.store.serve_path import (
+    STOP_LIMIT_S,
+    TAKE_OVER_LIMIT_S,
+    Rival,
+    StoreEnd,
+    parts_of,
+    serve,
+)
 
 BLOCK = 4096
 FS = RealFileSystem()
@@ -158,13 +166,27 @@ def test_it_takes_over_from_engines_that_go_on(tmp_path: Path) -> None:
 
 def test_a_lock_that_nobody_hands_over_is_an_error(tmp_path: Path) -> None:
     parts = parts_of([tmp_path], GIVEN, {})
-    lock = try_lead(FS, tmp_path)
+    lock, clock = try_lead(FS, tmp_path), ManualClock(0.0)
     assert lock is not None
     try:
         with pytest.raises(InUseError, match="not handed over"):
-            serve(parts, rival=Rival.ASKED, pause=lambda seconds: None)
+            serve(parts, rival=Rival.ASKED, pause=clock.advance, clock=clock)
     finally:
         lock.release()
+    assert TAKE_OVER_LIMIT_S <= clock() < TAKE_OVER_LIMIT_S + 1
+
+
+def test_another_list_of_paths_takes_nothing_over(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    two.mkdir()
+    one.mkdir()
+    engine = PathEngine([one], OPTIONS, is_thread=True).open()
+    try:
+        with pytest.raises(ConfigError, match="paths"):
+            serve(parts_of([one, two], GIVEN, {}), rival=Rival.ASKED)
+        assert engine.state is NodeState.LEADING and engine.tier.takes_puts
+    finally:
+        engine.close()
 
 
 def test_a_service_that_waits_can_be_stopped(tmp_path: Path) -> None:
@@ -268,17 +290,23 @@ def test_the_next_one_takes_over_from_a_killed_one(
     assert second.wait(STOP_LIMIT_S) == ExitCode.OK
 
 
+@pytest.mark.parametrize("waits", [False, True])
 def test_the_next_one_takes_over_from_a_running_one(
-    tmp_path: Path, service: Callable[..., subprocess.Popen[str]]
+    tmp_path: Path, service: Callable[..., subprocess.Popen[str]], waits: bool
 ) -> None:
-    first = service("--capacity", "64MiB", "--min-free", "0")
+    first = service("--capacity", "64MiB", "--min-free", "0", *(["--wait"] if waits else []))
     line_with(first, "writes")
     second = service("--capacity", "32MiB", "--take-over")
     assert "32.0 MiB" in line_with(second, "writes")
     assert "is handed over" in line_with(first, str(tmp_path))
+    if waits:
+        line_with(first, "has a writer already")
+        second.kill()
+        assert "64.0 MiB" in line_with(first, "writes")
+        first.terminate()
     assert first.wait(STOP_LIMIT_S) == ExitCode.OK
     second.terminate()
-    assert second.wait(STOP_LIMIT_S) == ExitCode.OK
+    second.wait(STOP_LIMIT_S)
 
 
 def test_the_unit_gives_it_time_and_starts_it_before_the_engines() -> None:

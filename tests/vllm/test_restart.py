@@ -21,6 +21,10 @@ BLOCK_TOKENS, BLOCK_BYTES = 32, 4 * 32 * 2 * 128 * 4
 DOCUMENTS, DOCUMENT_BLOCKS, TAIL_TOKENS = 6, 15, 10
 REQUESTS, CLIENTS = 18, 8
 DEVICE_BLOCKS = 2 * (DOCUMENT_BLOCKS + 3)
+DEVICE: dict[str, Any] = {
+    "num_gpu_blocks_override": DEVICE_BLOCKS,
+    "max_model_len": (DEVICE_BLOCKS - 1) * BLOCK_TOKENS,  # vLLM keeps one block
+}
 SMALL_CPU_BLOCKS = 2 * DOCUMENT_BLOCKS + 8
 WRITTEN_WITHIN_S = 60.0
 Prompt = list[int]
@@ -68,7 +72,7 @@ def check(process: ServerProcess, expected: Sequence[tuple[int, ...]], clients: 
 
 def test_stop_kill_and_storm(tmp_path: Path) -> None:
     model = served_model(tmp_path / "model", VOCABULARY, seed=9)
-    plain = cascade_options(model, None, num_gpu_blocks_override=DEVICE_BLOCKS)
+    plain = cascade_options(model, None, **DEVICE)
     with server(tmp_path / "reference.log", plain) as process:
         process.ready()
         expected = [answer.tokens for answer in process.complete_all(STORM, 6, 2)]
@@ -76,20 +80,14 @@ def test_stop_kill_and_storm(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     roomy = cascade(disk, cpu_blocks=2 * DOCUMENTS * DOCUMENT_BLOCKS)
     small = cascade(disk, cpu_blocks=SMALL_CPU_BLOCKS)
-    with Server(
-        tmp_path / "first.log", model, roomy, num_gpu_blocks_override=DEVICE_BLOCKS
-    ) as running:
+    with Server(tmp_path / "first.log", model, roomy, **DEVICE) as running:
         running.process.complete_all(DOCUMENT_TOKENS, 1, 1)
         wait_until_written(running)
         running.process.stop()
         assert "--shutdown-timeout" in running.log(), "it says what a stop may lose, and the flag"
-    with Server(
-        tmp_path / "second.log", model, small, num_gpu_blocks_override=DEVICE_BLOCKS
-    ) as running:
+    with Server(tmp_path / "second.log", model, small, **DEVICE) as running:
         check(running.process, expected, CLIENTS)
         wait_until_written(running)
         running.process.kill()
-    with Server(
-        tmp_path / "third.log", model, small, num_gpu_blocks_override=DEVICE_BLOCKS
-    ) as running:
+    with Server(tmp_path / "third.log", model, small, **DEVICE) as running:
         check(running.process, expected, 1)

@@ -6,7 +6,7 @@ begin with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
@@ -34,20 +34,27 @@ class GuardedOrder(EvictionOrder):
         super().__init__(capacity)
         self._last_use = arrays("guarded_last_use", capacity, np.uint64)
         """Number of the last use of each slot; 0 for a slot that is not held."""
-        self._uses = int(self._last_use.max(initial=0))
+        held = self._by_last_use()
+        self._uses = len(held)
+        self._last_use[held] = np.arange(1, self._uses + 1)
         self._has_failed = arrays("guarded_failed", 1, np.uint8)
-        """Nonzero from a fault on. The arrays of the order are then of before the fault."""
+        """Nonzero from a fault on. The order's own arrays are not kept up to date any more."""
+
+        def own_arrays(name: str, length: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
+            """Under names of their own: no order of ours may trust them after a fault."""
+            return arrays(f"own_{name}", length, dtype)
+
         try:
-            self._order = self.guarded(capacity, arrays)
-        except KVCascadeError:
+            self._order = self.guarded(capacity, own_arrays)
+        except (KVCascadeError, OSError, MemoryError):
             raise
         except Exception as error:  # a user's class may raise anything
             said = f"{type(error).__name__}: {error}"
             raise ConfigError(f"policy {self.policy!r} cannot be made ({said}); mend it") from error
         if self._has_failed[0]:
             self._has_failed[0] = 0
-            self._pass_on("reconcile", np.flatnonzero(self._last_use))
-            self._pass_on("settle", self._by_last_use())
+            self._pass_on("reconcile", np.sort(held))
+            self._pass_on("settle", held)
 
     def expect(self, tags: Sequence[int]) -> None:
         self._pass_on("expect", tags)
@@ -83,10 +90,10 @@ class GuardedOrder(EvictionOrder):
         mask: SlotMask | None = None,
         window: int | None = None,
     ) -> list[int]:
-        asked = _Asked(wanted)
+        asked = _Question(wanted, self)
         try:
-            found = self._order.victims(limit, asked, mask, window)
-            asked.check(found, limit)
+            found = list(map(int, self._order.victims(limit, asked, mask, window)))
+            asked.check(found, limit, mask)
         except Exception as error:
             if error is asked.error:  # of the caller, not of the order
                 raise
@@ -112,9 +119,10 @@ class GuardedOrder(EvictionOrder):
         self._last_use[np.asarray(slots, dtype=np.intp)] = np.arange(first, self._uses + 1)
 
     def _by_last_use(self) -> list[int]:
+        """Return the slots that are held, least recent first."""
         held = np.flatnonzero(self._last_use)
-        order: list[int] = held[np.argsort(self._last_use[held], kind="stable")].tolist()
-        return order
+        slots: list[int] = held[np.argsort(self._last_use[held], kind="stable")].tolist()
+        return slots
 
     def _pass_on(self, method: str, *given: object) -> None:
         try:
@@ -133,16 +141,20 @@ class GuardedOrder(EvictionOrder):
         self._order.insert(self._by_last_use(), [])
 
 
-class _Asked:
-    """The question whether a slot may leave, with the slots of which that is true."""
+class _Question:
+    """The caller's question whether a slot may leave. It remembers the slots that may."""
 
-    def __init__(self, wanted: Callable[[int], bool]) -> None:
+    def __init__(self, wanted: Callable[[int], bool], held: Container[int]) -> None:
         self.error: Exception | None = None
-        """Exception of the question itself."""
+        """Exception of the caller."""
         self._wanted = wanted
+        self._held = held
         self._accepted: set[int] = set()
 
     def __call__(self, slot: int) -> bool:
+        slot = int(slot)  # an order may pass numbers of numpy
+        if slot not in self._held:
+            return False
         try:
             is_wanted = self._wanted(slot)
         except Exception as error:
@@ -152,20 +164,23 @@ class _Asked:
             self._accepted.add(slot)
         return is_wanted
 
-    def check(self, found: Sequence[int], limit: int) -> None:
+    def check(self, found: Sequence[int], limit: int, mask: SlotMask | None) -> None:
         """Raise `ValueError` unless the slots are different ones that may leave."""
-        if len(found) > limit or len(self._accepted.intersection(found)) < len(found):
-            raise ValueError(f"victims returned {len(found)} slots, not all of which may leave")
+        may_leave = len(self._accepted.intersection(found)) == len(found) <= limit
+        if not may_leave or (mask is not None and not all(mask[slot] for slot in found)):
+            raise ValueError(f"victims returned {len(found)} slots, and some may not leave")
 
 
 @cache
 def guarded(policy: str, order: type[EvictionOrder]) -> type[EvictionOrder]:
     """Return the guarded form of a user's class."""
-    facts = {
+    facts: dict[str, object] = {
         "__doc__": order.__doc__,
         "policy": policy,
         "guarded": order,
         "wants_tags": order.wants_tags,
         "wants_chains": order.wants_chains,
     }
+    if order.expect is EvictionOrder.expect:  # else digests were made for nothing
+        facts["expect"] = EvictionOrder.expect
     return type(f"Guarded{order.__name__}", (GuardedOrder,), facts)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +18,26 @@ from ....config.sizes import human
 from ....errors import ConfigError, InUseError
 from ....handlers.node.path_service import WriterService
 from ....handlers.node.path_session import follow_session
+from ....handlers.node.writer_search import RETIRED_PAUSE_S
 from ....logs import get_logger
 from ....tiers.nvme.disk.filesystem import FileLock, FileSystem, RealFileSystem
 from ....tiers.nvme.path.path_lock import try_lead
+from ....tiers.nvme.path.writer.path_options import check_paths, load_record
 from ....tiers.nvme.path.writer_note import load_note
 
 CHECK_INTERVAL_S = 0.5
 """Time between two checks that the writer lives, and between two attempts to become it."""
-HURRY_INTERVAL_S = 0.05
+HURRY_INTERVAL_S = 0.005
 """Time between two attempts to take over. Other nodes want to lead, too, once the writer ends."""
+ASK_INTERVAL_S = 0.1
+"""Time between two requests to hand the path over; another node may lead by then."""
 TAKE_OVER_LIMIT_S = 60.0
 HAND_OVER_ANSWER_S = 1.0
 """Longest wait for the answer of a writer that is asked to end."""
 STOP_LIMIT_S = 60.0
 """Longest wait until the writer has closed the path."""
 
+Clock = Callable[[], float]
 Pause = Callable[[float], object]
 _log = get_logger(__name__)
 
@@ -78,23 +83,36 @@ def parts_of(
     return parts
 
 
-def serve(parts: PathParts, *, rival: Rival, pause: Pause = time.sleep) -> StoreEnd:
+def serve(
+    parts: PathParts, *, rival: Rival, pause: Pause = time.sleep, clock: Clock = time.monotonic
+) -> StoreEnd:
     """Write a path until SIGINT, or SIGTERM turned into it, ends the pause.
+
+    A rival that is awaited may also ask for the path later; the service then waits for its end.
 
     Raises `InUseError` if another process remains the writer, or another `KVCascadeError`. Main
     thread.
     """
-    fs, root = RealFileSystem(), parts.roots[0]
-    service: WriterService | None = None
+    root = parts.roots[0]
     try:
-        lock = _lock(fs, root, rival, pause)
-        service = _start(fs, parts, lock)
+        while True:
+            end = _serve_once(parts, _lock(parts, rival, pause, clock), pause)
+            if end is not StoreEnd.RETIRED or rival is not Rival.AWAITED:
+                return end
+            pause(RETIRED_PAUSE_S)
+    except KeyboardInterrupt:
+        _log.info("stopped before it was the writer of %s", root)
+        return StoreEnd.STOPPED
+
+
+def _serve_once(parts: PathParts, lock: FileLock, pause: Pause) -> StoreEnd:
+    root = parts.roots[0]
+    service = _start(RealFileSystem(), parts, lock)
+    try:
         while service.is_alive:
             pause(CHECK_INTERVAL_S)
     except KeyboardInterrupt:
-        if service is None:
-            _log.info("stopped before it was the writer of %s", root)
-            return StoreEnd.STOPPED
+        """The service is closed below."""
     if service.was_retired:
         _log.warning(
             "%s is handed over: a newer version asked for it, or `kvcascade store --take-over`",
@@ -110,8 +128,9 @@ def serve(parts: PathParts, *, rival: Rival, pause: Pause = time.sleep) -> Store
     return StoreEnd.STOPPED
 
 
-def _lock(fs: FileSystem, root: Path, rival: Rival, pause: Pause) -> FileLock:
+def _lock(parts: PathParts, rival: Rival, pause: Pause, clock: Clock) -> FileLock:
     """Return the lock of the writer. Raises `InUseError` if another process keeps it."""
+    fs, root = RealFileSystem(), parts.roots[0]
     lock = try_lead(fs, root)
     if lock is not None:
         return lock
@@ -122,15 +141,29 @@ def _lock(fs: FileSystem, root: Path, rival: Rival, pause: Pause) -> FileLock:
             "later with --wait"
         )
     _log.info("%s has a writer already: %s; waiting for its end", root, who)
-    is_asked = rival is Rival.ASKED
-    tries = range(round(TAKE_OVER_LIMIT_S / HURRY_INTERVAL_S)) if is_asked else count()
-    for _ in tries:
-        if is_asked:
+    if rival is Rival.ASKED:
+        return _taken_over(fs, parts, pause, clock)
+    while lock is None:
+        pause(CHECK_INTERVAL_S)
+        lock = try_lead(fs, root)
+    return lock
+
+
+def _taken_over(fs: FileSystem, parts: PathParts, pause: Pause, clock: Clock) -> FileLock:
+    """Ask each writer to end until this process has the lock. Raises a `KVCascadeError`."""
+    root = parts.roots[0]
+    record = load_record(fs, root)
+    if record is not None:
+        check_paths(record.paths, list(map(str, parts.roots)))  # while the writer still writes
+    asked_s, end_s = -math.inf, clock() + TAKE_OVER_LIMIT_S
+    while clock() < end_s:
+        if clock() >= asked_s + ASK_INTERVAL_S:
             _ask_to_end(fs, root)
-        pause(HURRY_INTERVAL_S if is_asked else CHECK_INTERVAL_S)
+            asked_s = clock()
         lock = try_lead(fs, root)
         if lock is not None:
             return lock
+        pause(HURRY_INTERVAL_S)
     raise InUseError(
         f"{root} was not handed over within {TAKE_OVER_LIMIT_S:g} s by {_writer_of(fs, root)}; "
         "stop that process"
