@@ -260,7 +260,7 @@ class BlockCache:
             move = GetMove(named, there, self._options.timeout_s, views)
             self._moves.run(move, self._client, self._check_use)
             read = move.read
-            self._touch([named[at] for at in sorted(read)])
+            self._touch([named[at] for at in sorted(read)], is_settle=True)  # they are counted
         if buffers is None:
             return [read.get(at) for at in range(len(named))]
         return [buffer if at in read else None for at, buffer in enumerate(buffers)]
@@ -343,9 +343,9 @@ class BlockCache:
             return [False] * len(keys)
         return [slot >= 0 for slot in table.find_many(keys).tolist()]
 
-    def _touch(self, keys: list[bytes]) -> None:
+    def _touch(self, keys: list[bytes], *, is_settle: bool = False) -> None:
         if keys and not self._options.is_read_only:
-            self._client.tell(Touch(keys))
+            self._client.tell(Touch(keys, is_settle=is_settle))
 
     def _check_open(self) -> None:
         if os.getpid() != self._pid:

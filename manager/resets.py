@@ -45,7 +45,7 @@ class Resets:
         if self._on_reset is OnReset.KEEP:
             self._forget_worker_transfers()
             return
-        self._flow.collect_events()
+        self._flow.events.clear()  # the engine announces that every block is gone, before these
         self._flow.below.reset()
         self._forget_top(is_own=True)
 

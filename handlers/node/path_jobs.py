@@ -50,6 +50,8 @@ from .path_wire import (
 
 PART_BYTES = 8 << 20
 """Bytes of one part of a job, which one thread moves."""
+NO_EPOCH = -1
+"""Epoch of blocks that belong to none: two resets came after them."""
 READ_REPORT_INTERVAL_S = 1.0
 """Time between two reports of the bytes read."""
 LIFE_INTERVAL_S = 10.0
@@ -297,6 +299,13 @@ class PutJobs(_Jobs):
             request = next(self._means.requests)
             self._grants[request] = _Asked(job, part, self._means.clock())
             self._means.send(Grant(request, [bytes(job.keys[i]) for i in part]))
+
+    def outdate(self) -> None:
+        """Let the open jobs whose epoch is not known end as GONE: their blocks are of before the
+        reset that is ordered now, and of after the one whose answer is awaited."""
+        for job in self._jobs.values():
+            if job.epoch is None:
+                job.epoch = NO_EPOCH
 
     def granted(self, message: Granted) -> None:
         """Write the blocks that got slots.

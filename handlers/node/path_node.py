@@ -183,6 +183,7 @@ class PathNode:
                 self._send(message)
             case ResetJob():
                 self._gets.forget()
+                self._puts.outdate()
                 self._resets.begin(message, may_send=self._welcome is not None)
 
     # -- from the path -------------------------------------------------------------------------

@@ -36,6 +36,9 @@ from .single_tier import (
 
 NO_ROOM_PAUSE_S = 0.05
 """Time for which no put is started after one that found no room."""
+FULL_PAUSE_S = 1.0
+"""The same after the writer said that the tier is full, and makes no room. Until then the first
+tier may drop blocks that are not below."""
 MAX_PUT_BYTES = 4 << 30
 """Largest number of bytes of puts in flight."""
 
@@ -67,12 +70,19 @@ class NodeWrites(Traffic[NodeFeed]):
         self._has_one_path = has_one_path
         self._no_room_until_s = flow.clock()
         self._why = Why.GRANTED
+        self._found_no_room = False
+        """True if the last write found no room although no other one was in flight."""
         self.coming: set[BlockHash] = set()
         """Blocks whose write is in flight; lookups do not find them."""
         self._outdated: set[int] = set()
         """Tickets in flight that were begun before the last reset; they end as GONE."""
         self.may_recover = True
         """True if the last failure came from the device or the node, not from lack of room."""
+
+    @property
+    def is_full(self) -> bool:
+        """True for a while after the writer had no room for any block, and made none."""
+        return self._found_no_room and self._flow.clock() < self._no_room_until_s
 
     def room(self, n: int) -> int:
         """Return how many of `n` blocks may be started."""
@@ -131,8 +141,10 @@ class NodeWrites(Traffic[NodeFeed]):
         counters.demoted_bytes += stored * flow.block_bytes
         flow.feed.blocks += stored
         self._why = done.why
+        self._found_no_room = done.why is Why.FULL and not (stored or self.coming)
         if self._why is not Why.GRANTED:
-            self._no_room_until_s = flow.clock() + NO_ROOM_PAUSE_S
+            pause_s = FULL_PAUSE_S if self._found_no_room else NO_ROOM_PAUSE_S
+            self._no_room_until_s = flow.clock() + pause_s
         self.breaker.ended(self._is_failure(failed, no_space))
         self.may_recover = no_space == 0
         size_bytes = stored * flow.block_bytes
@@ -233,7 +245,8 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
 
     @property
     def is_blocked(self) -> bool:
-        return self.writes.breaker.is_resting or self.feed.state is NodeState.OFF
+        is_off = self.feed.state is NodeState.OFF
+        return self.writes.breaker.is_resting or self.writes.is_full or is_off
 
     def rests(self, tier: int) -> bool:
         return self.reads.breaker.is_open or not self.feed.can_read

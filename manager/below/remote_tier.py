@@ -117,6 +117,9 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
             return 0
         return ASKING if self._questions.is_asking(key, owner) else 0
 
+    def is_gone(self, key: BlockHash) -> bool:
+        return self._memory.last(key) is not HELD
+
     def wants_again(self, key: BlockHash) -> bool:
         return self.writes.rule.may_want(key)
 

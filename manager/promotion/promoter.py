@@ -238,7 +238,7 @@ class Promoter:
             pending = self.pending.get(block_hash)
             if pending is None or not (pending.waiters or pending.is_probe):
                 self.pending.pop(block_hash, None)
-            elif not self._below.may_hold(block_hash) or get(block_hash) is not None:
+            elif get(block_hash) is not None or self._below.is_gone(block_hash):
                 self._fail(block_hash)
             else:
                 present.append(block_hash)

@@ -6,7 +6,7 @@ import errno
 
 import pytest
 from support.keys import key, keys
-from support.node_rig import BLOCK, NodesRig, NodeTwin
+from support.node_rig import BLOCK, CoreWriter, NodesRig, NodeTwin
 
 from kvcascade.errors import InUseError
 from kvcascade.handlers.node.path_node import (
@@ -309,9 +309,11 @@ def test_each_reason_for_no_slot_has_its_outcome(
     put(node, range(2))
     assert end(node).outcomes == [outcome] * 2
     assert node.tier.room(4) == 0 and put(node, range(2), ticket=2) == [answer] * 2
+    assert node.tier.is_blocked == (why is Why.FULL), "blocks may leave memory unwritten"
     rig.twin.why = None
     rig.clock.advance(1.0)
-    assert node.tier.room(4) == 4 and put(node, range(2), ticket=3) == [Put.STARTED] * 2
+    assert not node.tier.is_blocked and node.tier.room(4) == 4, "it is tried again"
+    assert put(node, range(2), ticket=3) == [Put.STARTED] * 2
     assert end(node).outcomes == [OK] * 2
 
 
@@ -377,6 +379,28 @@ def test_blocks_from_before_a_reset_are_not_committed_after_it(
     assert end(node).outcomes == [GONE, GONE]
     assert not rig.twin.held and not rig.twin.granted and len(heard(rig, Grant)) == 1
     assert node.tier.maintain() == 1
+    put(node, range(2), ticket=2)
+    assert end(node).outcomes == [OK, OK]
+
+
+def test_blocks_from_between_two_resets_are_not_committed_after_them() -> None:
+    """They have no epoch yet, and must not get that of the second reset."""
+    rig = NodesRig(is_real=True)
+    node = rig.add()
+    node.tier.maintain()
+    writer = rig.writer
+    assert isinstance(writer, CoreWriter)
+    writer.is_stalled = True
+    node.tier.reset()
+    put(node, range(2))
+    node.tier.reset()
+    rig.pump()
+    writer.go_on()  # it sees all of them at once
+    rig.pump()
+    (namespace,) = rig.core.namespaces.values()
+    assert namespace.epoch == 2 and namespace.table.count() == 0
+    node.tier.poll()
+    node.tier.maintain()
     put(node, range(2), ticket=2)
     assert end(node).outcomes == [OK, OK]
 

@@ -563,6 +563,17 @@ class TestReset:
         assert states(cascade, Request(), keys(0, 4)) == [MISS] * 4
         assert cascade.store(keys(0, 4)) == keys(0, 4)
 
+    def test_what_was_stored_before_is_not_announced_after_it(self) -> None:
+        """The engine has announced by then that every block is gone."""
+        cascade = Cascade((8, 16), ManagerOptions(with_events=True))
+        cascade.below_only(keys(0, 2))
+        cascade.store(keys(2, 4))
+        cascade.manager.reset_cache()
+        assert list(cascade.manager.take_events()) == []
+        cascade.store(keys(4, 6))
+        (event,) = cascade.manager.take_events()
+        assert set(event.block_hashes) == set(keys(4, 6))
+
     def test_slots_that_workers_may_still_write_stay_out_of_use(self) -> None:
         cascade = Cascade((4, 16), ManagerOptions(steps_until_flushed=3))
         output = cascade.manager.prepare_store(keys(0, 3))

@@ -288,6 +288,25 @@ def test_the_map_holds_every_slot_under_churn_and_a_reset(tmp_path: Path, batch:
     table.close()
 
 
+def test_a_full_tier_is_opened_after_any_end(tmp_path: Path) -> None:
+    """Large commits free many pages. The list of these lies in pages that had other uses, of which
+    LMDB leaves two bytes in their heads."""
+    slots, batch = 20_000, 1024
+    size, commits = block_table_bytes(slots + batch), 3 * slots // batch
+    table = open_block_table(tmp_path, size, IDENTITY, is_durable=False)
+    for commit in range(commits):
+        numbers = range(commit * batch, (commit + 1) * batch)
+        puts = [(random.Random(number).randbytes(36), number % slots, number) for number in numbers]
+        cleared = [slot for _, slot, _ in puts] if numbers.stop > slots else []
+        applied = table.apply(Changes(0, puts, cleared=cleared, written_bytes=1))
+        assert applied.outcome is ApplyOutcome.DONE
+        if commit % 10 == 9:
+            table.abandon()
+            table = open_block_table(tmp_path, size, IDENTITY, is_durable=False, is_same_boot=False)
+    assert table.count() == slots
+    table.close()
+
+
 def test_a_disk_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int, offset: int, size: int) -> None:
         raise OSError(28, "No space left on device")

@@ -8,7 +8,7 @@ import random
 
 import pytest
 from support.executors import SteppingExecutor
-from support.path_rig import ROOT, PathRig, RigNode
+from support.path_rig import ROOT, PathRig, RigNode, key_of
 
 from kvcascade.tiers.nvme.path.path_messages import (
     Ask,
@@ -20,6 +20,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     StillOpening,
     TierFigures,
     Told,
+    Touch,
 )
 from kvcascade.tiers.nvme.path.writer.messages.held_messages import (
     MAX_HELD_PER_CLIENT,
@@ -262,6 +263,21 @@ def test_a_reader_begins_no_epoch_and_an_engine_beside_it_does() -> None:
     engine.store([3])
     assert RigNode(rig).held([3]) == [3], "the second engine is not alone"
     assert rig.take(reader.client, Removed) == []
+
+
+def test_reads_of_a_reader_are_no_uses() -> None:
+    rig = PathRig()
+    engine, reader = RigNode(rig), RigNode(rig, is_reader=True)
+    for number in range(4):
+        engine.store([number])
+    namespace = next(iter(rig.writer.namespaces.values()))
+    before = namespace.recency.victims(4)
+    rig.send(reader.client, Touch([key_of(0)]))
+    rig.step()
+    assert namespace.recency.victims(4) == before
+    rig.send(engine.client, Touch([key_of(0)]))
+    rig.step()
+    assert namespace.recency.victims(4) == [*before[1:], before[0]]
 
 
 @pytest.mark.parametrize("label", ["model", "another namespace"])

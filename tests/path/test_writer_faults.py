@@ -20,6 +20,7 @@ from kvcascade.tiers.nvme.path.lmdb_block_table import (
 )
 from kvcascade.tiers.nvme.path.path_messages import (
     MAX_KEYS_PER_MESSAGE,
+    PROTOCOL,
     Ask,
     Bad,
     Commit,
@@ -31,6 +32,8 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Granted,
     Hello,
     Read,
+    Refused,
+    RefusedWhy,
     Release,
     Reset,
     Retire,
@@ -340,6 +343,12 @@ def test_a_newer_version_makes_the_writer_close_and_others_come_back() -> None:
     assert RigNode(rig).refused[0].why.value == "closing"
     rig.close()
     rig.start()
+    late = RigNode(rig)
+    for protocol, why in (PROTOCOL, RefusedWhy.CLOSING), (PROTOCOL - 1, RefusedWhy.PROTOCOL):
+        rig.send(late.client, Retire(protocol))
+        rig.step()
+        assert [each.why for each in rig.take(late.client, Refused)] == [why], "it may join"
+    assert not rig.writer.wants_close
     assert RigNode(rig).held([1]) == [1]
 
 

@@ -24,7 +24,7 @@ from support.remote_twin import RemoteTwin
 from support.waiting import wait_until
 
 from kvcascade.config.options import At
-from kvcascade.config.remote import parse_remote
+from kvcascade.config.remote import WriteWhen, parse_remote
 from kvcascade.tiers.remote import presence, resp
 from kvcascade.tiers.remote.base import HEADER_BYTES, PrivateBuffer, RemoteObject, RemoteOutcome
 from kvcascade.tiers.remote.lane import TokenBucket
@@ -38,6 +38,7 @@ from kvcascade.tiers.remote.shared_generation import (
     REFRESH_S,
     SharedGeneration,
 )
+from kvcascade.tiers.remote.uploads import Offer, OfferRule
 from kvcascade.tiers.remote.valkey import Nodes, ValkeyEngine, hash_slot
 
 
@@ -96,6 +97,41 @@ def test_answers_count_for_their_time_and_their_number_is_bounded(
     memory.clear()
     memory.note(0, keys(3), ())
     assert memory.of(key(0)) is Presence.UNKNOWN, "an answer from before is not kept"
+
+
+def test_what_was_written_is_not_pushed_out_by_answers_about_other_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(presence, "MAX_REMEMBERED", 10)
+    clock = ManualClock()
+    memory = PresenceMemory(clock, held_s=30.0, absent_s=5.0)
+    rule = OfferRule(WriteWhen.THROUGH, 1 << 20, 4096, memory, 600.0, clock)
+    assert rule.answer(key(0), is_open=True) is Offer.QUEUED
+    rule.end([key(0)], [True], 0)
+    memory.note(0, [key(0)], ())
+    clock.advance(60.0)
+    for start in range(100, 200, 5):
+        memory.note(0, (), keys(start, start + 5))
+    assert memory.last(key(0)) is Presence.UNKNOWN
+    assert rule.answer(key(0), is_open=True) is Offer.HELD
+    clock.advance(600.0)
+    assert rule.may_want(key(0)), "it is renewed"
+    rule.end([key(0)], [True], 0)
+    memory.note(0, (), [key(0)])
+    assert rule.may_want(key(0)), "the server said that it is gone"
+    rule.end([key(0)], [True], 0)
+    memory.note(0, [key(0)], ())
+    memory.clear()
+    assert rule.may_want(key(0)), "the blocks of before a reset are gone"
+
+
+def test_an_answer_that_is_renewed_is_the_last_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence, "MAX_REMEMBERED", 10)
+    memory = PresenceMemory(ManualClock(), held_s=30.0, absent_s=5.0)
+    memory.note(0, keys(10), ())
+    memory.note(0, [key(0)], ())
+    memory.note(0, keys(20, 25), ())
+    assert memory.of(key(0)) is Presence.HELD and memory.of(key(1)) is Presence.UNKNOWN
 
 
 def test_hash_slots_are_those_of_the_cluster_specification() -> None:
@@ -357,6 +393,57 @@ class _Connection(RespConnection):
 
     def close(self) -> None:
         self.is_closed = True
+
+
+def test_a_password_is_read_for_each_connection() -> None:
+    """A password that is rotated is used from the next connection on."""
+    said: list[bytes] = []
+
+    def serve(connection: socket.socket) -> None:
+        said.append(connection.recv(65536))
+        connection.sendall(b"+OK\r\n")
+        connection.recv(65536)
+        connection.sendall(b":2\r\n")
+
+    passwords = iter(["old", "new"])
+    with peer(serve, Login(0.5, 0.3, password=lambda: next(passwords))) as engine:
+        for _ in range(2):
+            assert engine.exist_many(["a"], 2.0) == [RemoteOutcome.OK]
+    assert [b"old" in said[0], b"new" in said[1]] == [True, True]
+
+
+def test_connections_are_not_used_after_a_long_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something between the hosts may have dropped them without a word."""
+    connections = 0
+
+    def serve(connection: socket.socket) -> None:
+        nonlocal connections
+        connections += 1
+        while connection.recv(65536):
+            connection.sendall(b":2\r\n")
+
+    with peer(serve) as engine:
+        for limit_s, expected in (60.0, 1), (60.0, 1), (-1.0, 2):
+            monkeypatch.setattr("kvcascade.tiers.remote.valkey.IDLE_LIMIT_S", limit_s)
+            assert engine.exist_many(["a"], 2.0) == [RemoteOutcome.OK]
+            assert connections == expected
+
+
+def test_a_server_that_became_a_replica_is_left() -> None:
+    """The name of the primary may lead to another server by then."""
+    connections = 0
+
+    def serve(connection: socket.socket) -> None:
+        nonlocal connections
+        connections += 1
+        connection.recv(65536)
+        connection.sendall(b"-READONLY You can't write against a read only replica.\r\n")
+        connection.recv(65536)
+
+    with peer(serve) as engine:
+        for expected in 1, 2:
+            assert engine.remove(["a"], 2.0) == [RemoteOutcome.DENIED]
+            assert connections == expected
 
 
 def test_nodes_that_left_a_cluster_are_forgotten() -> None:

@@ -44,7 +44,14 @@ SLACK_S = 2.0
 
 
 def login(timeout_s: float = 5.0, tls: ssl.SSLContext | None = None, **words: str) -> Login:
-    return Login(timeout_s, timeout_s, tls, words.get("username"), words.get("password"))
+    password = words.get("password")
+    return Login(
+        timeout_s,
+        timeout_s,
+        tls,
+        words.get("username"),
+        None if password is None else lambda: password,
+    )
 
 
 def engine_at(port: int, how: Login | None = None, ttl_s: float | None = None) -> ValkeyEngine:

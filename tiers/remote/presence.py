@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
@@ -35,6 +36,12 @@ def drop_oldest(known: dict[BlockHash, Any]) -> None:
         del known[key]
 
 
+def _renew(known: dict[BlockHash, float], key: BlockHash, value: float) -> None:
+    """Set a value, and put it behind the others."""
+    known.pop(key, None)
+    known[key] = value
+
+
 class PresenceMemory:
     """Answers of the last seconds. Any thread; a look takes no lock."""
 
@@ -44,7 +51,9 @@ class PresenceMemory:
         self._held_s, self._absent_s = held_s, absent_s
         self._lock = threading.Lock()
         self._until: dict[BlockHash, float] = {}
-        """Time until which an answer counts; negative for an absent block."""
+        """Time until which an answer counts; negative for an absent block. Oldest answers first."""
+        self._arrived_s: dict[BlockHash, float] = {}
+        """Time of the last write of a block, whether it was there before or not; oldest first."""
         self.epoch = 0
         """Grows with `clear`. An answer that was asked for in an earlier epoch is not kept."""
 
@@ -70,21 +79,36 @@ class PresenceMemory:
             if epoch != self.epoch:
                 return
             for key in held:
-                self._until[key] = now_s + self._held_s
+                _renew(self._until, key, now_s + self._held_s)
             for key in absent:
-                self._until[key] = -(now_s + self._absent_s)
+                _renew(self._until, key, -(now_s + self._absent_s))
             drop_oldest(self._until)
+
+    def note_arrivals(self, epoch: int, keys: Iterable[BlockHash]) -> None:
+        """Remember that blocks were written, or were there already, in `epoch`."""
+        now_s = self._clock()
+        with self._lock:
+            if epoch != self.epoch:
+                return
+            for key in keys:
+                _renew(self._arrived_s, key, now_s)
+            drop_oldest(self._arrived_s)
+
+    def arrived_s(self, key: BlockHash) -> float:
+        """Return the time of the last write of a block that is not known to be absent; minus
+        infinity without one. Answers about many other blocks do not push it out."""
+        return -math.inf if self.last(key) is ABSENT else self._arrived_s.get(key, -math.inf)
 
     def forget(self) -> None:
         """Forget everything that is known now; what is being written stays wanted."""
         with self._lock:
-            self._until = {}
+            self._until, self._arrived_s = {}, {}
 
     def clear(self) -> None:
         """Forget everything; answers on their way are not kept either."""
         with self._lock:
             self.epoch += 1
-            self._until = {}
+            self._until, self._arrived_s = {}, {}
 
 
 class ChainSearch:

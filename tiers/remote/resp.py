@@ -10,7 +10,7 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,8 +70,9 @@ class Login:
     """Longest time in seconds without a byte."""
     tls: ssl.SSLContext | None = None
     username: str | None = None
-    password: str | None = field(default=None, repr=False)
-    """Bytes that are no UTF-8 are surrogates."""
+    password: Callable[[], str] | None = field(default=None, repr=False)
+    """Called for each connection, because passwords are rotated. May raise `OSError`. Bytes that
+    are no UTF-8 are surrogates."""
     database: int = 0
     only_loopback: bool = False
     """Whether nodes on other hosts are refused, because the connection has no TLS."""
@@ -84,6 +85,8 @@ class RespConnection:
         """Connect and log in. Raises `OSError` or `RespError`."""
         self.ends_s = ends_s
         """Monotonic time at which every wait ends with `TimeoutError`."""
+        self.idle_since_s = 0.0
+        """Monotonic time of its last use, once it is idle."""
         self._stall_s = login.stall_s
         self._buffer = bytearray(RECEIVE_BYTES)
         self._view = memoryview(self._buffer)
@@ -105,7 +108,7 @@ class RespConnection:
     def _greet(self, login: Login) -> None:
         if login.password is not None:
             user = [login.username.encode()] if login.username else []
-            self.send([b"AUTH", *user, login.password.encode(errors="surrogateescape")])
+            self.send([b"AUTH", *user, login.password().encode(errors="surrogateescape")])
             self.expect(b"+OK")
         if login.database:
             self.send([b"SELECT", str(login.database).encode()])

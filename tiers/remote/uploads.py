@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import compress
 
 from ...config.remote import WriteWhen
 from ..base import BlockHash
@@ -74,8 +75,6 @@ class OfferRule:
         self._coming: dict[BlockHash, int] = {}
         """Blocks under way, each with the epoch in which it was offered."""
         self._touched: dict[BlockHash, None] = {}
-        self._arrived_s: dict[BlockHash, float] = {}
-        """Time of the last write of a block, whether it was there before or not."""
 
     @property
     def borrowed_bytes(self) -> int:
@@ -96,10 +95,7 @@ class OfferRule:
         """Return True if a write of the block would be in vain."""
         if self._coming.get(key) == self._memory.epoch or self._memory.of(key) is Presence.HELD:
             return True
-        if self._memory.last(key) is not Presence.HELD:  # it left the server, or a reset came
-            return False
-        arrived_s = self._arrived_s.get(key, -math.inf)
-        return self._clock() < arrived_s + self._renew_after_s
+        return self._clock() < self._memory.arrived_s(key) + self._renew_after_s
 
     def answer(self, key: BlockHash, is_open: bool) -> Offer:
         """Decide about one block. One that is `QUEUED` counts as borrowed from now on."""
@@ -123,15 +119,13 @@ class OfferRule:
         """End blocks that were `QUEUED` in `epoch`; those that are there now start anew if they
         vanish. One that was queued again after a reset goes on."""
         with self._lock:
-            now_s = self._clock()
-            for key, has_arrived in zip(keys, is_there, strict=True):
+            arrived = list(compress(keys, is_there))
+            self._memory.note_arrivals(epoch, arrived)
+            for key in keys:
                 if self._coming.get(key) == epoch:
                     del self._coming[key]
-                if has_arrived:
-                    self._touched.pop(key, None)
-                    self._arrived_s.pop(key, None)
-                    self._arrived_s[key] = now_s
-            drop_oldest(self._arrived_s)
+            for key in arrived:
+                self._touched.pop(key, None)
 
 
 class Uploads:
@@ -179,7 +173,10 @@ class Uploads:
             link.objects.make(key, generation.value, job.views[number])
             for key, number in zip(keys, numbers, strict=True)
         ]
-        was_there = any(link.memory.last(key) is Presence.HELD for key in keys)
+        was_there = any(
+            link.memory.last(key) is Presence.HELD or link.memory.arrived_s(key) > -math.inf
+            for key in keys
+        )
         # The age of an object that was there is asked for, and most are then old enough.
         write, trips = (link.engine.renew, 2) if was_there else (link.engine.put, 1)
         limit_s = link.engine.timeout_s * len(names)

@@ -43,6 +43,9 @@ REDIRECTS_MAX = 4
 """Limit on how often one key is sent to another node of a cluster."""
 IDLE_CONNECTIONS_MAX = 16
 """Limit on the idle connections of one node."""
+IDLE_LIMIT_S = 60.0
+"""Longest time without use of a connection. Gateways between hosts drop idle ones without a word,
+some after four minutes."""
 LIST_ROUNDS_MAX = 1 << 26
 """Limit on the batches of one node's list."""
 TAIL_BYTES = 128
@@ -124,12 +127,14 @@ class Nodes:
                 except ValueError:  # a name that no host can have, as a cluster may say it
                     raise RespBrokenError("the address is none") from None
             found.ends_s = ends_s
-            if not found.is_stale:
+            is_old = time.monotonic() - found.idle_since_s > IDLE_LIMIT_S
+            if not (is_old or found.is_stale):
                 return found
             found.close()
 
     def give_back(self, address: Address, connection: RespConnection) -> None:
         """Keep a connection that has no answer outstanding."""
+        connection.idle_since_s = time.monotonic()
         with self._lock:
             idle = self._idle.setdefault(address, [])
             if not self._is_closed and len(idle) < IDLE_CONNECTIONS_MAX:
@@ -453,8 +458,10 @@ class ValkeyEngine(RemoteEngine):
                 place = answers[moved[0]]
                 assert isinstance(place, Address)
                 self._nodes.note_move(connection, address, hash_slot(names[moved[0]]), place)
-            self._nodes.give_back(address, connection)
-            return
+            if RemoteOutcome.DENIED not in [answers[i] for i in some]:
+                self._nodes.give_back(address, connection)
+                return
+            fault = RemoteOutcome.DENIED  # the name of a primary may lead to another server now
         except RespError as error:
             answer = _answer(error)
             if isinstance(answer, Address) and connection is not None:
@@ -587,16 +594,23 @@ def _open(options: RemoteTierOptions, secret: Secret) -> ValkeyEngine:
             raise ConfigError(
                 f"{options.key}.ca_file: cannot be read ({error.strerror or 'no certificates'})."
             ) from None
-    password: str | None = None
-    if options.wants("password"):
-        raw = secret("password")
-        password = raw.decode(errors="surrogateescape").rstrip("\r\n")
+    has_password = options.wants("password")
+    if has_password:
+        secret("password")  # a variable or file that is not there is bad configuration
+
+    def password() -> str:
+        try:
+            raw = secret("password")
+        except ConfigError:
+            raise RespBrokenError("the password cannot be read any more") from None
+        return raw.decode(errors="surrogateescape").rstrip("\r\n")
+
     login = Login(
         options.connect_timeout_s,
         options.timeout_s,
         tls,
         options.username,
-        password,
+        password if has_password else None,
         int(parts.path.strip("/") or 0),
         only_loopback=tls is None and not options.insecure,
     )

@@ -36,7 +36,8 @@ _META_TABLE = b"meta"
 MAX_DEPTH = 32
 
 _HEAD_BYTES = 16
-_OVERFLOW_HEAD = struct.Struct("<QHHI")
+_OVERFLOW_HEAD = struct.Struct("<Q2xHI")
+"""Number, kind and pages. LMDB leaves the two bytes between as the last use of the page did."""
 _NODE_BYTES = 8
 _DB = struct.Struct("<IHHQQQQQ")
 _META_DBS_OFFSET = 40
@@ -251,11 +252,7 @@ class _Walk:
             raise _Damage(f"page {number} is not there")
         self._take(np.arange(number, number + pages))
         begin = number * self._page_bytes + _HEAD_BYTES
-        if _OVERFLOW_HEAD.unpack_from(self._data, begin - _HEAD_BYTES) != (
-            number,
-            0,
-            _OVERFLOW,
-            pages,
-        ):
+        head = _OVERFLOW_HEAD.unpack_from(self._data, begin - _HEAD_BYTES)
+        if head != (number, _OVERFLOW, pages):
             raise _Damage(f"page {number} is not what it should be")
         return _Node(flags, key, bytes(self._data[begin : begin + size]))

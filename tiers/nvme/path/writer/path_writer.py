@@ -268,7 +268,10 @@ class PathWriter:
             self.wants_close = True
             return
         text = f"the writer of the path has protocol {PROTOCOL}, which is not older"
-        self._send(client.number, Refused(RefusedWhy.PROTOCOL, text))
+        # An older writer has closed meanwhile, if the protocol is equal: the node joins this one.
+        is_equal = message.protocol == PROTOCOL
+        why = RefusedWhy.CLOSING if is_equal else RefusedWhy.PROTOCOL
+        self._send(client.number, Refused(why, text))
 
     # -- work ----------------------------------------------------------------------------------
 

@@ -121,7 +121,8 @@ class BlockMessages:
             client.namespace.batch.add_bad(message)
 
     def _touch(self, client: Client, message: Touch) -> None:
-        if client.namespace is not None and is_within_limits(message.keys):
+        is_use = client.namespace is not None and not client.is_reader
+        if client.namespace is not None and is_use and is_within_limits(message.keys):
             client.namespace.touch(message)
 
     def _read(self, client: Client, message: Read) -> None:
