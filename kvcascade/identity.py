@@ -78,26 +78,36 @@ def is_shareable(identity: str) -> bool:
     return not identity.startswith("process:")
 
 
-_noted: dict[str, list[tuple[str, int, int]]] = {}
-"""Weight files of models as they were when the process began."""
+_noted: dict[tuple[str, str | None], list[tuple[str, int, int]]] = {}
+"""Weight files of models and revisions as they were when the process began."""
 
 
-def note_files(model: str) -> None:
-    """Note the weight files of a local model before they are loaded; the first time counts."""
-    if os.path.exists(model):
-        _noted.setdefault(model, _state_of(Path(model)))
+def note_files(model: str, revision: str | None = None) -> None:
+    """Note the weight files of a model before they are loaded; the first time counts.
+
+    Of a model of the hub the commit is noted, if there is a local copy: a name may lead to another
+    commit later.
+    """
+    state = _state_of(model, revision) if model else []
+    if state:
+        _noted.setdefault((model, revision), state)
 
 
-def have_files_changed(model: str) -> bool:
+def have_files_changed(model: str, revision: str | None = None) -> bool:
     """Return True if weight files were replaced since they were noted.
 
     The weights that were loaded may then be older than the files, or a mixture.
     """
-    return model in _noted and _noted[model] != _state_of(Path(model))
+    noted = _noted.get((model, revision))
+    return noted is not None and noted != _state_of(model, revision)
 
 
-def _state_of(path: Path) -> list[tuple[str, int, int]]:
-    """Return name, size and time of change of every weight file."""
+def _state_of(model: str, revision: str | None) -> list[tuple[str, int, int]]:
+    """Return name, size and time of change of every weight file, or the commit of a hub's copy."""
+    path = Path(model)
+    if not path.exists():
+        snapshot = _cached_snapshot(model, revision)
+        return [] if snapshot is None else [(snapshot.name, 0, 0)]
     found = []
     for file in _weights_in(path) if path.is_dir() else [path]:
         with suppress(OSError):  # `weights_identity` says what is wrong

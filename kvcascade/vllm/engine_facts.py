@@ -161,7 +161,7 @@ def reasons_not_to_share(config: Any) -> dict[str, str]:
             "vLLM knows a LoRA adapter by its name and path, whatever is in its files; set "
             "weights_id to a word that you change with the weights and with the files of an adapter"
         )
-    if have_files_changed(weights_facts(config)[0]):
+    if have_files_changed(*weights_facts(config)[:2]):
         found["files"] = (
             "files of the model were replaced while the engine started, so its weights are not "
             "known; start it again"

@@ -10,13 +10,17 @@ is not parsed yet), a later process of the same engine finds it.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
 from ..assembly.named import SPEC_NAME, checked
+from ..config.environment import with_environment
 from ..config.machine import Machine
 from ..identity import note_files
+from ..tiers.cpu.arena import DEFAULT_ARENA_DIR
+from ..tiers.cpu.arena_file import sweep
 from .generation import offered
 from .refusals import refuse_answers, refuse_platform
 
@@ -26,10 +30,12 @@ MAX_FRAMES = 12
 
 def register() -> None:
     """Entry point in `vllm.general_plugins`. Raises `ConfigError` if the configuration is wrong."""
-    extra_config, model = _find_engine(inspect.currentframe())
-    note_files(model)
+    extra_config, model, revision = _find_engine(inspect.currentframe())
+    note_files(model, revision)
     if extra_config.get("spec_name") == SPEC_NAME:
         refuse_platform()
+        for folder in _arena_folders(extra_config):  # of killed engines: they would count as taken
+            sweep(folder)
         checked(extra_config, Machine())
         refuse_answers(extra_config)
     _register_spec()
@@ -45,11 +51,17 @@ def _register_spec() -> None:
         return
 
 
-def _find_engine(frame: FrameType | None) -> tuple[Mapping[str, Any], str]:
-    """Return `kv_connector_extra_config` and model of the engine that a frame up the stack makes.
+def _arena_folders(extra_config: Mapping[str, Any]) -> list[str]:
+    """Return the folders in which CPU tiers may have their memory; nothing is checked yet."""
+    given, _ = with_environment(extra_config, os.environ)
+    tiers = given.get("tiers")
+    named = [tier for tier in tiers if isinstance(tier, Mapping)] if isinstance(tiers, list) else []
+    return sorted({DEFAULT_ARENA_DIR, *(str(tier.get("arena_dir", "")) for tier in named)} - {""})
 
-    Both are empty if there is none.
-    """
+
+def _find_engine(frame: FrameType | None) -> tuple[Mapping[str, Any], str, str | None]:
+    """Return `kv_connector_extra_config`, model and revision of the engine that a frame up the
+    stack makes; empty if there is none."""
     for _ in range(MAX_FRAMES):
         if frame is None:
             break
@@ -61,10 +73,10 @@ def _find_engine(frame: FrameType | None) -> tuple[Mapping[str, Any], str]:
             else:
                 extra = _own(transfer, "kv_connector_extra_config")
             if isinstance(extra, Mapping):
-                model = _own(_own(engine, "model_config") or engine, "model")
-                return extra, str(model or "")
+                about = _own(engine, "model_config") or engine
+                return extra, str(_own(about, "model") or ""), _own(about, "revision")
         frame = frame.f_back
-    return {}, ""
+    return {}, "", None
 
 
 def _own(thing: object, name: str) -> Any:

@@ -14,6 +14,8 @@ from vllm import platforms
 
 from kvcascade.errors import ConfigError
 from kvcascade.identity import have_files_changed
+from kvcascade.tiers.cpu.arena import Arena, ArenaRole
+from kvcascade.tiers.cpu.header import ArenaGeometry
 from kvcascade.vllm import plugin
 from kvcascade.vllm.generation import adapter
 
@@ -73,6 +75,44 @@ def test_files_that_are_replaced_from_then_on_are_noticed(is_config: bool, tmp_p
     os.utime(weights, ns=(1, 1))
     load_with(self=engine)
     assert have_files_changed(str(tmp_path))
+
+
+def test_a_name_of_the_hub_that_leads_to_another_commit_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another engine may fetch a newer commit while this one loads the weights."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    model = tmp_path / "models--org--name"
+    for commit in ("a" * 40, "b" * 40):
+        (model / "snapshots" / commit).mkdir(parents=True)
+        (model / "snapshots" / commit / "config.json").write_text("{}")
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("a" * 40)
+    engine = holder(GOOD)
+    engine.model_config = SimpleNamespace(model="org/name", revision=None)
+    load_with(vllm_config=engine)
+    assert not have_files_changed("org/name")
+    (model / "refs" / "main").write_text("b" * 40)
+    assert have_files_changed("org/name")
+    assert not have_files_changed("org/another"), "without a copy, nothing can be told"
+
+
+def test_memory_of_a_killed_engine_counts_as_free(tmp_path: Path) -> None:
+    """Else it could hold up every later start: nothing else removes it before the check."""
+    geometry = ArenaGeometry(slots=2, rank_bytes=4096, world_size=1)
+    with Arena.open(geometry, "dead", ArenaRole.worker(0), arena_dir=str(tmp_path)) as arena:
+        left, content = Path(arena.path), Path(arena.path).read_bytes()
+    left.write_bytes(content)
+    left.chmod(0o600)
+    tier = {"type": "cpu", "capacity": "1MiB", "arena_dir": str(tmp_path)}
+    load_with(vllm_config=holder({**GOOD, "tiers": [tier]}))
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("tiers", ["cpu", [7], [{"type": "cpu", "arena_dir": 7}], None])
+def test_tiers_that_are_none_are_bad_configuration(tiers: object) -> None:
+    with pytest.raises(ConfigError):
+        load_with(vllm_config=holder({**GOOD, "tiers": tiers}))
 
 
 def test_configurations_of_other_specs_are_left_alone() -> None:

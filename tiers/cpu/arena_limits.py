@@ -54,7 +54,8 @@ def check_capacity(total_bytes: int, arena_dir: str, memory: MachineMemory) -> N
     if total_bytes > memory.dir_free_bytes:
         raise ConfigError(
             f"{asked}, but {arena_dir} has {human(memory.dir_free_bytes)} free; lower it, "
-            f"enlarge that file system (docker: --shm-size), or set arena_dir to a larger one"
+            "enlarge that file system (docker: --shm-size), set arena_dir to a larger one, or free "
+            "kept memory with `kvcascade shm drop`"
         )
     if not memory.huge and total_bytes > memory.available_bytes:
         raise ConfigError(
