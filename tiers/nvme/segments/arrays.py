@@ -19,6 +19,7 @@ import xxhash
 from ....errors import NoSpaceError, os_errors
 from ....logs import get_logger
 from ..disk.filesystem import File, FileSystem
+from ..disk.transfers import write_all
 
 HEADER_BYTES = 64
 MAX_ARRAY_BYTES = 1 << 40
@@ -147,8 +148,7 @@ class MappedArrays:
             header = _HEADER.pack(_MAGIC, _kind_name(kind), length, self._session or 0, 0)
             file.pwritev([memoryview(header)], 0)
             if old is not None:
-                common = old[:length]
-                file.pwritev([memoryview(common.tobytes())], HEADER_BYTES)
+                write_all(file, [memoryview(old[:length].tobytes())], HEADER_BYTES)
             file.sync()
         finally:
             file.close()
