@@ -423,7 +423,8 @@ class BelowChain(Below):
     def is_blocked(self) -> bool:
         if not self._nearest.is_blocked:
             return False
-        is_alone = self._absence.is_long
+        # A tier that is full still takes puts: its blocks are offered to the lower ones, too.
+        is_alone = self._absence.is_long or self._nearest.takes_puts
         return all(each.port.is_blocked for each in self._lower if is_alone or each.takes_all)
 
     def rests(self, tier: int) -> bool:

@@ -9,6 +9,7 @@ answered, nothing is found and reads end as GONE.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -36,9 +37,9 @@ from .single_tier import (
 
 NO_ROOM_PAUSE_S = 0.05
 """Time for which no put is started after one that found no room."""
-FULL_PAUSE_S = 1.0
-"""The same after the writer said that the tier is full, and makes no room. Until then the first
-tier may drop blocks that are not below."""
+FULL_LIMIT_S = 1.0
+"""Time for which a tier counts as full after its writer had no room, and made none. The first tier
+may drop blocks meanwhile that are not below."""
 MAX_PUT_BYTES = 4 << 30
 """Largest number of bytes of puts in flight."""
 
@@ -70,8 +71,8 @@ class NodeWrites(Traffic[NodeFeed]):
         self._has_one_path = has_one_path
         self._no_room_until_s = flow.clock()
         self._why = Why.GRANTED
-        self._found_no_room = False
-        """True if the last write found no room although no other one was in flight."""
+        self._full_until_s = -math.inf
+        """Set if the last write found no room although no other one was in flight."""
         self.coming: set[BlockHash] = set()
         """Blocks whose write is in flight; lookups do not find them."""
         self._outdated: set[int] = set()
@@ -82,7 +83,7 @@ class NodeWrites(Traffic[NodeFeed]):
     @property
     def is_full(self) -> bool:
         """True for a while after the writer had no room for any block, and made none."""
-        return self._found_no_room and self._flow.clock() < self._no_room_until_s
+        return self._flow.clock() < self._full_until_s
 
     def room(self, n: int) -> int:
         """Return how many of `n` blocks may be started."""
@@ -141,10 +142,10 @@ class NodeWrites(Traffic[NodeFeed]):
         counters.demoted_bytes += stored * flow.block_bytes
         flow.feed.blocks += stored
         self._why = done.why
-        self._found_no_room = done.why is Why.FULL and not (stored or self.coming)
+        is_full = done.why is Why.FULL and not (stored or self.coming)
+        self._full_until_s = flow.clock() + FULL_LIMIT_S if is_full else -math.inf
         if self._why is not Why.GRANTED:
-            pause_s = FULL_PAUSE_S if self._found_no_room else NO_ROOM_PAUSE_S
-            self._no_room_until_s = flow.clock() + pause_s
+            self._no_room_until_s = flow.clock() + NO_ROOM_PAUSE_S
         self.breaker.ended(self._is_failure(failed, no_space))
         self.may_recover = no_space == 0
         size_bytes = stored * flow.block_bytes

@@ -117,7 +117,8 @@ def test_a_node_that_is_killed_while_it_moves_blocks_costs_misses(
     with large_host(server) as second:
         assert (serve(second, "torn") < CHUNKS, serve(second, "whole")) == (True, 0)
     with large_host(server, read_rate=SLOW) as third:
+        former = pid_of_node(third)
         arrived, loaded = kill_in_read(third, "whole")
         assert 0 < arrived < CHUNKS and loaded == 0, "a block that was torn is not served"
-        await_next_node(third)
+        await_next_node(third, former)
         assert serve(third, "torn") == CHUNKS, "its gaps were filled, and the next node reads"

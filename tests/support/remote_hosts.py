@@ -77,13 +77,6 @@ def is_ready(driver: Driver) -> bool:
     return driver.cascade.remote.port.feed.mark is not None
 
 
-def has_node(driver: Driver, is_there: bool) -> bool:
-    """Whether there is a node that has asked the server for the last reset; or else none."""
-    driver.step()
-    assert driver.cascade.remote is not None
-    return (driver.cascade.remote.port.feed.totals().mark is not None) == is_there
-
-
 def await_ready(*drivers: Driver) -> None:
     """Wait until the nodes have asked the server for the last reset."""
     for driver in drivers:
@@ -98,7 +91,13 @@ def pid_of_node(driver: Driver) -> int:
     return pid
 
 
-def await_next_node(driver: Driver) -> None:
-    """Wait until the death of a node is noticed, and the next one is ready."""
-    for is_there in (False, True):
-        wait_until(partial(has_node, driver, is_there), ROUNDS, PAUSE_S)
+def await_next_node(driver: Driver, former: int) -> None:
+    """Wait until another node than that of process `former` has asked for the last reset."""
+    remote = driver.cascade.remote
+    assert remote is not None
+
+    def is_ready_and_new() -> bool:
+        driver.step()
+        return remote.node.pid not in (None, former) and remote.port.feed.totals().mark is not None
+
+    wait_until(is_ready_and_new, ROUNDS, PAUSE_S)

@@ -105,8 +105,8 @@ def test_engines_that_were_reset_share_what_no_other_engine_finds(redis: ServerP
         with engine() as first:
             reset(first)
             assert serve(first, "text") == 0
-        os.kill(pid_of_node(second), signal.SIGKILL)
-        await_next_node(second)
+        os.kill(former := pid_of_node(second), signal.SIGKILL)
+        await_next_node(second, former)
         assert serve(second, "text") == CHUNKS, "its next node knows of the reset"
         with engine() as third:
             assert serve(third, "text") == 0, "it has the weights of the disk"

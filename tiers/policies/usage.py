@@ -37,11 +37,6 @@ class SlotUsage:
         self.last_use = self._last.array
         """Wall-clock time of the last use by slot, in seconds since 1970."""
 
-    def cap_at_now(self) -> None:
-        """Let no use lie in the future. After a clock that was ahead, its blocks would be the
-        youngest of the path for so long."""
-        np.minimum(self.last_use, min(MAX_TIME_S, int(self._now())), out=self.last_use)
-
     def note_insert(self, slots: Sequence[int]) -> None:
         """Note that these slots were filled."""
         now = min(MAX_TIME_S, int(self._now()))

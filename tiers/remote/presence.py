@@ -82,6 +82,7 @@ class PresenceMemory:
                 _renew(self._until, key, now_s + self._held_s)
             for key in absent:
                 _renew(self._until, key, -(now_s + self._absent_s))
+                self._arrived_s.pop(key, None)
             drop_oldest(self._until)
 
     def note_arrivals(self, epoch: int, keys: Iterable[BlockHash]) -> None:
@@ -95,9 +96,9 @@ class PresenceMemory:
             drop_oldest(self._arrived_s)
 
     def arrived_s(self, key: BlockHash) -> float:
-        """Return the time of the last write of a block that is not known to be absent; minus
+        """Return the time of the last write of a block that was not found absent since; minus
         infinity without one. Answers about many other blocks do not push it out."""
-        return -math.inf if self.last(key) is ABSENT else self._arrived_s.get(key, -math.inf)
+        return self._arrived_s.get(key, -math.inf)
 
     def forget(self) -> None:
         """Forget everything that is known now; what is being written stays wanted."""

@@ -458,10 +458,11 @@ class ValkeyEngine(RemoteEngine):
                 place = answers[moved[0]]
                 assert isinstance(place, Address)
                 self._nodes.note_move(connection, address, hash_slot(names[moved[0]]), place)
-            if RemoteOutcome.DENIED not in [answers[i] for i in some]:
+            if RemoteOutcome.DENIED in [answers[i] for i in some]:
+                connection.close()  # the name of a primary may lead to another server now
+            else:
                 self._nodes.give_back(address, connection)
-                return
-            fault = RemoteOutcome.DENIED  # the name of a primary may lead to another server now
+            return
         except RespError as error:
             answer = _answer(error)
             if isinstance(answer, Address) and connection is not None:

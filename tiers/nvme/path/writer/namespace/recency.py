@@ -55,7 +55,6 @@ class Recency:
         self._expects = order.wants_tags and type(order).expect is not EvictionOrder.expect
         was_other_policy = self._arrays.was_unused
         self._usage = SlotUsage(len(is_used), self._arrays, wall_clock)
-        self._usage.cap_at_now()
         if self._arrays.was_replaced:
             self._order.reconcile(np.flatnonzero(is_used))
         if was_other_policy:
@@ -112,7 +111,6 @@ class Recency:
 
     def segment_ages_s(self, slots_per_segment: int) -> npt.NDArray[np.float64]:
         """Return the mean time since the last use by segment; infinite for one without blocks."""
-        self._usage.cap_at_now()
         return segment_ages_s(
             self._usage.last_use, self._is_used, slots_per_segment, self._wall_clock()
         )
