@@ -1,4 +1,4 @@
-"""What a message of the system says to do."""
+"""Messages about faults of the system name the remedy."""
 
 from __future__ import annotations
 

@@ -152,6 +152,14 @@ def test_a_tier_that_leaves_blocks_out_waits_for_the_nearest() -> None:
     assert chain.held(0) == (True, False) and not below.links[1].demote_missed_blocks
 
 
+@pytest.mark.parametrize("answer", [Put.STARTED, Put.UNWANTED, Put.RESTING])
+def test_a_full_nearest_tier_costs_no_block_that_a_lower_one_may_take(answer: Put) -> None:
+    chain = Chain()
+    chain.near.is_full, chain.far.answer = True, answer
+    assert chain.below.takes_puts, "each block is offered to both"
+    assert chain.below.is_blocked == (answer is Put.RESTING)
+
+
 def test_a_tier_that_admits_by_uses_counts_no_offer_while_the_nearest_rests() -> None:
     chain = Chain(AdmitSecondTouch())
     chain.near.answer = Put.RESTING

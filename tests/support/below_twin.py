@@ -43,6 +43,8 @@ class BelowTwin(Below):
         """Absent blocks are being asked for."""
         self.is_overtaken = False
         """Another process resets the tier before the next upkeep."""
+        self.is_full = False
+        """If true, it has no room and makes none, but takes puts."""
         self.reads_rest = False
         """Nothing may be read."""
         self.marks: list[int] = []
@@ -147,7 +149,7 @@ class BelowTwin(Below):
 
     @property
     def is_blocked(self) -> bool:
-        return self.answer is Put.RESTING
+        return self.is_full or self.answer is Put.RESTING
 
     def rests(self, tier: int) -> bool:
         return self.reads_rest

@@ -38,7 +38,9 @@ class FailsAtRemove(LruOrder):
         raise ZeroDivisionError
 
 
-class FailsAtVictims(LruOrder):
+class OtherVictims(LruOrder):
+    """Asks another question than it was given, or returns other slots; subclasses say which."""
+
     def victims(
         self,
         limit: int,
@@ -46,21 +48,34 @@ class FailsAtVictims(LruOrder):
         mask: SlotMask | None = None,
         window: int | None = None,
     ) -> list[int]:
+        found = super().victims(limit, self.question(wanted), self.allowed(mask), window)
+        return self.named(found)
+
+    def question(self, wanted: Callable[[int], bool]) -> Callable[[int], bool]:
+        return wanted
+
+    def allowed(self, mask: SlotMask | None) -> SlotMask | None:
+        return mask
+
+    def named(self, found: list[int]) -> list[int]:
+        return found
+
+
+class FailsAtVictims(OtherVictims):
+    def named(self, found: list[int]) -> list[int]:
         raise ZeroDivisionError
 
 
-class NamesOneThatIsNotThere(LruOrder):
+class NamesOneThatIsNotThere(OtherVictims):
+    """Asks about that slot, too."""
+
     number = 1 << 40
 
-    def victims(
-        self,
-        limit: int,
-        wanted: Callable[[int], bool],
-        mask: SlotMask | None = None,
-        window: int | None = None,
-    ) -> list[int]:
-        found = super().victims(limit, wanted, mask, window)
+    def question(self, wanted: Callable[[int], bool]) -> Callable[[int], bool]:
         wanted(self.number)
+        return wanted
+
+    def named(self, found: list[int]) -> list[int]:
         return [*found[1:], self.number]
 
 
@@ -68,51 +83,26 @@ class NamesOneBelowZero(NamesOneThatIsNotThere):
     number = -1
 
 
-class SkipsTheQuestion(LruOrder):
-    def victims(
-        self,
-        limit: int,
-        wanted: Callable[[int], bool],
-        mask: SlotMask | None = None,
-        window: int | None = None,
-    ) -> list[int]:
-        return super().victims(limit, lambda slot: True, mask, window)
+class SkipsTheQuestion(OtherVictims):
+    def question(self, wanted: Callable[[int], bool]) -> Callable[[int], bool]:
+        return lambda slot: True
 
 
-class SkipsTheMask(LruOrder):
-    def victims(
-        self,
-        limit: int,
-        wanted: Callable[[int], bool],
-        mask: SlotMask | None = None,
-        window: int | None = None,
-    ) -> list[int]:
-        return super().victims(limit, wanted, None, window)
+class SkipsTheMask(OtherVictims):
+    def allowed(self, mask: SlotMask | None) -> SlotMask | None:
+        return None
 
 
-class ReturnsAnArray(LruOrder):
+class ReturnsAnArray(OtherVictims):
     """No fault: its slots are numbers of numpy."""
 
-    def victims(
-        self,
-        limit: int,
-        wanted: Callable[[int], bool],
-        mask: SlotMask | None = None,
-        window: int | None = None,
-    ) -> list[int]:
-        found: Any = np.array(super().victims(limit, wanted, mask, window), dtype=np.int32)
-        return found  # type: ignore[no-any-return]
+    def named(self, found: list[int]) -> list[int]:
+        slots: Any = np.array(found, dtype=np.int32)
+        return slots  # type: ignore[no-any-return]
 
 
-class NamesOneTwice(LruOrder):
-    def victims(
-        self,
-        limit: int,
-        wanted: Callable[[int], bool],
-        mask: SlotMask | None = None,
-        window: int | None = None,
-    ) -> list[int]:
-        found = super().victims(limit, wanted, mask, window)
+class NamesOneTwice(OtherVictims):
+    def named(self, found: list[int]) -> list[int]:
         return [*found[:-1], *found[:1]]
 
 

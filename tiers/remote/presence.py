@@ -72,6 +72,10 @@ class PresenceMemory:
             return UNKNOWN
         return HELD if until_s > 0 else ABSENT
 
+    def was_there(self, key: BlockHash) -> bool:
+        """Return True if the last answer, or a write since, was that the block is there."""
+        return self.last(key) is HELD or key in self._arrived_s
+
     def note(self, epoch: int, held: Iterable[BlockHash], absent: Iterable[BlockHash]) -> None:
         """Remember answers that were asked for in `epoch`."""
         now_s = self._clock()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -173,10 +172,7 @@ class Uploads:
             link.objects.make(key, generation.value, job.views[number])
             for key, number in zip(keys, numbers, strict=True)
         ]
-        was_there = any(
-            link.memory.last(key) is Presence.HELD or link.memory.arrived_s(key) > -math.inf
-            for key in keys
-        )
+        was_there = any(map(link.memory.was_there, keys))
         # The age of an object that was there is asked for, and most are then old enough.
         write, trips = (link.engine.renew, 2) if was_there else (link.engine.put, 1)
         limit_s = link.engine.timeout_s * len(names)

@@ -43,7 +43,7 @@ _log = get_logger(__name__)
 
 
 class Rival(Enum):
-    """What to do about another process that is the writer."""
+    """Treatment of another process that is the writer."""
 
     REFUSED = "refused"
     """Raise an error that names it."""

@@ -121,8 +121,9 @@ class BlockMessages:
             client.namespace.batch.add_bad(message)
 
     def _touch(self, client: Client, message: Touch) -> None:
-        is_use = client.namespace is not None and not client.is_reader
-        if client.namespace is not None and is_use and is_within_limits(message.keys):
+        if client.is_reader:  # its reads are no uses
+            return
+        if client.namespace is not None and is_within_limits(message.keys):
             client.namespace.touch(message)
 
     def _read(self, client: Client, message: Read) -> None:
