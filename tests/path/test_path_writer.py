@@ -53,6 +53,20 @@ def test_two_nodes_that_store_one_block_keep_one() -> None:
     assert (space.used, space.granted) == (1, 0)
 
 
+def test_commits_of_a_step_that_are_too_many_for_the_index_are_made_one_after_another() -> None:
+    rig = PathRig(segments=4, slots_per_segment=4096)
+    nodes = [RigNode(rig) for _ in range(3)]
+    for number, node in enumerate(nodes):
+        node.ask(range(number * 3000, number * 3000 + 3000))
+    rig.step(4)
+    for node in nodes:
+        (answer,) = node.grants()
+        keys = rig.asked[node.client, answer.request]
+        node.commit(keys, slots_in(answer), answer.epoch)
+    rig.step()
+    assert [node.outcomes() for node in nodes] == [[[Committed.OK] * 3000]] * 3
+
+
 def test_a_grant_whose_own_blocks_are_evicted_for_it_gets_all_its_slots() -> None:
     rig = PathRig(segments=1, slots_per_segment=8)
     node = RigNode(rig)

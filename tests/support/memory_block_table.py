@@ -11,6 +11,7 @@ import numpy as np
 from kvcascade.errors import CorruptionError
 from kvcascade.tiers import endurance
 from kvcascade.tiers.nvme.path.block_table import (
+    MAX_COMMIT_BLOCKS,
     Applied,
     ApplyOutcome,
     Changes,
@@ -121,6 +122,8 @@ class MemoryBlockTable:
             return Applied(ApplyOutcome.STALE)
         if self.disk.failures:
             return Applied(self.disk.failures.pop(0))
+        if max(len(changes.puts) + len(changes.removals), len(changes.cleared)) > MAX_COMMIT_BLOCKS:
+            return Applied(ApplyOutcome.NO_SPACE)
         blocks, slots = dict(state.blocks), dict(state.slots)
         removed: list[tuple[bytes, int]] = []
         for key in changes.removals:

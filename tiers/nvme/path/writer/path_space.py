@@ -22,9 +22,10 @@ from pathlib import Path
 import numpy as np
 
 from .....logs import get_logger
+from ..block_table import MAX_COMMIT_BLOCKS
 from .idle_namespaces import IdleNamespaces
 from .namespace.namespace_openings import NamespaceOpenings
-from .namespace.namespace_writer import MAX_EVICTIONS_PER_STEP, NamespaceWriter
+from .namespace.namespace_writer import NamespaceWriter
 from .path_capacity import RETRY_AFTER_S, PathCapacity
 from .segment_jobs import SegmentJobs
 
@@ -148,7 +149,7 @@ class PathSpace:
         if since_s is not None and self._clock() - since_s < PATIENCE_S:
             return Room(is_coming=True)
         ahead = min(MAX_EVICTED_AHEAD, space.used // EVICTED_AHEAD_SHARE)
-        evictions = min(need - free + ahead, space.used, MAX_EVICTIONS_PER_STEP)
+        evictions = min(need - free + ahead, space.used, MAX_COMMIT_BLOCKS)
         return Room(evictions, is_coming=evictions > 0 and evictions < need - free < space.used)
 
     def shrink(self) -> None:
@@ -225,7 +226,7 @@ class PathSpace:
         if taken is None:
             return None
         namespace = self.namespaces[taken.name]
-        slots = namespace.space.used_in(taken.number)[:MAX_EVICTIONS_PER_STEP].tolist()
+        slots = namespace.space.used_in(taken.number)[:MAX_COMMIT_BLOCKS].tolist()
         removed: list[bytes] | None = []
         if slots:
             removed = namespace.remove_slots(slots)

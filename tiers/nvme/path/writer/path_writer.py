@@ -95,7 +95,7 @@ class PathWriter:
             Reset: self._resets.receive,
             Ask: self._ask,
             Retire: self._retire,
-            **BlockMessages(self.path, clock, self._send).handlers,
+            **BlockMessages(self.path, clock, self._settle, self._send).handlers,
         }
 
     @property

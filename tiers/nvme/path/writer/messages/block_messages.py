@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ......logs import get_logger
+from ...block_table import MAX_COMMIT_BLOCKS
 from ...path_messages import (
     NO_SLOT,
     Bad,
@@ -28,7 +29,7 @@ from ...path_messages import (
     Touch,
     Why,
 )
-from ..namespace.commit_batch import slots_of
+from ..namespace.commit_batch import CommitBatch, slots_of
 from ..namespace.namespace_writer import NamespaceWriter, is_within_limits
 from ..path_namespaces import PathNamespaces
 
@@ -66,11 +67,14 @@ class BlockMessages:
         self,
         path: PathNamespaces,
         clock: Callable[[], float],
+        settle: Callable[[NamespaceWriter], None],
         send: Callable[[int, FromWriter], None],
     ) -> None:
-        """`clock` returns monotonic seconds. `send` takes the number of a client and a message."""
+        """`clock` returns monotonic seconds. `settle` commits what a namespace has gathered. `send`
+        takes the number of a client and a message."""
         self._path = path
         self._clock = clock
+        self._settle = settle
         self._send = send
         self.handlers: dict[type, Handle] = {
             Grant: self._grant,
@@ -97,7 +101,7 @@ class BlockMessages:
             outcomes = bytes([Committed.STALE]) * len(message.keys)
             self._send(client.number, CommitDone(message.request, outcomes))
             return
-        client.namespace.batch.add(client.number, message)
+        self._batch_for(client.namespace, message).add(client.number, message)
 
     def _release(self, client: Client, message: Release) -> None:
         if client.namespace is None:
@@ -118,7 +122,13 @@ class BlockMessages:
 
     def _bad(self, client: Client, message: Bad) -> None:
         if client.namespace is not None and is_within_limits(message.keys):
-            client.namespace.batch.add_bad(message)
+            self._batch_for(client.namespace, message).add_bad(message)
+
+    def _batch_for(self, namespace: NamespaceWriter, message: Commit | Bad) -> CommitBatch:
+        """Return a batch with room for a message. The index has no room for a larger one."""
+        if namespace.batch.blocks + len(message.keys) > MAX_COMMIT_BLOCKS:
+            self._settle(namespace)
+        return namespace.batch
 
     def _touch(self, client: Client, message: Touch) -> None:
         if client.is_reader:  # its reads are no uses

@@ -27,6 +27,8 @@ class CommitBatch:
         self._bads: list[Bad] = []
         self._codes: list[bytearray] = []
         """For each message, the outcomes of its blocks."""
+        self.blocks = 0
+        """Blocks of all messages."""
         self._places: list[tuple[int, int]] = []
         """For each entry, the position of its message, and its own position in that."""
 
@@ -36,11 +38,13 @@ class CommitBatch:
     def add(self, client: int, message: Commit) -> None:
         """Take in a `Commit`."""
         self._commits.append((client, message))
+        self.blocks += len(message.keys)
         self._codes.append(bytearray([Committed.STALE]) * len(message.keys))
 
     def add_bad(self, message: Bad) -> None:
         """Take in a report of damaged blocks."""
         self._bads.append(message)
+        self.blocks += len(message.keys)
 
     def check(self, epoch: int) -> None:
         """Find the blocks whose grants are valid in an epoch. All other slots are freed."""

@@ -18,10 +18,16 @@ from ......logs import get_logger
 from .....base import SlotMask
 from ....disk.filesystem import FileSystem
 from ....namespace import NamespaceKey
-from ...block_table import ApplyOutcome, BlockTable, Changes, block_table_bytes
+from ...block_table import (
+    MAX_COMMIT_BLOCKS,
+    ApplyOutcome,
+    BlockTable,
+    Changes,
+    block_table_bytes,
+)
 from ...presence_file import OpenPresence, is_of_this_boot, open_presence
 from .namespace_home import BLOCKS, NamespaceHome
-from .namespace_writer import MAX_EVICTIONS_PER_STEP, NamespaceWriter
+from .namespace_writer import NamespaceWriter
 from .prompt_log import PromptLog
 from .recency import Recency
 from .slot_space import SlotSpace
@@ -133,8 +139,8 @@ def _drop_missing(
     lost = np.flatnonzero(used & ~np.repeat(is_there, home.layout.slots))
     if table.count() > np.count_nonzero(used):
         lost = np.append(lost, _slots_beyond(table, home.slots)).astype(np.int64)
-    for start in range(0, len(lost), MAX_EVICTIONS_PER_STEP):
-        slots = lost[start : start + MAX_EVICTIONS_PER_STEP]
+    for start in range(0, len(lost), MAX_COMMIT_BLOCKS):
+        slots = lost[start : start + MAX_COMMIT_BLOCKS]
         applied = table.apply(Changes(table.epoch, cleared=slots.tolist()))
         if applied.outcome is not ApplyOutcome.DONE:
             _log.warning("%s: blocks of missing segments stay for now", home.name)

@@ -15,7 +15,7 @@ from itertools import takewhile
 from ......errors import KVCascadeError, os_errors
 from ......logs import get_logger
 from .....endurance import DayTotals
-from ...block_table import Applied, ApplyOutcome, BlockTable, Changes
+from ...block_table import MAX_COMMIT_BLOCKS, Applied, ApplyOutcome, BlockTable, Changes
 from ...path_messages import MAX_KEYS_PER_MESSAGE, Committed, Grant, Touch
 from ...presence_file import OpenPresence
 from ..messages.reset_messages import WaitingResets
@@ -28,8 +28,6 @@ from .waiting_grants import Reply, WaitingGrants
 
 MAX_READ_REPORT_BYTES = 1 << 50
 """Most bytes that were read between two commits; more would overflow the totals."""
-MAX_EVICTIONS_PER_STEP = 4096
-"""Most blocks that one commit evicts; more follow in the next step."""
 
 _FAILED = {ApplyOutcome.NO_SPACE: Committed.NO_SPACE}
 _log = get_logger(__name__)
@@ -144,7 +142,7 @@ class NamespaceWriter:
         batch.check(-1 if self.is_resetting else self.epoch)
         self._sync_segments(batch)
         removals = batch.damaged(self.table, self.presence)
-        victims = self.recency.victims(min(evictions, MAX_EVICTIONS_PER_STEP))
+        victims = self.recency.victims(min(evictions, MAX_COMMIT_BLOCKS))
         if batch.entries or removals or victims:
             applied = self._apply(batch.entries, removals, victims)
             if applied.outcome is ApplyOutcome.DONE:
