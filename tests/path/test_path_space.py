@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from pathlib import Path
 
@@ -147,6 +148,23 @@ def test_a_smaller_capacity_holds_from_the_next_writer_on() -> None:
     assert 1 <= segments(rig)["m"] <= 4
     assert bytes_of(rig) <= less.capacity_bytes
     assert node.store([500]) == [Committed.OK]
+
+
+def test_a_segment_that_cannot_be_deleted_is_tried_again_after_a_pause(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig = PathRig(6)
+    fill(RigNode(rig, "m"), range(0, 48))
+    space = rig.writer.path.space
+    goal = space.own_bytes(0) - 100_000
+    options = space.capacity.options
+    space.capacity.options = msgspec.structs.replace(options, capacity_bytes=goal)
+    rig.fs.fail("unlink", errno.EROFS, times=2)
+    rig.step(50, seconds=RETRY_AFTER_S / 40)
+    assert segments(rig)["m"] == 6 and caplog.text.count("could not be deleted") == 1
+    rig.step(50, seconds=RETRY_AFTER_S / 40)
+    assert space.own_bytes(0) <= goal
+    assert caplog.text.count("could not be deleted") == 1
 
 
 def test_a_path_shrinks_while_an_engine_writes_to_an_empty_segment() -> None:

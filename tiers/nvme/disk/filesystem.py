@@ -233,10 +233,13 @@ class RealFile(File):
         self.close()
 
     def _leave_direct_mode(self, error: OSError) -> None:
-        """Fall back to the page cache if a buffer lacks the alignment that direct I/O needs."""
-        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        if error.errno != errno.EINVAL or not flags & _DIRECT_FLAG:
+        """Fall back to the page cache if a buffer lacks the alignment that direct I/O needs.
+
+        Another thread may have done so already. Any other invalid call fails again.
+        """
+        if error.errno != errno.EINVAL:
             raise error
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~_DIRECT_FLAG)
 
 

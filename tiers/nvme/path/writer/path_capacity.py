@@ -34,7 +34,7 @@ from .path_plan import SMALL_FILES_BYTES
 PATH_REST_S = 5.0
 """Rest of a path after a failed write; then it is tried again."""
 RETRY_AFTER_S = 30.0
-"""Pause after a segment could not be made in a path."""
+"""Pause after a segment could not be made or deleted in a path."""
 BUDGET_LOCK = ".kvcascade.lock"
 """Lock file in each path that older versions hold while they make a file."""
 BUDGET_WAIT_S = 30.0

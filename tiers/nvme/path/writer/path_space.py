@@ -168,10 +168,11 @@ class PathSpace:
         """Begin to take the coldest segment in some paths that is older than `least_age_s`.
 
         `spared` is a namespace that loses none. Without it, a segment of a `min_share` is taken if
-        there is no other. Return False if there is no such segment, or while a namespace is being
-        opened for its room.
+        there is no other. Return False if there is no such segment, while a namespace is being
+        opened for its room, or after a deletion in these paths failed.
         """
-        if self._openings.is_room_coming:
+        paths = {path for path in paths if self.files.may_delete(path)}
+        if self._openings.is_room_coming or not paths:
             return False
         best = self._coldest(spared, paths, is_forced=False)
         oldest = self.idle.oldest(spared)

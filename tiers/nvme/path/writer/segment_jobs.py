@@ -15,7 +15,7 @@ from pathlib import Path
 from .....errors import KVCascadeError
 from .....logs import get_logger
 from .namespace.namespace_writer import NamespaceWriter
-from .path_capacity import PathCapacity
+from .path_capacity import RETRY_AFTER_S, PathCapacity
 from .path_plan import fixed_bytes
 
 _log = get_logger(__name__)
@@ -54,6 +54,9 @@ class SegmentJobs:
         self._done: deque[Callable[[], None]] = deque()
         """Functions that the writer's thread calls after jobs on an I/O thread."""
         self._deleting = 0
+        self._keeping: dict[int, float] = {}
+        """Paths in which the last deletion failed, to the time of the next attempt; each is logged
+        once."""
         self._failing: set[int] = set()
         """Paths in which the last attempt to make a segment failed; each is logged once."""
 
@@ -85,6 +88,10 @@ class SegmentJobs:
     def is_deleting(self) -> bool:
         """True while a file is being deleted."""
         return self._deleting > 0
+
+    def may_delete(self, path: int) -> bool:
+        """Return True if no deletion in a path failed lately."""
+        return self._clock() >= self._keeping.get(path, 0.0)
 
     @property
     def is_busy(self) -> bool:
@@ -157,12 +164,12 @@ class SegmentJobs:
         def delete() -> None:
             try:
                 namespace.home.segments.remove(number)
-                self._done.append(lambda: self._deleted(files, number, True))
+                self._done.append(lambda: self._deleted(files, number))
             except (OSError, KVCascadeError) as error:
-                _log.warning("a segment could not be deleted: %s", error)
-                self._done.append(lambda: self._deleted(files, number, False))
+                reason = error
+                self._done.append(lambda: self._kept(files, number, reason))
 
-        self._submit(delete, lambda: self._deleted(files, number, False))
+        self._submit(delete, lambda: self._kept(files, number, None))
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -190,15 +197,22 @@ class SegmentJobs:
         files.making.difference_update(numbers)
         files.numbers.difference_update(numbers)
 
-    def _deleted(self, files: _Files, number: int, is_gone: bool) -> None:
+    def _deleted(self, files: _Files, number: int) -> None:
         self._deleting -= 1
-        if not self._is_open(files):
-            return
-        if is_gone:
+        self._keeping.pop(number % self._capacity.paths, None)
+        if self._is_open(files):
             files.numbers.discard(number)
-        else:
+            self._on_deleted(files.namespace.home.name, number, True)
+
+    def _kept(self, files: _Files, number: int, error: Exception | None) -> None:
+        self._deleting -= 1
+        path = number % self._capacity.paths
+        if error is not None and path not in self._keeping:
+            _log.warning("a segment could not be deleted: %s", error)
+        self._keeping[path] = self._clock() + RETRY_AFTER_S
+        if self._is_open(files):
             files.namespace.space.add_segment(number)
-        self._on_deleted(files.namespace.home.name, number, is_gone)
+            self._on_deleted(files.namespace.home.name, number, False)
 
     def _submit(self, job: Callable[[], None], refused: Callable[[], None]) -> None:
         try:
