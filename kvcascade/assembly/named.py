@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ..config.environment import misspelt, naming_variables, with_environment
+from ..config.environment import misspelt, naming_variables, unused, with_environment
 from ..config.machine import Machine, check_machine, check_nvme, settled
 from ..config.options import noting
 from ..config.remote import RemoteTierOptions
@@ -63,7 +63,10 @@ def configured(
         _log.warning("kvcascade: %s", said)
     given, variables = with_environment(extra_config, environment)
     with naming_variables(variables, noted):
-        return parse(given, known_names(), noted)
+        config = parse(given, known_names(), noted)
+    for said in unused([tier.type for tier in config.tiers], environment):
+        _log.warning("kvcascade: %s", said)
+    return config
 
 
 def checked(

@@ -114,6 +114,19 @@ def misspelt(environment: Collection[str]) -> list[str]:
     return said
 
 
+def unused(types: Collection[str], environment: Collection[str]) -> list[str]:
+    """Return a sentence for each variable of a tier type that the list of tiers lacks.
+
+    `types`: those in the list.
+    """
+    return [
+        f"the environment variable {variable} has no effect, because there is no tier of type "
+        f"{kind!r}; add one to tiers, or unset the variable"
+        for variable, (kind, _) in OF_TIER.items()
+        if variable in environment and kind not in types
+    ]
+
+
 def _naming(variables: Mapping[str, str], problem: str) -> str:
     """Return a problem with the variable of the option that it begins with."""
     place = problem.partition(" ")[0].rstrip(":")

@@ -94,6 +94,15 @@ def test_misspelt_variables_are_named_and_those_of_others_are_not() -> None:
     assert "KVCASCADE_CPU_CAPACTY" in said and "KVCASCADE_CPU_CAPACITY" in said
 
 
+def test_variables_of_a_tier_that_is_not_in_the_list_are_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    variables = {"KVCASCADE_REMOTE_URL": "s3://bucket", "KVCASCADE_NVME_IO_THREADS": "2"}
+    configured({"path": "/mnt/nvme/kv"}, environment=variables)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "KVCASCADE_REMOTE_URL" in said and "'remote'" in said
+
+
 @pytest.mark.parametrize(
     ("given", "variable", "value", "key"),
     [
