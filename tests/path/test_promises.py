@@ -153,13 +153,32 @@ def test_nodes_drop_a_segment_after_its_file_is_gone() -> None:
 class RealRig(PathRig):
     """A rig on a real folder, with LMDB."""
 
-    def __init__(self, folder: Path, segments: int) -> None:
-        super().__init__(segments, roots=(folder,), real=RealFileSystem())
+    def __init__(self, folder: Path, segments: int, slots_per_segment: int = 8) -> None:
+        super().__init__(segments, slots_per_segment, roots=(folder,), real=RealFileSystem())
 
     def _open_table(
         self, folder: Path, map_bytes: int, identity: bytes, **facts: Any
     ) -> BlockTable:
         return open_block_table(folder, map_bytes, identity, **facts)
+
+
+@pytest.mark.parametrize("keys", [8, 32_768])
+def test_a_smaller_capacity_counts_an_index_that_stays_large(keys: int, tmp_path: Path) -> None:
+    rig = RealRig(tmp_path, 80, slots_per_segment=512)
+    node = RigNode(rig)
+    for start in range(0, keys, 4096):
+        assert len(node.store(range(start, min(keys, start + 4096)), steps=300))
+    assert node.welcome is not None
+    home = rig.writer.namespaces[node.welcome.folder].home
+    index = rig.files.used_bytes(home.folders[0] / "blocks")
+    rig.close()
+    for number in home.segments.found():
+        home.segments.remove(number)
+    less = msgspec.structs.replace(rig.options, capacity_bytes=capacity_of(1, 512, BLOCK_BYTES))
+    rig.start(less)
+    RigNode(rig, options=less)
+    assert rig.files.used_bytes(home.folders[0] / "blocks") < index, "unused pages are cut off"
+    assert rig.files.used_bytes(tmp_path) <= rig.writer.path.space.own_bytes(0)
 
 
 @pytest.mark.parametrize("is_real", [False, True])

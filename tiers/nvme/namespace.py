@@ -25,6 +25,8 @@ SHORT_FINGERPRINT_DIGITS = 12
 MAX_NAME_CHARS = 64
 DESCRIPTION = "namespace.json"
 LOCK = "lock"
+INDEX_FILE = "data.mdb"
+"""LMDB's name for its file."""
 MAX_OPEN_TRIES = 8
 """Largest number of attempts to create and lock a directory that others keep removing."""
 MAX_LEFTOVERS = 16

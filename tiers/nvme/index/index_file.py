@@ -10,8 +10,8 @@ import lmdb
 
 from ....errors import CorruptionError, KVCascadeError, NoSpaceError, TierIOError, from_os_error
 from ..disk.filesystem import RealFileSystem
+from ..namespace import INDEX_FILE
 
-DATA_NAME = "data.mdb"
 MAX_FILE_BYTES = 1 << 62
 MAX_MISSING_BYTES = 64 << 20
 """Most bytes that may be missing at the end: LMDB need not have written its last pages. A larger
@@ -29,12 +29,12 @@ _META_TAIL_OFFSET = 136
 MAX_ERRNO = 4096
 
 
-def check_file(path: Path) -> None:
+def check_file(path: Path, map_bytes: int) -> None:
     """Check the header of the LMDB file, and extend a file that is slightly too short.
 
-    Raises `CorruptionError` or `OSError`.
+    Unused pages beyond `map_bytes` are cut off. Raises `CorruptionError` or `OSError`.
     """
-    file = RealFileSystem().open(path / DATA_NAME)  # LMDB would follow a link, and write to it
+    file = RealFileSystem().open(path / INDEX_FILE)  # LMDB would follow a link, and write to it
     try:
         size = file.size()
         head = bytearray(min(size, _HEAD_BYTES))
@@ -45,8 +45,9 @@ def check_file(path: Path) -> None:
             raise CorruptionError(damaged(path, "it is no LMDB file"))
         if needed > size + MAX_MISSING_BYTES:
             raise CorruptionError(damaged(path, "it is cut short"))
-        if needed > size:
-            file.truncate(needed)
+        longest = max(needed, map_bytes)
+        if not needed <= size <= longest:
+            file.truncate(min(max(size, needed), longest))
     finally:
         file.close()
 

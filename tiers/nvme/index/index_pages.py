@@ -24,8 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ....errors import CorruptionError
+from ..namespace import INDEX_FILE
 from .clean_close import read_mark
-from .index_file import DATA_NAME, damaged
+from .index_file import damaged
 
 ALWAYS_CHECKED_BYTES = 16 << 20
 """Largest file that is checked completely even after a clean close; it takes some tens of
@@ -91,7 +92,7 @@ def check_pages(path: Path, *, is_trusted: bool) -> None:
     No process may be writing to the file. `check_file` must have passed. With `is_trusted` the file
     is checked as one with a clean mark.
     """
-    descriptor = os.open(path / DATA_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = os.open(path / INDEX_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size
         walk = _Walk(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ), size)

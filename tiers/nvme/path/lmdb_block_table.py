@@ -41,8 +41,9 @@ from ....logs import get_logger
 from ... import endurance
 from ..disk.filesystem import RealFileSystem
 from ..index.clean_close import write_mark
-from ..index.index_file import DATA_NAME, check_file, damaged, from_lmdb, is_lack_of_room
+from ..index.index_file import check_file, damaged, from_lmdb, is_lack_of_room
 from ..index.index_pages import check_pages
+from ..namespace import INDEX_FILE
 from .block_table import Applied, ApplyOutcome, Changes, Entry, ScanBatch
 from .presence_table import Journal, hash_of, hashes_of
 
@@ -63,7 +64,7 @@ _ENTRY_ROW = np.dtype([("slot", "<u4"), ("check", "<u4"), ("checksum", "<u8")])
 _REMOVED_ROW = np.dtype([("hash", "<u8"), ("slot", "<u4")])
 _STORED_ROW = np.dtype([("hash", "<u8"), ("checksum", "<u8"), ("slot", "<u4")])
 _log = get_logger(__name__)
-_NEW_NAME = f"{DATA_NAME}.new"
+_NEW_NAME = f"{INDEX_FILE}.new"
 _NO_ENTRY = b"\xff" * ENTRY_BYTES
 _U64_MASK = (1 << 64) - 1
 _SLOT_FACTOR = 0x9E3779B97F4A7C15
@@ -366,13 +367,13 @@ def open_block_table(
     disk has no room for the whole file, and `TierIOError` for the device.
     """
     with os_errors(f"opening the block table in {folder}"):
-        if not os.path.lexists(folder / DATA_NAME):
+        if not os.path.lexists(folder / INDEX_FILE):
             _create(folder, map_bytes)
-        check_file(folder)
+        check_file(folder, map_bytes)
         check_pages(folder, is_trusted=is_same_boot)
-        env = _open_env(folder / DATA_NAME, map_bytes, is_durable=is_durable)
+        env = _open_env(folder / INDEX_FILE, map_bytes, is_durable=is_durable)
         try:
-            _reserve(folder / DATA_NAME, map_bytes)
+            _reserve(folder / INDEX_FILE, map_bytes)
         except BaseException:
             env.close()
             raise
@@ -399,7 +400,7 @@ def _create(folder: Path, map_bytes: int) -> None:
     try:
         _open_env(new, map_bytes, is_durable=True).close()
         _reserve(new, map_bytes, is_synced=True)
-        os.rename(new, folder / DATA_NAME)
+        os.rename(new, folder / INDEX_FILE)
     except BaseException:
         with suppress(OSError):
             os.unlink(new)

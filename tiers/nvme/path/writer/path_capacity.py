@@ -21,6 +21,7 @@ from .....logs import get_logger
 from ...disk.filesystem import FileSystem
 from ...namespace import (
     DESCRIPTION,
+    INDEX_FILE,
     FoundNamespace,
     lock_namespace,
     namespaces_under,
@@ -41,7 +42,7 @@ BUDGET_WAIT_S = 30.0
 """Longest wait for an engine of an older version that makes a file."""
 UNKNOWN_INDEX_BYTES = 512 << 10
 """Smallest index of an older version, for a namespace that is not described yet."""
-_INDEX = Path("index", "data.mdb")
+_INDEX = Path("index", INDEX_FILE)
 
 _log = get_logger(__name__)
 

@@ -140,8 +140,13 @@ def record_in_force(
 
 
 def check_paths(found: Sequence[str], given: Sequence[str]) -> None:
-    """Raise `ConfigError` with both lists if an engine names other paths than the tier has."""
-    if list(found) != list(given):
+    """Raise `ConfigError` with both lists if an engine names other paths than the tier has.
+
+    The only path of a tier may have another name: it is mounted elsewhere, or was moved. Of several
+    paths, each has to be known, because a segment lies in the one that its number says.
+    """
+    is_only = len(found) == len(given) == 1
+    if list(found) != list(given) and not is_only:
         raise ConfigError(
             f"path: this tier has the paths {', '.join(found)}; the engine names "
             f"{', '.join(given)}; give the same list in the same order"

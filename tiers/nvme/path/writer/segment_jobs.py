@@ -100,8 +100,9 @@ class SegmentJobs:
 
     def bytes_in(self, name: str, path: int) -> int:
         """Return the bytes of a namespace in a path, all that it may take without asking."""
-        slots = self._files[name].namespace.home.slots
-        return self.segment_bytes(name, path) + fixed_bytes(slots, path)
+        home = self._files[name].namespace.home
+        more = home.unplanned_bytes if path == 0 else 0
+        return self.segment_bytes(name, path) + fixed_bytes(home.slots, path) + more
 
     def segment_bytes(self, name: str, path: int) -> int:
         """Return the bytes of the segments of a namespace in a path."""

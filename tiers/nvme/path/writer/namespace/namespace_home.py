@@ -20,6 +20,7 @@ from ......logs import get_logger
 from ....disk.filesystem import FileLock, FileSystem
 from ....namespace import (
     DESCRIPTION,
+    INDEX_FILE,
     LOCK,
     MAX_OPEN_TRIES,
     NamespaceKey,
@@ -63,6 +64,8 @@ class NamespaceHome:
     """Final number of slots."""
     segments: SegmentFiles
     locks: list[FileLock] = field(default_factory=list)
+    unplanned_bytes: int = 0
+    """Bytes of the index beyond its plan, once `measure_index` was called."""
 
     @property
     def layout(self) -> SegmentLayout:
@@ -78,6 +81,15 @@ class NamespaceHome:
     def state_folder(self) -> Path:
         """Directory of the arrays of the eviction order."""
         return self.folders[0] / STATE
+
+    def measure_index(self, fs: FileSystem) -> None:
+        """Measure the open index. One that was larger once may keep pages at the end of its file.
+
+        Raises an `OSError`.
+        """
+        file = self.folders[0] / BLOCKS / INDEX_FILE
+        used = fs.used_bytes(file) if fs.exists(file) else 0
+        self.unplanned_bytes = max(0, used - block_table_bytes(self.slots))
 
     def note_use(self, fs: FileSystem) -> None:
         """Set the time of the last use to now. A failure is ignored: the time is a hint."""

@@ -90,6 +90,8 @@ def open_namespace_writer(
     presence: OpenPresence | None = None
     try:
         table = means.table_of(home, is_durable=is_durable)
+        with os_errors(f"opening {home.folders[0]}"):
+            home.measure_index(means.fs)
         presence = open_presence(means.fs, home.folders[0], home.slots, table, means.boot)
         used = presence.used.copy()
         there = _usable_segments(home)
