@@ -7,7 +7,7 @@ one of our errors is raised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -20,6 +20,9 @@ from ..config.machine import Machine, cpu_capacity, settled, writing
 from ..config.schema import (
     DEFAULT_FLUSH_S,
     CascadeConfig,
+    CpuTierOptions,
+    NvmeTierOptions,
+    TierConfig,
     WriteMode,
 )
 from ..errors import ConfigError
@@ -29,6 +32,7 @@ from ..logs import get_logger
 from ..manager.cascading import CascadingOffloadingManager, ManagerOptions, OnTransfer
 from ..manager.level import Tier
 from ..manager.request import Request
+from ..manager.state import TierState
 from ..manager.ticker import Ticker
 from ..observe.recording import Recorder, RecordFacts, open_recorder
 from ..tiers.base import BlockHash
@@ -38,18 +42,9 @@ from ..tiers.cpu.header import ArenaGeometry
 from ..tiers.cpu.slot_table import KeptDirectory
 from ..tiers.nvme.namespace import NamespaceKey
 from ..tiers.policies import create
+from .below_parts import OpenBelow, epoch_below, open_below, port_of
 from .chain_notes import ChainNotes
-from .named import admission_rule
-from .node_parts import (
-    EngineFacts,
-    OpenTier,
-    Replicas,
-    SlotMemory,
-    epoch_below,
-    open_node_tiers,
-    port_of,
-)
-from .remote_parts import OpenRemote, open_remote_tier
+from .node_parts import EngineFacts, OpenTier, Replicas, SlotMemory
 
 if TYPE_CHECKING:
     import torch
@@ -172,13 +167,12 @@ class Cascade:
         settings: CascadeConfig,
         arena: Arena,
         manager: CascadingOffloadingManager,
-        nodes: Sequence[OpenTier],
+        below: Sequence[OpenBelow],
         recorder: Recorder | None = None,
         chains: ChainNotes | None = None,
-        remote: OpenRemote | None = None,
     ) -> None:
-        self.nodes = list(nodes)
-        self.remote = remote
+        self.below = list(below)
+        """Tiers below the first, nearest first."""
         self.chains = chains
         """Log of the order of blocks in prompts; None without NVMe."""
         self.settings = settings
@@ -224,10 +218,7 @@ class Cascade:
                 "stored before is safe, and the next start checks the rest"
             )
             return
-        ends: list[Callable[[], object]] = [node.close for node in self.nodes]
-        if self.remote is not None:
-            ends.append(self.remote.close)
-        for end in (*ends, self.arena.close):
+        for end in (*(tier.close for tier in self.below), self.arena.close):
             try:
                 end()
             except Exception:
@@ -261,8 +252,8 @@ def open_cascade(
         key = replace(key, fields={**key.fields, "tensors": ",".join(digests)})
         backend = CpuBackend.over(arena)
         table = arena.slot_table() if arena.geometry.kept else None
-        nodes: list[OpenTier] = []
-        epoch_of = partial(epoch_below, nodes)
+        below: list[OpenBelow] = []
+        epoch_of = partial(epoch_below, below)
         directory = None if table is None else KeptDirectory(backend.capacity, table, epoch_of)
         top = Tier("cpu", backend, create(settings.cpu.policy, backend.capacity, directory))
         engine = EngineFacts(
@@ -273,11 +264,8 @@ def open_cascade(
             settings.promotion_deadline_s,
             _replicas(geometry, digests),
         )
-        open_node_tiers(settings.nvme, engine, nodes, undo)
-        remote: OpenRemote | None = None
-        if settings.remote is not None:
-            remote = open_remote_tier(settings.remote, engine)
-            undo.callback(remote.close)
+        open_below(settings.below, engine, below, undo)
+        nodes = [tier for tier in below if isinstance(tier, OpenTier)]
         options_ = replace(
             _manager_options(settings, backend),
             steps_until_flushed=steps_until_flushed,
@@ -289,15 +277,14 @@ def open_cascade(
             on_transfer=on_transfer,
         )
         recorder = _recorder(settings, geometry, arena_geometry.slot_bytes)
-        lowest = None if remote is None else remote.port
-        port = port_of(nodes, settings.nvme, backend.capacity, lowest)
-        rule = admission_rule(settings.nvme[0].admission) if nodes else None
+        port = port_of(below, backend.capacity)
+        rule = below[0].admission if below else None
         manager = CascadingOffloadingManager(top, port, options_, admission=rule)
         if table is not None and table.begin(key.digest, epoch_of()):
             found, slots = table.complete()
             manager.adopt(found, backend.adopt(slots))
         chains = ChainNotes(nodes[0].note_chain) if nodes else None
-        cascade = Cascade(settings, arena, manager, nodes, recorder, chains, remote)
+        cascade = Cascade(settings, arena, manager, below, recorder, chains)
         undo.pop_all()
     _log_start(cascade)
     return cascade
@@ -361,32 +348,24 @@ def _log_start(cascade: Cascade) -> None:
 
 def start_fields(cascade: Cascade) -> dict[str, dict[str, object]]:
     """Return each tier's capacity and contents at the start."""
-    facts_of: list[dict[str, object]] = [
+    facts: list[dict[str, object]] = [
         {"pages": "huge" if cascade.arena.is_huge else "small"},
-        *(_facts_of_node(node) for node in cascade.nodes),
+        *(tier.start_facts() for tier in cascade.below),
     ]
-    fields: dict[str, dict[str, object]] = {}
-    remote = cascade.settings.remote
     states = cascade.manager.tier_states()
-    for state, tier, facts in zip(states, cascade.settings.local, facts_of, strict=False):
-        share = sizes.share_of(tier.capacity)
-        fields[state.name] = {
-            "blocks": state.blocks,
-            "capacity_blocks": state.capacity_blocks,
-            "capacity": sizes.human(state.capacity_blocks * state.block_bytes),
-            "policy": tier.policy,
-            **({} if share is None else {"share": share}),
-            **facts,
-        }
-    if remote is not None:
-        fields[states[-1].name] = {"url": remote.url, "writes": str(remote.writes)}
-    return fields
+    tiers = zip(states, cascade.settings.tiers, facts, strict=True)
+    return {state.name: {**_size(state, options), **more} for state, options, more in tiers}
 
 
-def _facts_of_node(node: OpenTier) -> dict[str, object]:
-    folder = node.folder
-    if folder is None:
+def _size(state: TierState, options: TierConfig) -> dict[str, object]:
+    """Return capacity and contents of a tier of this machine; nothing for others."""
+    if not isinstance(options, CpuTierOptions | NvmeTierOptions):
         return {}
-    fingerprint = folder.name.rpartition("-")[2]
-    role = node.port.feed.state.value
-    return {"namespace": str(folder), "fingerprint": fingerprint, "role": role}
+    share = sizes.share_of(options.capacity)
+    return {
+        "blocks": state.blocks,
+        "capacity_blocks": state.capacity_blocks,
+        "capacity": sizes.human(state.capacity_blocks * state.block_bytes),
+        "policy": options.policy,
+        **({} if share is None else {"share": share}),
+    }

@@ -9,8 +9,13 @@ from typing import Any
 from ..config.environment import misspelt, naming_variables, unused, with_environment
 from ..config.machine import Machine, check_machine, check_nvme, settled
 from ..config.options import noting
-from ..config.remote import RemoteTierOptions
-from ..config.schema import AdmissionMode, CascadeConfig, NvmeTierOptions, parse
+from ..config.schema import (
+    AdmissionMode,
+    CascadeConfig,
+    CpuTierOptions,
+    NvmeTierOptions,
+    parse,
+)
 from ..errors import ConfigError
 from ..logs import get_logger
 from ..manager.admission import Admission, AdmitAll, AdmitSecondTouch, admission_by_path
@@ -42,7 +47,7 @@ def admission_rule(name: str) -> Admission:
 def check_names(config: CascadeConfig, noted: list[str] | None = None) -> None:
     """Raise `ConfigError` for the first name that cannot be imported, or collect all."""
     for tier in config.tiers:
-        if not isinstance(tier, RemoteTierOptions):
+        if isinstance(tier, CpuTierOptions | NvmeTierOptions):
             with noting(noted):
                 order_class(tier.policy)
         if isinstance(tier, NvmeTierOptions):

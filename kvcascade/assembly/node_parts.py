@@ -1,4 +1,4 @@
-"""Open NVMe tiers: one node, which moves the blocks, and one port for each tier.
+"""Open an NVMe tier: its node, which moves the blocks, and its port.
 
 A node is a process. With `"movers": "threads"`, or for memory that no process can share, it is a
 thread of this process. It joins the writer of the path, or becomes the writer.
@@ -10,7 +10,6 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -23,13 +22,11 @@ from ..handlers.node.node_keeper import KeeperOptions, NodeKeeper
 from ..handlers.node.path_client import node_process, node_thread
 from ..handlers.node.path_wire import NodeSetup, NodeState
 from ..logs import get_logger
-from ..manager.admission import AdmitAll
-from ..manager.below.chain import BelowChain, ChainedTier
+from ..manager.admission import Admission
 from ..manager.below.node_tier import NodeTier, NodeTierOptions
-from ..manager.below.port import Below, NoTierBelow, TierFacts
+from ..manager.below.port import TierFacts
 from ..tiers.cpu.arena import Arena
 from ..tiers.cpu.header import HEADER_BYTES
-from ..tiers.cpu.slot_table import NO_EPOCH
 from ..tiers.nvme.disk.filesystem import RealFileSystem
 from ..tiers.nvme.namespace import NamespaceKey
 from ..tiers.nvme.path.path_messages import PROTOCOL, Hello, PathOptions, chain_of
@@ -103,6 +100,7 @@ class OpenTier:
     node: NodeKeeper
     mapper: ThreadPoolExecutor
     """Maps the presence table."""
+    admission: Admission
 
     def close(self) -> None:
         """End the node, which closes a path that it writes; idempotent."""
@@ -118,49 +116,19 @@ class OpenTier:
         """First directory of the namespace; None while the node has not joined."""
         return self.port.feed.folder
 
+    @property
+    def epoch(self) -> int | None:
+        """Number of resets by any engine; None while it is unknown."""
+        return self.port.feed.epoch
 
-def open_node_tiers(
-    tiers: Sequence[NvmeTierOptions],
-    engine: EngineFacts,
-    opened: list[OpenTier],
-    undo: ExitStack,
-) -> None:
-    """Open the tiers, nearest first, and append them to `opened`; `undo` closes them.
-
-    Raises one of our errors.
-    """
-    for number, options in enumerate(tiers):
-        name = "nvme" if len(tiers) == 1 else f"nvme{number}"
-        opened.append(open_node_tier(name, options, engine))
-        undo.callback(opened[-1].close)
-
-
-def port_of(
-    tiers: Sequence[OpenTier],
-    options: Sequence[NvmeTierOptions],
-    slots: int,
-    remote: Below | None,
-) -> Below:
-    """Return one port for open tiers, nearest first, and perhaps a remote tier below them.
-
-    `slots`: those of the first tier.
-    """
-    chained = [
-        ChainedTier(tier.port, admission_rule(each.admission))
-        for tier, each in zip(tiers, options, strict=True)
-    ]
-    if remote is not None:  # it decides itself what it takes
-        chained.append(ChainedTier(remote, AdmitAll()))
-    if not chained:
-        return NoTierBelow()
-    return chained[0].port if len(chained) == 1 else BelowChain(chained, slots, monotonic)
-
-
-def epoch_below(tiers: Sequence[OpenTier]) -> int:
-    """Return the number of resets of all tiers, by any engine; `NO_EPOCH` while one is unknown."""
-    epochs = [tier.port.feed.epoch for tier in tiers]
-    known = [epoch for epoch in epochs if epoch is not None]
-    return sum(known) if len(known) == len(epochs) else NO_EPOCH
+    def start_facts(self) -> dict[str, object]:
+        """Return facts for the log line of the start; none while the node has not joined."""
+        folder = self.folder
+        if folder is None:
+            return {}
+        fingerprint = folder.name.rpartition("-")[2]
+        role = self.port.feed.state.value
+        return {"namespace": str(folder), "fingerprint": fingerprint, "role": role}
 
 
 def open_node_tier(name: str, options: NvmeTierOptions, engine: EngineFacts) -> OpenTier:
@@ -193,7 +161,7 @@ def open_node_tier(name: str, options: NvmeTierOptions, engine: EngineFacts) -> 
         ),
         monotonic,
     )
-    opened = OpenTier(port, nodes[0], mapper)
+    opened = OpenTier(port, nodes[0], mapper, admission_rule(options.admission))
     try:
         _join(opened, name)
     except BaseException:

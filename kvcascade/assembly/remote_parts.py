@@ -19,6 +19,7 @@ from ..handlers.node.remote.remote_client import remote_process, remote_thread
 from ..handlers.node.remote.remote_loop import RemoteLoop
 from ..handlers.node.remote.remote_node import SlotParts
 from ..handlers.node.remote.remote_wire import RemoteSetup
+from ..manager.admission import Admission, AdmitAll
 from ..manager.below.port import LOAD_RATIO_MAX_REMOTE, TierFacts
 from ..manager.below.remote_tier import MEDIUM, UNBOUNDED_BLOCKS, RemoteTier, RemoteTierParts
 from ..tiers.cpu.header import HEADER_BYTES
@@ -28,8 +29,6 @@ from ..tiers.remote.remote_options import check_openable, open_remote_engine, st
 from ..tiers.remote.remote_probe import problem_of
 from .node_parts import EngineFacts, SlotMemory
 
-NAME = "remote"
-
 
 @dataclass(frozen=True, slots=True)
 class OpenRemote:
@@ -37,6 +36,21 @@ class OpenRemote:
 
     port: RemoteTier
     node: NodeKeeper
+    options: RemoteTierOptions
+
+    @property
+    def admission(self) -> Admission:
+        """Every block: the tier decides itself which ones it takes."""
+        return AdmitAll()
+
+    @property
+    def epoch(self) -> int | None:
+        """None, because other hosts reset the tier, too."""
+        return None
+
+    def start_facts(self) -> dict[str, object]:
+        """Return facts for the log line of the start."""
+        return {"url": self.options.url, "writes": str(self.options.writes)}
 
     def close(self) -> None:
         """End the node; idempotent."""
@@ -69,7 +83,7 @@ def blocks_of(options: RemoteTierOptions, engine: EngineFacts) -> RemoteBlocks:
     return RemoteBlocks(key.fingerprint, SlotParts(slot_bytes, replicas.rank_bytes, replicas.ranks))
 
 
-def open_remote_tier(options: RemoteTierOptions, engine: EngineFacts) -> OpenRemote:
+def open_remote_tier(name: str, options: RemoteTierOptions, engine: EngineFacts) -> OpenRemote:
     """Start the node of a tier. Nothing is asked of the server, which may be down.
 
     Raises one of our errors if the options cannot be used on this machine.
@@ -77,7 +91,7 @@ def open_remote_tier(options: RemoteTierOptions, engine: EngineFacts) -> OpenRem
     check_openable(options, os.environ)
     blocks = blocks_of(options, engine)
     memory = engine.memory
-    facts = TierFacts(NAME, MEDIUM, memory.slot_bytes, UNBOUNDED_BLOCKS, LOAD_RATIO_MAX_REMOTE)
+    facts = TierFacts(name, MEDIUM, memory.slot_bytes, UNBOUNDED_BLOCKS, LOAD_RATIO_MAX_REMOTE)
     parts = RemoteTierParts(facts, store_options(options), engine.stall_s, engine.with_events)
     nodes: list[NodeKeeper] = []
 
@@ -85,7 +99,7 @@ def open_remote_tier(options: RemoteTierOptions, engine: EngineFacts) -> OpenRem
         nodes.append(_node(options, blocks, memory, on_note))
         return nodes[0]
 
-    opened = OpenRemote(RemoteTier(client_of, parts, monotonic), nodes[0])
+    opened = OpenRemote(RemoteTier(client_of, parts, monotonic), nodes[0], options)
     try:
         opened.node.start()
     except BaseException:

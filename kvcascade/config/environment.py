@@ -14,10 +14,11 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import cache
 from typing import Any, get_type_hints
 
 from ..errors import ConfigError
-from .schema import BELOW, PATH_KEY, CascadeConfig, CpuTierOptions, with_tiers
+from .schema import PATH_KEY, TIER_TYPES, CascadeConfig, options_class, with_tiers
 
 PREFIX = "KVCASCADE_"
 MIN_LIKENESS = 0.8
@@ -31,24 +32,30 @@ def _names(cls: type[Any]) -> list[str]:
 
 TOP = {f"{PREFIX}{name.upper()}": name for name in (*_names(CascadeConfig), PATH_KEY)}
 """Options at the top level, by variable."""
-_TIERS: Mapping[str, type[Any]] = {CpuTierOptions.type: CpuTierOptions, **BELOW}
-OF_TIER = {
-    f"{PREFIX}{kind.upper()}_{name.upper()}": (kind, name)
-    for kind, cls in _TIERS.items()
-    for name in _names(cls)
-}
-"""Tier type and option, by variable."""
+
+
+@cache
+def of_tier() -> Mapping[str, tuple[str, str]]:
+    """Return tier type and option, by variable."""
+    return {
+        f"{PREFIX}{kind.upper()}_{name.upper()}": (kind, name)
+        for kind in TIER_TYPES
+        for name in _names(options_class(kind))
+    }
+
+
+@cache
+def texts() -> frozenset[str]:
+    """Return the variables of options that are text: their numbers, `true` and `null` are, too."""
+    of_top = (variable for variable, name in TOP.items() if _is_text(CascadeConfig, name))
+    tiers = of_tier().items()
+    return frozenset(of_top).union(
+        variable for variable, (kind, name) in tiers if _is_text(options_class(kind), name)
+    )
 
 
 def _is_text(cls: type[Any], name: str) -> bool:
     return get_type_hints(cls).get(name) in (str, str | None)
-
-
-TEXTS = {
-    *(variable for variable, name in TOP.items() if _is_text(CascadeConfig, name)),
-    *(variable for variable, (kind, name) in OF_TIER.items() if _is_text(_TIERS[kind], name)),
-}
-"""Variables of options that are text: their numbers, `true` and `null` are text, too."""
 
 
 def with_environment(
@@ -100,10 +107,10 @@ def naming_variables(
 
 def misspelt(environment: Collection[str]) -> list[str]:
     """Return a sentence for each variable that is no option, and nearly named like one."""
-    known = [variable.removeprefix(PREFIX) for variable in (*TOP, *OF_TIER)]
+    known = [variable.removeprefix(PREFIX) for variable in (*TOP, *of_tier())]
     said: list[str] = []
     for variable in environment:
-        if variable.startswith(PREFIX) and variable not in TOP and variable not in OF_TIER:
+        if variable.startswith(PREFIX) and variable not in TOP and variable not in of_tier():
             name = variable.removeprefix(PREFIX)
             close = difflib.get_close_matches(name, known, n=1, cutoff=MIN_LIKENESS)
             if close:
@@ -122,7 +129,7 @@ def unused(types: Collection[str], environment: Collection[str]) -> list[str]:
     return [
         f"the environment variable {variable} has no effect, because there is no tier of type "
         f"{kind!r}; add one to tiers, or unset the variable"
-        for variable, (kind, _) in OF_TIER.items()
+        for variable, (kind, _) in of_tier().items()
         if variable in environment and kind not in types
     ]
 
@@ -151,7 +158,7 @@ def _completed(
             continue
         seen.add(kind)
         completed = dict(tier)
-        for variable, (of, name) in OF_TIER.items():
+        for variable, (of, name) in of_tier().items():
             if of == kind and name not in tier and variable in environment:
                 completed[name] = _value(variable, environment)
                 used[f"tiers[{index}].{name}"] = variable
@@ -164,4 +171,4 @@ def _value(variable: str, environment: Mapping[str, str]) -> object:
         value: object = json.loads(text)
     except ValueError:
         return text
-    return text if variable in TEXTS and not isinstance(value, str) else value
+    return text if variable in texts() and not isinstance(value, str) else value

@@ -241,7 +241,7 @@ def writing(config: CascadeConfig, machine: Machine) -> Writing | None:
     still in the tier above.
     """
     mode, why = config.write_mode, "as configured"
-    if not config.nvme and config.remote is None:
+    if not config.below:
         return None
     if mode is None and not config.nvme:
         mode, why = WriteMode.THROUGH, f"{config.tiers[-1].key} keeps what others may read"

@@ -132,6 +132,7 @@ class RemoteTierOptions:
     """Options of a tier in an object store or in a Valkey server."""
 
     type: ClassVar[str] = "remote"
+    opener: ClassVar[str] = "kvcascade.assembly.remote_parts:open_remote_tier"
 
     key: str
     """Place in the configuration, for messages: "tiers[2]"."""

@@ -6,12 +6,14 @@ a `ConfigError` of one sentence that names the full key, the value and the allow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
+from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Protocol
 
 from ..errors import ConfigError
 from . import sizes
@@ -186,6 +188,7 @@ class NvmeTierOptions:
     """Options of a tier on disk."""
 
     type: ClassVar[str] = "nvme"
+    opener: ClassVar[str] = "kvcascade.assembly.node_parts:open_node_tier"
 
     key: str
     """Place in the configuration, for messages: "tiers[1]"."""
@@ -228,14 +231,37 @@ class NvmeTierOptions:
     large ones."""
 
 
-TierConfig = CpuTierOptions | NvmeTierOptions | RemoteTierOptions
+class BelowOptions(Protocol):
+    """Options of a tier below the first: a frozen dataclass whose fields name their readers."""
+
+    type: ClassVar[str]
+    opener: ClassVar[str]
+    """The `Opener` of `assembly.below_parts` that opens such a tier, as "module:function"."""
+
+    @property
+    def key(self) -> str:
+        """Place in the configuration, for messages: "tiers[1]"."""
+        ...
+
+
+TierConfig = CpuTierOptions | BelowOptions
 """Options of one tier."""
-BELOW: Mapping[str, type[NvmeTierOptions] | type[RemoteTierOptions]] = {
-    NvmeTierOptions.type: NvmeTierOptions,
-    RemoteTierOptions.type: RemoteTierOptions,
+BELOW: Mapping[str, str] = {
+    "nvme": "kvcascade.config.schema:NvmeTierOptions",
+    "remote": "kvcascade.config.remote:RemoteTierOptions",
 }
-"""Types of tiers below the first, and the classes of their options."""
+"""Types of tiers below the first, and the classes of their options, as "module:class"."""
 TIER_TYPES = (CpuTierOptions.type, *BELOW)
+
+
+@cache
+def options_class(kind: str) -> type[Any]:
+    """Return the class of the options of a tier type."""
+    if kind == CpuTierOptions.type:
+        return CpuTierOptions
+    module, _, name = BELOW[kind].partition(":")
+    found: type[Any] = getattr(import_module(module), name)
+    return found
 
 
 def _tiers(at: At, value: Any) -> tuple[TierConfig, ...]:
@@ -290,8 +316,8 @@ def _tier(at: At, value: Any, index: int) -> TierConfig:
     if value["type"] == RemoteTierOptions.type:
         return parse_remote(at, options)
     if index:
-        kind: Callable[..., TierConfig] = BELOW[value["type"]]
-        return read_options(kind, at, options, also=["type"])
+        below: BelowOptions = read_options(options_class(value["type"]), at, options, also=["type"])
+        return below
     tier = read_options(CpuTierOptions, at, options, also=["type"])
     if tier.low_watermark.part >= tier.high_watermark.part:
         problem = f"is not above low_watermark, which is {tier.low_watermark}; change one of them"
@@ -358,9 +384,9 @@ class CascadeConfig:
         return tuple(tier for tier in self.tiers if isinstance(tier, NvmeTierOptions))
 
     @property
-    def local(self) -> tuple[CpuTierOptions | NvmeTierOptions, ...]:
-        """The tiers of this machine."""
-        return (self.cpu, *self.nvme)
+    def below(self) -> tuple[BelowOptions, ...]:
+        """The tiers below the first."""
+        return tuple(tier for tier in self.tiers if not isinstance(tier, CpuTierOptions))
 
     @property
     def remote(self) -> RemoteTierOptions | None:

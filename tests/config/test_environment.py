@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvcascade.assembly.named import configured
-from kvcascade.config.environment import OF_TIER, PREFIX, TEXTS, TOP, misspelt, with_environment
+from kvcascade.config.environment import PREFIX, TOP, misspelt, of_tier, texts, with_environment
 from kvcascade.config.schema import CascadeConfig, WriteMode, parse
 from kvcascade.config.sizes import Bytes, DeviceShare, FreeShare
 from kvcascade.errors import ConfigError
@@ -57,8 +57,8 @@ def test_values_of_text_options_are_text(value: str) -> None:
 
 
 def test_text_options_are_those_that_hold_text_only() -> None:
-    assert {"KVCASCADE_LABEL", "KVCASCADE_NVME_POLICY", "KVCASCADE_REMOTE_URL"} <= TEXTS
-    assert TEXTS.isdisjoint({"KVCASCADE_PATH", "KVCASCADE_RECORD", "KVCASCADE_WRITE_MODE"})
+    assert {"KVCASCADE_LABEL", "KVCASCADE_NVME_POLICY", "KVCASCADE_REMOTE_URL"} <= texts()
+    assert texts().isdisjoint({"KVCASCADE_PATH", "KVCASCADE_RECORD", "KVCASCADE_WRITE_MODE"})
 
 
 def test_the_configuration_has_precedence() -> None:
@@ -83,9 +83,9 @@ def test_what_is_no_list_of_tiers_is_reported_as_given() -> None:
 
 
 def test_every_option_has_a_variable_of_its_own() -> None:
-    assert TOP.keys().isdisjoint(OF_TIER)
+    assert TOP.keys().isdisjoint(of_tier())
     assert {"KVCASCADE_PATH", "KVCASCADE_TIERS", "KVCASCADE_ON_RESET"} <= TOP.keys()
-    assert {"KVCASCADE_CPU_CAPACITY", "KVCASCADE_NVME_PATH"} <= OF_TIER.keys()
+    assert {"KVCASCADE_CPU_CAPACITY", "KVCASCADE_NVME_PATH"} <= of_tier().keys()
 
 
 def test_misspelt_variables_are_named_and_those_of_others_are_not() -> None:

@@ -21,7 +21,8 @@ REMOTE: dict[str, Any] = {"type": "remote", "url": "valkeys://cache.example.org:
 def test_it_is_the_last_tier(tiers: list[dict[str, Any]]) -> None:
     config = parse({"tiers": tiers})
     assert config.remote is not None
-    assert config.remote is config.tiers[-1] and len(config.local) == len(tiers) - 1
+    assert config.remote is config.tiers[-1]
+    assert len(config.below) == len(tiers) - 1
     assert config.remote.key == f"tiers[{len(tiers) - 1}]"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.kv_bytes import Shape
+from support.open_tiers import remote_of
 from support.remote_hosts import (
     CHUNKS,
     ROUNDS,
@@ -69,8 +70,7 @@ def kill_node(driver: Driver) -> None:
 
 def kill_in_write(driver: Driver, text: str) -> None:
     """Kill the node a moment after the write of a text's blocks has begun."""
-    assert driver.cascade.remote is not None
-    request, writes = driver.request(text, CHUNKS), driver.cascade.remote.port.writes
+    request, writes = driver.request(text, CHUNKS), remote_of(driver.cascade).port.writes
     assert hits_of(driver, request) == 0
     driver.store(request)
     driver.finish(request)

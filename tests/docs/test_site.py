@@ -15,7 +15,7 @@ import typer
 import yaml
 
 import kvcascade
-from kvcascade.config.schema import BELOW, VLLM_KEYS, CascadeConfig, CpuTierOptions
+from kvcascade.config.schema import TIER_TYPES, VLLM_KEYS, CascadeConfig, options_class
 from kvcascade.tools.commands.picture import LABEL_GAP, LINES, label_lines, new_figure
 from kvcascade.tools.dev.site import command_reference as commands
 from kvcascade.tools.dev.site.command_reference import all_commands, command_reference
@@ -42,7 +42,7 @@ from kvcascade.tools.dev.site.site_pages import (
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 CONFIG = ROOT / "tools" / "dev" / "site" / "mkdocs.yml"
-CLASSES: list[type[Any]] = [CascadeConfig, CpuTierOptions, *BELOW.values()]
+CLASSES: list[type[Any]] = [CascadeConfig, *map(options_class, TIER_TYPES)]
 
 
 def pages() -> dict[str, str]:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from support.open_tiers import nodes_of
 
 from kvcascade.assembly.build import Cascade, Geometry, open_cascade
 from kvcascade.assembly.node_parts import OpenTier
@@ -52,15 +53,15 @@ def test_a_tier_that_fails_to_close_leaves_no_other_open(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cascade = opened(tmp_path)
-    first = cascade.nodes[0]
-    cascade.nodes[0] = FailsToClose(first.port, first.node, first.mapper)
+    first, second = nodes_of(cascade)
+    cascade.below[0] = FailsToClose(first.port, first.node, first.mapper, first.admission)
     with caplog.at_level(logging.ERROR):
         cascade.close()
     assert "OverflowError" in caplog.text
-    assert not cascade.nodes[1].node.is_up
+    assert not second.node.is_up
     assert not [name for name in os.listdir(tmp_path) if "kvcascade" in name], "the arena's file"
     again = opened(tmp_path)
-    assert [tier.port.feed.can_write for tier in again.nodes] == [True, True]
+    assert [tier.port.feed.can_write for tier in nodes_of(again)] == [True, True]
     again.close()
 
 
@@ -69,7 +70,7 @@ def test_the_order_of_prompts_that_ended_is_logged(tmp_path: Path) -> None:
     assert cascade.chains is not None
     ends = {bytes([n]) * 32 + bytes(4): 16 * n for n in range(1, 4)}  # of one KV group
     cascade.chains.note(ends, dict.fromkeys(ends, True))
-    folder = cascade.nodes[0].folder
+    folder = nodes_of(cascade)[0].folder
     assert folder is not None
     cascade.close()
     assert len(SavedState(folder / "state").chains()) == len(ends)

@@ -43,7 +43,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, **given: Any) -> Iterator[OpenRemote
     options = parse_remote(At("tiers[1]"), {"writes": "through", "deadline_s": 5.0, **given})
     memory = SlotMemory(PAYLOAD_BYTES, 1, memoryview(bytearray(content(HELD))))
     facts = EngineFacts(NamespaceKey("model", {"weights": "w"}), memory, False, False, 10.0)
-    tier = open_remote_tier(options, facts)
+    tier = open_remote_tier("remote", options, facts)
     try:
         yield tier
     finally:

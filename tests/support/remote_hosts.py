@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from .kv_bytes import Shape, tiers
+from .open_tiers import remote_of
 from .remote_servers import S3Server
 from .spec_driver import Driver
 from .spec_parts import Request
@@ -73,8 +74,7 @@ def end(driver: Driver, request: Request) -> int:
 def is_ready(driver: Driver) -> bool:
     """Whether the node has asked the server for the last reset."""
     driver.step()
-    assert driver.cascade.remote is not None
-    return driver.cascade.remote.port.feed.mark is not None
+    return remote_of(driver.cascade).port.feed.mark is not None
 
 
 def await_ready(*drivers: Driver) -> None:
@@ -85,16 +85,14 @@ def await_ready(*drivers: Driver) -> None:
 
 def pid_of_node(driver: Driver) -> int:
     """Process of the remote tier's node."""
-    assert driver.cascade.remote is not None
-    pid = driver.cascade.remote.node.pid
+    pid = remote_of(driver.cascade).node.pid
     assert pid is not None
     return pid
 
 
 def await_next_node(driver: Driver, former: int) -> None:
     """Wait until another node than that of process `former` has asked for the last reset."""
-    remote = driver.cascade.remote
-    assert remote is not None
+    remote = remote_of(driver.cascade)
 
     def is_ready_and_new() -> bool:
         driver.step()

@@ -319,7 +319,7 @@ class Driver:
     def take_events(self) -> list[OffloadingEvent]:
         """Take events in; each one must be news."""
         events = list(self.manager.take_events())
-        below = len(self.cascade.nodes) + (self.cascade.remote is not None)
+        below = len(self.cascade.below)
         for event in events:
             self.told.add((event.medium, event.locality, event.ownership))
             tier = event.ownership if below > 1 else None

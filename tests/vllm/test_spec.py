@@ -10,6 +10,7 @@ import torch
 from support.clock import ManualClock
 from support.inside import levels
 from support.kv_bytes import Shape, damage, tiers
+from support.open_tiers import nodes_of
 from support.spec_driver import Driver
 from support.waiting import wait_until
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -398,7 +399,7 @@ def test_metrics_and_information_are_declared(tmp_path: Path) -> None:
         for text in [*range(6), *range(6)]:
             driver.serve(f"text {text}", 4)
             driver.settle()
-        feed = driver.cascade.nodes[0].port.feed
+        feed = nodes_of(driver.cascade)[0].port.feed
 
         def has_figures() -> bool:
             driver.step()

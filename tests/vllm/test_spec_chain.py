@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from support.kv_bytes import Shape, damage, tiers
+from support.open_tiers import nodes_of
 from support.spec_driver import Driver
 from support.waiting import wait_until
 
@@ -54,7 +55,7 @@ def test_blocks_come_back_from_every_tier(tmp_path: Path) -> None:
             assert driver.serve(f"text {text}", CHUNKS) == CHUNKS
         assert near.promote_corrupt_blocks == far.promote_corrupt_blocks == 0
         driver.take_events()
-        for node, name in zip(driver.cascade.nodes, ("nvme0", "nvme1"), strict=True):
+        for node, name in zip(nodes_of(driver.cascade), ("nvme0", "nvme1"), strict=True):
             assert all(node.port.may_hold(BlockHash(bytes(key))) for key in driver.seen[name])
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ....assembly.named import checked
-from ....config.environment import OF_TIER, TOP, misspelt
+from ....config.environment import TOP, misspelt, of_tier
 from ....config.machine import (
     KEPT_ARENAS,
     Machine,
@@ -80,7 +80,7 @@ def _given(config: Path | None) -> Given | None:
     """Return the configuration in a file, or that of the environment; None if there is none."""
     if config is not None:
         return read_config(config)
-    if any(name in os.environ for name in (*TOP, *OF_TIER)):
+    if any(name in os.environ for name in (*TOP, *of_tier())):
         return Given("the environment")
     return None
 

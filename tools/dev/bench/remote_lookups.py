@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import median, quantiles
 
 from ....assembly.build import Cascade, Geometry, open_cascade
+from ....assembly.remote_parts import OpenRemote
 from ....config.schema import parse
 from ....manager.below.port import ASKING
 from ....manager.below.remote_tier import RemoteTier
@@ -81,8 +82,9 @@ def opened(folder: Path, port: int | None) -> Cascade:
 
 def remote_of(cascade: Cascade) -> RemoteTier:
     """Return the remote tier of an engine that has one."""
-    assert cascade.remote is not None, "it has a remote tier"
-    return cascade.remote.port
+    remote = cascade.below[-1]
+    assert isinstance(remote, OpenRemote)
+    return remote.port
 
 
 def look(cascade: Cascade, keys: Keys) -> tuple[int, list[int]]:

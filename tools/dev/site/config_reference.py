@@ -16,12 +16,12 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ....config.schema import (
-    BELOW,
+    TIER_TYPES,
     VLLM_KEYS,
     CascadeConfig,
-    CpuTierOptions,
     DirectIO,
     TierConfig,
+    options_class,
 )
 from ....config.sizes import Blocks, Bytes, DeviceShare, DriveWrites, FreeShare, Share
 
@@ -96,8 +96,7 @@ def vllm_rows() -> Iterator[KeyRow]:
 def config_reference() -> str:
     """Return all keys in Markdown: those of the top level, of each tier type, and vLLM's."""
     parts = ["### Top level", _table(key_rows(CascadeConfig))]
-    tiers: tuple[Any, ...] = (CpuTierOptions, *BELOW.values())
-    for cls in tiers:
+    for cls in map(options_class, TIER_TYPES):
         parts += [f'### Tier `{{"type": "{cls.type}"}}`', _table(key_rows(cls))]
     rows = [f"| `{row.name}` | {row.meaning} |" for row in vllm_rows()]
     parts += ["### Keys of vLLM", "\n".join(["| key | meaning |", "|---|---|", *rows])]

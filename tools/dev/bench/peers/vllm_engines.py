@@ -35,6 +35,7 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from .....assembly.node_parts import OpenTier
 from .....vllm.v0_26 import CascadeManager, CascadeOffloadingSpec, CascadeWorker
 from ....commands.path_blocks import open_path
 
@@ -142,7 +143,8 @@ class OurEngine(Engine):
         return self._cascade.manager.counters.links[0].demoted_blocks
 
     def blocks_per_path(self) -> list[int]:
-        (node,) = self._cascade.nodes
+        (node,) = self._cascade.below
+        assert isinstance(node, OpenTier)
         home = node.folder
         if home is None:
             return []
