@@ -21,11 +21,11 @@ from kvcascade.tiers.nvme.segments.chains import (
     CELLS_MIN,
     MAX_RUN_BLOCKS,
     ChainLog,
-    Chains,
     head_of,
 )
 from kvcascade.tiers.nvme.segments.format import parse_record
 from kvcascade.tools.commands.command_line import ExitCode
+from kvcascade.tools.commands.prompt_chains import Chains
 from kvcascade.tools.commands.saved_state import SavedState
 
 TOKENS = 32
