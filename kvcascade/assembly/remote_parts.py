@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from time import monotonic
 from typing import Any
 
+import msgspec
+
 from ..config.remote import RemoteTierOptions
 from ..errors import ConfigError
-from ..handlers.node.node_keeper import NodeKeeper
-from ..handlers.node.path_client import Loop
-from ..handlers.node.remote.remote_client import remote_process, remote_thread
-from ..handlers.node.remote.remote_loop import RemoteLoop
+from ..handlers.node.node_child import Connection, launch
+from ..handlers.node.node_keeper import KeeperOptions, NodeKeeper
+from ..handlers.node.path_client import client_of
 from ..handlers.node.remote.remote_node import SlotParts
-from ..handlers.node.remote.remote_wire import RemoteSetup
+from ..handlers.node.remote.remote_wire import RemoteSetup, ResetNoted, from_remote_node
 from ..manager.admission import Admission, AdmitAll
 from ..manager.below.port import LOAD_RATIO_MAX_REMOTE, TierFacts
 from ..manager.below.remote_tier import MEDIUM, UNBOUNDED_BLOCKS, RemoteTier, RemoteTierParts
 from ..tiers.cpu.header import HEADER_BYTES
 from ..tiers.nvme.namespace import NamespaceKey
-from ..tiers.remote.objects import ObjectFormat
-from ..tiers.remote.remote_options import check_openable, open_remote_engine, store_options
-from ..tiers.remote.remote_probe import problem_of
+from ..tiers.remote.remote_options import check_openable, store_options
 from .node_parts import EngineFacts, SlotMemory
+
+REMOTE_MODULE = "kvcascade.handlers.node.remote.remote_main"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +94,11 @@ def open_remote_tier(name: str, options: RemoteTierOptions, engine: EngineFacts)
     parts = RemoteTierParts(facts, store_options(options), engine.stall_s, engine.with_events)
     nodes: list[NodeKeeper] = []
 
-    def client_of(on_note: Callable[[Any], None]) -> NodeKeeper:
+    def node_of(on_note: Callable[[Any], None]) -> NodeKeeper:
         nodes.append(_node(options, blocks, memory, on_note))
         return nodes[0]
 
-    opened = OpenRemote(RemoteTier(client_of, parts, monotonic), nodes[0], options)
+    opened = OpenRemote(RemoteTier(node_of, parts, monotonic), nodes[0], options)
     try:
         opened.node.start()
     except BaseException:
@@ -114,17 +113,12 @@ def _node(
     memory: SlotMemory,
     on_note: Callable[[Any], None],
 ) -> NodeKeeper:
-    if memory.duplicate is None:
-
-        def loop_over(end: socket.socket, was_reset: bool) -> Loop:
-            return _loop(end, options, blocks, memory, was_reset=was_reset)
-
-        return remote_thread(loop_over, on_note)
-    given = json.dumps(options.as_given()).encode()
-    parts = blocks.parts
+    duplicate = memory.duplicate
+    assert duplicate is not None, "an arena is a file"
+    parts, engine = blocks.parts, _Engine(on_note)
     setup = RemoteSetup(
         options.key,
-        given,
+        json.dumps(options.as_given()).encode(),
         blocks.fingerprint,
         parts.slot_bytes,
         parts.payload_bytes,
@@ -132,21 +126,23 @@ def _node(
         HEADER_BYTES,
         memory.slots,
     )
-    return remote_process(setup, memory.duplicate, on_note)
+
+    def start() -> Connection:
+        begun = msgspec.structs.replace(setup, was_reset=engine.was_reset)
+        return launch(begun, duplicate(), REMOTE_MODULE)
+
+    keeper = KeeperOptions(remedy="without its remote tier the engine starts")
+    return client_of(start, from_remote_node.decode, engine.note, keeper)
 
 
-def _loop(
-    end: socket.socket,
-    options: RemoteTierOptions,
-    blocks: RemoteBlocks,
-    memory: SlotMemory,
-    *,
-    was_reset: bool,
-) -> Loop:
-    engine, seal = open_remote_engine(options, os.environ)
-    objects = ObjectFormat(blocks.fingerprint, blocks.parts.payload_bytes, seal)
-    problem = partial(problem_of, engine, options)
-    limits, parts = store_options(options), blocks.parts
-    return RemoteLoop(
-        end, engine, objects, limits, memory.view, parts, problem, was_reset=was_reset
-    )
+class _Engine:
+    """State of an engine that each of its nodes has to know."""
+
+    def __init__(self, on_note: Callable[[Any], None]) -> None:
+        self.was_reset = False
+        self._on_note = on_note
+
+    def note(self, message: Any) -> None:
+        """Take in a note of the node, and pass it on."""
+        self.was_reset = self.was_reset or isinstance(message, ResetNoted)
+        self._on_note(message)

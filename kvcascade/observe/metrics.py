@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from ..handlers.node.remote.remote_wire import VerbTotals
 from ..manager.counters import Counters, LinkCounters
 from ..manager.state import TierState
+from ..tiers.remote.remote_counters import VerbTotals
 from ..tiers.remote.uploads import Offer
 
 PREFIX = "vllm:kvcascade_"

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ...handlers.node.path_wire import JobDone, unpack_outcomes
-from ...handlers.node.remote.remote_wire import AskJob, RemoteNote, VerbTotals
+from ...handlers.node.remote.remote_wire import AskJob, RemoteNote
 from ...tiers.base import GROUP_BYTES, RESET_TICKS_PER_S, BlockHash, BlockOutcome
 from ...tiers.remote.presence import PresenceMemory, drop_oldest
-from ...tiers.remote.remote_counters import Verb
+from ...tiers.remote.remote_counters import Verb, VerbTotals
 from ..counters import latencies
 from .single_tier import MAX_MARKS, NodeClient, NodeInbox
 

@@ -16,12 +16,11 @@ from kvcascade.tiers.cpu.header import (
     SCHEDULER_RECORD,
     ArenaGeometry,
     ArenaHeader,
-    Creator,
     RankRecord,
     RecordState,
 )
 
-SAMPLE = ArenaHeader(ArenaGeometry(7, 5000, 3, True), Creator(123, 1 << 40), b"t" * 16)
+SAMPLE = ArenaHeader(ArenaGeometry(7, 5000, 3, True))
 
 
 def page_of(sample: ArenaHeader = SAMPLE) -> bytearray:
@@ -60,10 +59,10 @@ def test_what_is_written_is_read() -> None:
 def test_records_do_not_touch_each_other(number: int) -> None:
     page = page_of()
     view = memoryview(page)
-    record = RankRecord(9, RecordState.PUBLISHED, 77, b"d" * 16)
+    record = RankRecord(9, RecordState.PUBLISHED, b"d" * 16)
     header.write_record(view, number, record)
     assert header.read_record(view, number) == record
-    empty = RankRecord(0, RecordState.FREE, 0, bytes(16))
+    empty = RankRecord(0, RecordState.FREE, bytes(16))
     others = [i for i in range(SCHEDULER_RECORD + 1) if i != number]
     assert all(header.read_record(view, i) == empty for i in others)
     assert header.read_fixed(bytes(page), "x") == SAMPLE

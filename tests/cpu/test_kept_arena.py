@@ -26,7 +26,7 @@ from kvcascade.tiers.cpu.arena_file import (
     sweep,
 )
 from kvcascade.tiers.cpu.cpu_backend import CpuBackend
-from kvcascade.tiers.cpu.header import ArenaGeometry
+from kvcascade.tiers.cpu.header import ArenaGeometry, read_record
 from kvcascade.tiers.cpu.locks import try_flock, turn_in
 from kvcascade.tiers.cpu.slot_table import (
     MAX_KEY_BYTES,
@@ -141,7 +141,9 @@ def test_ranks_that_come_together_take_the_same_arena_over(
     monkeypatch.setattr(os, "link", link_late)
     first = opened(WORKER, "next", pause.wait)
     peer.join(60)
-    assert late[0].token == first.token
+    assert os.fstat(late[0]._fd).st_ino == os.fstat(first._fd).st_ino == inode
+    pids = [read_record(first._mapped(), rank).pid for rank in range(2)]
+    assert pids == [os.getpid()] * 2, "a second takeover would have cleared the other's record"
     scheduler = opened(SCHEDULER, "next", pause.wait)
     assert [os.stat(path).st_ino for path in tmp_path.iterdir()] == [inode], "no second arena"
     for arena in (first, *late, scheduler):

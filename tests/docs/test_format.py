@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import zlib
 from pathlib import Path
@@ -273,10 +274,11 @@ def test_arenas(tmp_path: Path) -> None:
     assert re.fullmatch("kvcascade-kept-[0-9a-f]{32}", path.name)
     data = path.read_bytes()
     assert data[:8] == b"KVCARENA" and u(data[8:12]) == 1
-    assert u(data[12:16]) == zlib.crc32(data[16:128]) and not any(data[80:128])
+    assert u(data[12:16]) == zlib.crc32(data[16:128]) and not any(data[48:128])
     assert [u(data[i : i + 8]) for i in (16, 24, 32)] == [6, 8192, 5000]
     assert u(data[40:44]) == 1 and u(data[44:48]) & 0b011 == 0b010 and u(data[128:132]) == 1
-    assert u(data[516:520]) == 2 and data[528:544] == bytes(range(16))
+    assert u(data[512:516]) == os.getpid() and u(data[516:520]) == 2
+    assert not any(data[520:528]) and data[528:544] == bytes(range(16))
     assert data[4096 + 2 * 8192 :][:5000] == b"\7" * 5000
     table = data[4096 + 6 * 8192 :]
     assert len(data) % 4096 == 0 and table[:40] == bytes(range(32)) + (3).to_bytes(8, "little")

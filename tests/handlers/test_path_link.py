@@ -16,7 +16,6 @@ from kvcascade.handlers.node import path_link
 from kvcascade.handlers.node.path_link import FrameSocket
 from kvcascade.handlers.node.path_loop import NodeLoop
 from kvcascade.handlers.node.path_service import WriterService
-from kvcascade.handlers.node.path_session import open_session
 from kvcascade.handlers.node.path_wire import NodeJoined, NodeSetup, from_node_process
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.frames import FrameReader, frame
@@ -30,6 +29,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Welcome,
     from_writer,
 )
+from kvcascade.tools.commands.path_session import open_session
 
 OPTIONS = PathOptions(capacity_bytes=64 << 20, segment_bytes=1 << 20)
 WAIT_S = 20.0

@@ -11,13 +11,13 @@ import pytest
 from support.path_engine import PathEngine
 
 from kvcascade.errors import ConfigError, FormatError, InUseError, TierIOError
-from kvcascade.handlers.node.path_session import AnswerError, open_session
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.path_lock import PathDoor, try_lead
 from kvcascade.tiers.nvme.path.path_messages import PROTOCOL, PathOptions
 from kvcascade.tiers.nvme.path.writer.path_options import PathRecord, load_record, save_record
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 from kvcascade.tiers.nvme.path.writer_note import load_note, note_of_this_process, save_note
+from kvcascade.tools.commands.path_session import AnswerError, open_session
 
 FS = RealFileSystem()
 OPTIONS = PathOptions(capacity_of(8, 8, 4096), segment_bytes=8 * 4096, policy="s3fifo")

@@ -13,8 +13,8 @@ from kvcascade.assembly.build import Cascade, Geometry, open_cascade
 from kvcascade.assembly.node_parts import OpenTier
 from kvcascade.config.schema import parse
 from kvcascade.tiers.nvme.namespace import NamespaceKey
-from kvcascade.tiers.nvme.path.saved_state import SavedState
 from kvcascade.tiers.policies import known_names
+from kvcascade.tools.commands.saved_state import SavedState
 
 BLOCK = 4096
 GEOMETRY = Geometry(rank_bytes=BLOCK, world_size=1, blocks_per_chunk=1)

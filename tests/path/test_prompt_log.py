@@ -10,7 +10,8 @@ from support.path_rig import PathRig, RigNode, key_of
 
 from kvcascade.tiers.nvme.path.path_messages import MAX_CHAIN_HEADS, Chain, chain_of
 from kvcascade.tiers.nvme.segments.arrays import MappedArrays
-from kvcascade.tiers.nvme.segments.chains import CHAINS, HEAD_BYTES, Chains, cells_for, head_of
+from kvcascade.tiers.nvme.segments.chains import CHAINS, HEAD_BYTES, cells_for, head_of
+from kvcascade.tools.commands.prompt_chains import Chains
 
 TOKENS = 16
 

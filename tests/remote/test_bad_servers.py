@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 from support.keys import key
 from support.remote_rig import PAYLOAD_BYTES, content
@@ -26,8 +31,13 @@ from kvcascade.assembly.node_parts import EngineFacts, SlotMemory
 from kvcascade.assembly.remote_parts import OpenRemote, open_remote_tier
 from kvcascade.config.options import At
 from kvcascade.config.remote import parse_remote
+from kvcascade.handlers.node.node_child import Connection
+from kvcascade.handlers.node.path_client import ThreadChild
+from kvcascade.handlers.node.remote.remote_main import serve
 from kvcascade.manager.below.port import Put
+from kvcascade.tiers.cpu.header import HEADER_BYTES
 from kvcascade.tiers.nvme.namespace import NamespaceKey
+from kvcascade.tiers.nvme.path.frames import frame
 
 SECRET = "hunter2-in-test"
 AWS = {"AWS_ACCESS_KEY_ID": "key-in-test", "AWS_SECRET_ACCESS_KEY": SECRET}
@@ -36,18 +46,48 @@ ROUNDS, PAUSE_S = 2000, 0.005
 HELD = key(1)
 
 
+@dataclass(frozen=True)
+class Program:
+    """The node's program, on a thread."""
+
+    connection: socket.socket
+    arena_fd: int
+
+    def run(self, *, waits_for_io: bool = False) -> None:
+        serve(self.connection, self.arena_fd)
+        os.close(self.arena_fd)
+
+
+def launch_here(setup: msgspec.Struct, arena_fd: int, module: str) -> Connection:
+    """Start a node in this process, whose log the test reads."""
+    ours, theirs = socket.socketpair()
+    ours.sendall(frame(setup))
+    ours.setblocking(False)
+    return Connection(ThreadChild(Program(theirs, arena_fd)), ours)
+
+
+def has_ended() -> bool:
+    """Whether no call of a server goes on."""
+    return not [t for t in threading.enumerate() if t.name.startswith("kvcascade-remote")]
+
+
 @contextmanager
 def opened(monkeypatch: pytest.MonkeyPatch, **given: Any) -> Iterator[OpenRemote]:
     """The tier of an engine whose arena has one slot; its node is a thread."""
     monkeypatch.setattr("kvcascade.handlers.node.remote.remote_loop.FIRST_QUESTION_S", 0.0)
+    monkeypatch.setattr("kvcascade.assembly.remote_parts.launch", launch_here)
     options = parse_remote(At("tiers[1]"), {"writes": "through", "deadline_s": 5.0, **given})
-    memory = SlotMemory(PAYLOAD_BYTES, 1, memoryview(bytearray(content(HELD))))
+    arena_fd = os.memfd_create("arena")
+    os.pwrite(arena_fd, content(HELD), HEADER_BYTES)
+    memory = SlotMemory(PAYLOAD_BYTES, 1, memoryview(b""), duplicate=lambda: os.dup(arena_fd))
     facts = EngineFacts(NamespaceKey("model", {"weights": "w"}), memory, False, False, 10.0)
     tier = open_remote_tier("remote", options, facts)
     try:
         yield tier
     finally:
         tier.close()
+        wait_until(has_ended, ROUNDS, PAUSE_S)
+        os.close(arena_fd)
 
 
 def is_missing(tier: OpenRemote) -> bool:

@@ -22,10 +22,8 @@ from kvcascade.tiers.remote.objects import (
     NoSeal,
     ObjectFormat,
     Seal,
-    Verdict,
-    examine,
-    parse_name,
 )
+from kvcascade.tools.commands.remote.examine_object import Verdict, examine, parse_name
 
 PAYLOAD_BYTES = 4096
 SECRET, OTHER_SECRET = b"\1" * 32, b"\2" * 32

@@ -16,17 +16,17 @@ from support.path_engine import PathEngine
 from kvcascade.assembly.chain_notes import ChainNotes, finest_chain
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.path.path_messages import chain_of
-from kvcascade.tiers.nvme.path.saved_state import SavedState
 from kvcascade.tiers.nvme.path.writer.namespace.prompt_log import ChainBook
 from kvcascade.tiers.nvme.segments.chains import (
     CELLS_MIN,
     MAX_RUN_BLOCKS,
     ChainLog,
-    Chains,
     head_of,
 )
 from kvcascade.tiers.nvme.segments.format import parse_record
 from kvcascade.tools.commands.command_line import ExitCode
+from kvcascade.tools.commands.prompt_chains import Chains
+from kvcascade.tools.commands.saved_state import SavedState
 
 TOKENS = 32
 FIELDS = {"model": "some/model", "group0": "16 tokens: l0", "blocks_per_chunk": "2"}

@@ -11,7 +11,6 @@ import pytest
 from demo.demo_phases import phase
 
 from kvcascade.tiers.remote.base import FAILURES
-from kvcascade.tiers.remote.objects import Verdict
 from kvcascade.tools.commands.bench.bench_results import Quantity, Row, Table
 from kvcascade.tools.commands.bench.bench_results import document as bench_document
 from kvcascade.tools.commands.carry.export_writer import ExportReport
@@ -22,6 +21,7 @@ from kvcascade.tools.commands.gc.collect import GcReport
 from kvcascade.tools.commands.inspect.block_report import BlockReport, LayerStatistics
 from kvcascade.tools.commands.inspect.namespace_report import GroupReport, NamespaceReport
 from kvcascade.tools.commands.remote.collect_remote import CollectedNamespace, RemoteCollected
+from kvcascade.tools.commands.remote.examine_object import Verdict
 from kvcascade.tools.commands.remote.remote_contents import (
     GenerationReport,
     GenerationState,

@@ -22,7 +22,6 @@ from support.waiting import wait_until
 
 import kvcascade
 from kvcascade.errors import ConfigError, InUseError
-from kvcascade.handlers.node.path_session import open_session
 from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.path_lock import try_lead
@@ -30,6 +29,7 @@ from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tiers.nvme.path.writer.path_options import PATH_FOLDER, load_record
 from kvcascade.tiers.nvme.path.writer_note import load_note
 from kvcascade.tools.commands.command_line import ExitCode
+from kvcascade.tools.commands.path_session import open_session
 from kvcascade.tools.commands.store.serve_path import (
     STOP_LIMIT_S,
     TAKE_OVER_LIMIT_S,

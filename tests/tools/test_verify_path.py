@@ -22,10 +22,10 @@ from support.path_cache import (
 
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.disk.transfers import Throttle
-from kvcascade.tiers.nvme.path.block_scan import BlockFinding, NamedBlock, ScanSource, scan_blocks
 from kvcascade.tiers.nvme.path.payload_files import PayloadFiles
 from kvcascade.tiers.nvme.path.presence_file import map_presence
 from kvcascade.tiers.nvme.path.writer.path_options import load_record
+from kvcascade.tools.commands.block_scan import BlockFinding, NamedBlock, ScanSource, scan_blocks
 from kvcascade.tools.commands.command_line import ExitCode
 from kvcascade.tools.commands.path_blocks import open_path
 

@@ -50,7 +50,7 @@ from .arena_file import (
     polls,
     sweep,
 )
-from .arena_limits import probe_machine, process_start_ticks
+from .arena_limits import probe_machine
 from .header import HEADER_BYTES, SCHEDULER_RECORD, ArenaGeometry, RankRecord, RecordState
 from .huge_pages import map_file
 from .locks import held_by_other, try_flock, try_lock
@@ -100,7 +100,6 @@ class Arena:
         self.geometry = file.header.geometry
         self.role = role
         self.path = file.path
-        self.token = file.header.token
         self.is_huge = file.header.is_huge
         self._fd = file.fd
         self._may_unlink = file.is_made  # set later as well, once this process holds its role
@@ -260,8 +259,7 @@ class Arena:
         self._write_record(RecordState.MAPPED, _NO_DIGEST)
 
     def _write_record(self, state: RecordState, digest: bytes) -> None:
-        pid = os.getpid()
-        record = RankRecord(pid, state, process_start_ticks(pid), digest)
+        record = RankRecord(os.getpid(), state, digest)
         layout.write_record(self._mapped(), self.role.record, record)
 
     def _await_ranks(self, clock: Clock, wait: Wait) -> None:

@@ -44,8 +44,8 @@ from dataclasses import dataclass
 from ...config.sizes import human
 from ...errors import ConfigError, FormatError, InUseError, NoSpaceError, os_errors
 from . import header as layout
-from .arena_limits import MachineMemory, check_capacity, process_start_ticks
-from .header import HEADER_BYTES, ArenaGeometry, ArenaHeader, Creator
+from .arena_limits import MachineMemory, check_capacity
+from .header import HEADER_BYTES, ArenaGeometry, ArenaHeader
 from .huge_pages import gather
 from .locks import held_by_other, try_flock, try_lock, turn_in
 from .nodes import spread
@@ -384,10 +384,7 @@ def _fill(request: ArenaRequest, fd: int) -> ArenaFile:
 
 def _write_header(request: ArenaRequest, fd: int, size: int, is_huge: bool) -> ArenaHeader:
     """Write the header of a new arena, with no rank mapped, and mark it ready."""
-    pid = os.getpid()
-    creator = Creator(pid, process_start_ticks(pid))
-    token = secrets.token_bytes(layout.TOKEN_BYTES)
-    made = ArenaHeader(request.geometry, creator, token, is_huge)
+    made = ArenaHeader(request.geometry, is_huge)
     # Write through a mapping: hugetlbfs files do not support write().
     page_bytes = min(size, request.probe(os.path.dirname(request.path)).block_bytes)
     with os_errors(f"mapping {request.path}"), mmap.mmap(fd, page_bytes) as page:

@@ -13,7 +13,6 @@ from .huge_pages import may_share_huge_pages
 from .nodes import memory_nodes
 
 _PAGE_BYTES = 4096
-_START_TIME_FIELD = 19  # field of /proc/<pid>/stat, counted after the command name
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +61,3 @@ def check_capacity(total_bytes: int, arena_dir: str, memory: MachineMemory) -> N
             f"{asked}, but {human(memory.available_bytes)} of memory is available; "
             f"lower it or free memory"
         )
-
-
-def process_start_ticks(pid: int) -> int:
-    """Return the start time of a process in clock ticks since boot; 0 if it cannot be read."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-        return int(stat.rpartition(")")[2].split()[_START_TIME_FIELD])
-    except (OSError, ValueError, IndexError):
-        return 0

@@ -1,4 +1,4 @@
-"""The first 4096 bytes of the CPU arena: its geometry, its creator and the processes that map it.
+"""The first 4096 bytes of the CPU arena: its geometry and the processes that map it.
 
 All integers are little-endian.
 
@@ -9,12 +9,10 @@ All integers are little-endian.
 | 12..16      | crc32 of bytes 16..128                                                          |
 | 16..40      | slots, slot_bytes, rank_bytes: uint64 each                                      |
 | 40..48      | world_size, flags (bit 1: kept, 2: in huge pages): uint32 each                  |
-| 48..64      | creator: pid uint32, 4 zero bytes, start time uint64 (clock ticks since boot)   |
-| 64..80      | random token of this arena                                                      |
-| 80..128     | zero                                                                            |
+| 48..128     | zero                                                                            |
 | 128..132    | state, uint32: 0 being made, 1 ready                                            |
 | 512..2560   | one record of 32 bytes per rank: pid uint32, state uint32 (0 free, 1 mapped,    |
-|             | 2 layout published), start time uint64, 16-byte digest of the KV tensor layout  |
+|             | 2 layout published), 8 zero bytes, 16-byte digest of the KV tensor layout       |
 | 2560..2592  | the scheduler's record, the same fields                                         |
 
 The header is shared memory. Bytes 0..128 are written once, before the state becomes ready. A record
@@ -40,15 +38,14 @@ HEADER_BYTES = 4096
 SLOT_ALIGN_BYTES = 4096
 MAX_RANKS = 64
 DIGEST_BYTES = 16
-TOKEN_BYTES = 16
 
 _PREFIX = struct.Struct("<8sII")
-_FIXED = struct.Struct("<QQQIIIIQ16s")
+_FIXED = struct.Struct("<QQQII")
 _FIXED_START = 16
 _FIXED_END = 128
 _STATE = struct.Struct("<I")
 _STATE_OFFSET = 128
-_RECORD = struct.Struct("<IIQ16s")
+_RECORD = struct.Struct("<II8x16s")
 _RECORDS_OFFSET = 512
 _RECORD_READS_MAX = 16
 _FLAG_KEPT = 2
@@ -135,23 +132,10 @@ class ArenaGeometry:
 
 
 @dataclass(frozen=True, slots=True)
-class Creator:
-    """The process that created an arena."""
-
-    pid: int
-    start_ticks: int
-    """Start time of the process in clock ticks since boot; it tells the process from a reused
-    pid."""
-
-
-@dataclass(frozen=True, slots=True)
 class ArenaHeader:
     """Contents of the fixed part of the header."""
 
     geometry: ArenaGeometry
-    creator: Creator
-    token: bytes
-    """16 random bytes: two processes that see the same token share the same memory."""
     is_huge: bool = False
     """True if most of the memory lies in huge pages."""
 
@@ -162,7 +146,6 @@ class RankRecord:
 
     pid: int
     state: RecordState
-    start_ticks: int
     digest: bytes
 
 
@@ -173,17 +156,13 @@ def round_up(value: int, step: int) -> int:
 
 def write_fixed(page: memoryview, header: ArenaHeader) -> None:
     """Write the fixed part and its checksum; the state does not change."""
-    geometry, creator = header.geometry, header.creator
+    geometry = header.geometry
     fixed = _FIXED.pack(
         geometry.slots,
         geometry.slot_bytes,
         geometry.rank_bytes,
         geometry.world_size,
         _FLAG_KEPT * geometry.kept | _FLAG_HUGE * header.is_huge,
-        creator.pid,
-        0,
-        creator.start_ticks,
-        header.token,
     ).ljust(_FIXED_END - _FIXED_START, b"\0")
     page[_FIXED_START:_FIXED_END] = fixed
     page[:_FIXED_START] = _PREFIX.pack(MAGIC, VERSION, zlib.crc32(fixed))
@@ -223,16 +202,14 @@ def read_fixed(page: bytes, name: str) -> ArenaHeader:
         )
     if zlib.crc32(page[_FIXED_START:_FIXED_END]) != crc:
         raise FormatError(f"{name} has a damaged header; remove the file and start the engine")
-    slots, slot_bytes, rank_bytes, world, flags, pid, _, ticks, token = _FIXED.unpack_from(
-        page, _FIXED_START
-    )
+    slots, slot_bytes, rank_bytes, world, flags = _FIXED.unpack_from(page, _FIXED_START)
     try:
         geometry = ArenaGeometry(slots, rank_bytes, world, bool(flags & _FLAG_KEPT))
     except ConfigError as error:
         raise FormatError(f"{name} has an impossible header; remove the file: {error}") from error
     if geometry.slot_bytes != slot_bytes:
         raise FormatError(f"{name} has slots of {slot_bytes} bytes; remove the file")
-    return ArenaHeader(geometry, Creator(pid, ticks), token, bool(flags & _FLAG_HUGE))
+    return ArenaHeader(geometry, bool(flags & _FLAG_HUGE))
 
 
 def record_offset(number: int) -> int:
@@ -244,7 +221,7 @@ def record_offset(number: int) -> int:
 def write_record(page: memoryview, number: int, record: RankRecord) -> None:
     """Write a record, its state last. Only the process that holds the rank may call this."""
     offset = record_offset(number)
-    packed = _RECORD.pack(record.pid, record.state, record.start_ticks, record.digest)
+    packed = _RECORD.pack(record.pid, record.state, record.digest)
     page[offset + 8 : offset + _RECORD.size] = packed[8:]
     page[offset : offset + 4] = packed[:4]
     page[offset + 4 : offset + 8] = packed[4:8]
@@ -259,7 +236,7 @@ def read_record(page: memoryview, number: int) -> RankRecord:
         if again == raw:
             break
         raw = again
-    pid, state, ticks, digest = _RECORD.unpack(raw)
+    pid, state, digest = _RECORD.unpack(raw)
     if state not in RecordState.__members__.values():
         raise FormatError(f"record {number} of the arena header is damaged; restart the engine")
-    return RankRecord(pid, RecordState(state), ticks, digest)
+    return RankRecord(pid, RecordState(state), digest)

@@ -14,11 +14,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-import re
 import struct
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from enum import StrEnum
 from importlib import import_module
 from typing import Any
 
@@ -32,14 +29,14 @@ from .base import HEADER_BYTES, PrivateBuffer, RemoteObject
 OBJECT_VERSION = 1
 MAX_REMOTE_KEY_BYTES = 64
 SECRET_BYTES = 32
-_NAME = re.compile(r"([0-9a-f]{32})/([0-9a-f]{1,16})/([0-9a-f]{2})/(\3(?:[0-9a-f]{2}){0,63})")
 _MAGIC = b"KVCR"
-_BODY = struct.Struct("<4sHHQQ32sB64s12s")
+BODY = struct.Struct("<4sHHQQ32sB64s12s")
+"""Fields of the header before the checksum."""
 _CHECKSUM_BYTES = 16
 _TAG_BYTES = 32
 _GCM_TAG_BYTES = 16
 _NONCE_BYTES = 12
-_FIELDS_BYTES = _BODY.size + _CHECKSUM_BYTES + _TAG_BYTES
+_FIELDS_BYTES = BODY.size + _CHECKSUM_BYTES + _TAG_BYTES
 _PADDING = bytes(HEADER_BYTES - _FIELDS_BYTES)
 assert _FIELDS_BYTES <= HEADER_BYTES
 
@@ -202,44 +199,14 @@ class ObjectFormat:
         header, payload = bytes(buffer.header), buffer.payload
         if len(header) != HEADER_BYTES or payload.nbytes != self.payload_bytes:
             return None
-        nonce = _nonce_of(header)
+        nonce = nonce_of(header)
         body = self._body(key, generation, nonce)
-        tag = _tag_of(header, body, payload)
+        tag = tag_of(header, body, payload)
         return None if tag is None else self._seal.open(body, nonce, payload, tag)
 
     def _body(self, key: BlockHash, generation: int, nonce: bytes) -> bytes:
         n_bytes = self.payload_bytes
-        return _packed(self._seal.flag, n_bytes, generation, self._digest, key, nonce)
-
-
-class Verdict(StrEnum):
-    """Result of looking at one object without knowing the fingerprint of its namespace."""
-
-    OK = "ok"
-    """The object is what its name says, and authentic if it has a tag."""
-    NO_KEY = "no_key"
-    """The object is undamaged, and was not authenticated: that needs a secret key."""
-    OTHER_KEY = "other_key"
-    """The object is undamaged, and made with another secret key, or forged."""
-    CORRUPT = "corrupt"
-    """The object is damaged, or of another name, generation or length than it says."""
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectName:
-    """Parts of the name of a block's object."""
-
-    namespace: str
-    generation: int
-    key: BlockHash
-
-
-def parse_name(name: str) -> ObjectName | None:
-    """Return the parts of a name; None if it is not that of a block."""
-    found = _NAME.fullmatch(name)
-    if found is None:
-        return None
-    return ObjectName(found[1], int(found[2], 16), BlockHash(bytes.fromhex(found[4])))
+        return packed_body(self._seal.flag, n_bytes, generation, self._digest, key, nonce)
 
 
 def counter_name(namespace: str) -> str:
@@ -261,50 +228,26 @@ def parts_of(generation: int) -> tuple[int, bool]:
     return generation >> 1, bool(generation & 1)
 
 
-def examine(name: ObjectName, buffer: PrivateBuffer, seal: Seal | None) -> Verdict:
-    """Verify an object against its own header and its name.
-
-    The digest of the namespace is that of the header, of which the name has the first half. An
-    engine knows the whole digest.
-    """
-    header, payload = bytes(buffer.header), buffer.payload
-    if len(header) != HEADER_BYTES:
-        return Verdict.CORRUPT
-    flag, digest, nonce = _BODY.unpack_from(header)[2], header[24:56], _nonce_of(header)
-    body = _packed(flag, payload.nbytes, name.generation, digest, name.key, nonce)
-    tag = _tag_of(header, body, payload)
-    if tag is None or digest[:16].hex() != name.namespace or flag not in _FLAGS:
-        return Verdict.CORRUPT
-    used = NoSeal() if flag == NoSeal.flag else seal
-    if used is None or used.flag != flag:
-        return Verdict.NO_KEY
-    is_right = used.open(body, nonce, payload, tag) is not None
-    if flag == NoSeal.flag:
-        return Verdict.OK if is_right else Verdict.CORRUPT
-    return Verdict.OK if is_right else Verdict.OTHER_KEY
-
-
-_FLAGS = (NoSeal.flag, MacSeal.flag, GcmSeal.flag)
-
-
-def _packed(
+def packed_body(
     flag: int, payload_bytes: int, generation: int, digest: bytes, key: BlockHash, nonce: bytes
 ) -> bytes:
+    """Return the fields of a header before the checksum."""
     assert 0 < len(key) <= MAX_REMOTE_KEY_BYTES
     fields = (flag, payload_bytes, generation, digest, len(key), key, nonce)
-    return _BODY.pack(_MAGIC, OBJECT_VERSION, *fields)
+    return BODY.pack(_MAGIC, OBJECT_VERSION, *fields)
 
 
-def _nonce_of(header: bytes) -> bytes:
-    return header[_BODY.size - _NONCE_BYTES : _BODY.size]
+def nonce_of(header: bytes) -> bytes:
+    """Return the nonce that a header names."""
+    return header[BODY.size - _NONCE_BYTES : BODY.size]
 
 
-def _tag_of(header: bytes, body: bytes, payload: memoryview) -> bytes | None:
+def tag_of(header: bytes, body: bytes, payload: memoryview) -> bytes | None:
     """Return the tag of an object; None if its header has another body, or it is damaged."""
-    if header[: _BODY.size] != body or header[_FIELDS_BYTES:] != _PADDING:
+    if header[: BODY.size] != body or header[_FIELDS_BYTES:] != _PADDING:
         return None
-    tag_at = _BODY.size + _CHECKSUM_BYTES
-    if header[_BODY.size : tag_at] != _checksum(body, payload):
+    tag_at = BODY.size + _CHECKSUM_BYTES
+    if header[BODY.size : tag_at] != _checksum(body, payload):
         return None
     return header[tag_at:_FIELDS_BYTES]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from enum import StrEnum
+
+import msgspec
 
 from .base import RemoteOutcome
 
@@ -25,18 +26,21 @@ class Verb(StrEnum):
     """Reads and raises the counters of a namespace."""
 
 
-@dataclass(slots=True)
-class VerbCounters:
-    """Totals of one verb."""
+class VerbTotals(msgspec.Struct, array_like=True):
+    """Totals of one verb since the node's start; part of its notes to the scheduler's process."""
 
     calls: int = 0
     requests: int = 0
     """Requests to the server; a pipelined call is one."""
     payload_bytes: int = 0
-    outcomes: Counter[RemoteOutcome] = field(default_factory=Counter)
-    """Number of keys by outcome."""
     seconds: float = 0.0
     """Sum over all calls, concurrent ones included."""
+    outcomes: dict[str, int] = {}
+    """Number of keys by outcome."""
+    openings: int = 0
+    """Number of times that its breaker opened; only notes tell."""
+    is_resting: bool = False
+    """True while its breaker is open; only notes tell."""
 
 
 class RemoteCounters:
@@ -44,7 +48,7 @@ class RemoteCounters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.verbs = {verb: VerbCounters() for verb in Verb}
+        self.verbs = {verb: VerbTotals() for verb in Verb}
         self.unsent: Counter[str] = Counter()
         """Blocks that were offered and not written, by reason."""
         self._samples_s: dict[Verb, list[float]] = {}
@@ -61,7 +65,8 @@ class RemoteCounters:
         """Add the outcomes of some keys; `took_s` is None if no call was made."""
         with self._lock:
             totals = self.verbs[verb]
-            totals.outcomes.update(outcomes)
+            for outcome, keys in Counter(outcomes).items():
+                totals.outcomes[outcome.value] = totals.outcomes.get(outcome, 0) + keys
             totals.requests += requests
             totals.payload_bytes += payload_bytes
             if took_s is not None:

@@ -15,17 +15,15 @@ from typing import Any
 
 from ...errors import ConfigError, FormatError
 from ...handlers.node.path_io import SEGMENTS
-from ...handlers.node.path_session import PathSession, open_session, tier_roots
 from ...tiers.base import GROUP_BYTES
 from ...tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
-from ...tiers.nvme.path.block_scan import NamedBlock, ScanSource
 from ...tiers.nvme.path.payload_files import PayloadFiles
 from ...tiers.nvme.path.presence_file import map_presence
-from ...tiers.nvme.path.saved_state import SavedState
 from ...tiers.nvme.path.writer.messages.block_questions import MAX_BLOCKS_PER_ANSWER
 from ...tiers.nvme.path.writer.namespace.namespace_home import STATE, read_description
 from ...tiers.nvme.path.writer.path_options import load_record, was_reset
 from ...tiers.nvme.path.writer_note import load_note
+from .block_scan import NamedBlock, ScanSource
 from .path_folders import (
     MAX_NAMES_SHOWN,
     NamespaceFolder,
@@ -33,6 +31,8 @@ from .path_folders import (
     folders_in,
     parse_hash,
 )
+from .path_session import PathSession, open_session, tier_roots
+from .saved_state import SavedState
 
 SEGMENTS_PER_QUESTION = 16
 """Segments that are deleted between two answers, so that Ctrl-C ends the command soon."""

@@ -117,11 +117,8 @@ class RemoteLoop:
         )
         self._node = RemoteNode(self._store, arena, parts, self._tell, time.monotonic)
 
-    def run(self, *, waits_for_io: bool = False) -> None:
-        """Serve until the scheduler closes its socket.
-
-        With `waits_for_io`, return only when the calls of the server have ended.
-        """
+    def run(self) -> None:
+        """Serve until the scheduler closes its socket. Calls of the server may go on after that."""
         self._tell(NodeReady())
         self._store.begin()
         try:
@@ -134,7 +131,7 @@ class RemoteLoop:
         finally:
             self._complaints.close()
             self._store.close(STOP_LIMIT_S)
-            self._threads.shutdown(wait=waits_for_io, cancel_futures=True)
+            self._threads.shutdown(wait=False, cancel_futures=True)
             self._scheduler.close()
             self._selector.close()
 

@@ -27,7 +27,6 @@ from .remote_wire import (
     RemoteResetJob,
     ResetDone,
     ResetNoted,
-    VerbTotals,
 )
 
 NOTE_INTERVAL_S = 1.0
@@ -217,14 +216,11 @@ class RemoteNode:
     def _current(self, state: RemoteState) -> RemoteNote:
         counters = self._store.counters
         verbs = {
-            verb.value: VerbTotals(
-                totals.calls,
-                totals.requests,
-                totals.payload_bytes,
-                totals.seconds,
-                {str(outcome): n for outcome, n in list(totals.outcomes.items())},
-                state.openings.get(verb, 0),
-                verb in state.resting,
+            verb.value: msgspec.structs.replace(
+                totals,
+                outcomes=dict(totals.outcomes),
+                openings=state.openings.get(verb, 0),
+                is_resting=verb in state.resting,
             )
             for verb, totals in counters.verbs.items()
         }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
+from ....tiers.remote.remote_counters import VerbTotals
 from ..path_wire import JobDone, NodeReady, PutJob
 
 
@@ -73,23 +74,6 @@ class ResetDone(msgspec.Struct, frozen=True, array_like=True, tag=99):
 
 class ResetNoted(msgspec.Struct, frozen=True, array_like=True, tag=102):
     """The engine itself is reset: the setup of each later node has to say so."""
-
-
-class VerbTotals(msgspec.Struct, frozen=True, array_like=True):
-    """Totals of one kind of request to the server since the node's start."""
-
-    calls: int = 0
-    requests: int = 0
-    """Requests to the server; a pipelined call is one."""
-    payload_bytes: int = 0
-    seconds: float = 0.0
-    """Sum over all calls, concurrent ones included."""
-    outcomes: dict[str, int] = {}
-    """Number of keys by outcome."""
-    openings: int = 0
-    """Number of times that its breaker opened."""
-    is_resting: bool = False
-    """True while its breaker is open."""
 
 
 class RemoteNote(msgspec.Struct, frozen=True, array_like=True, tag=98):

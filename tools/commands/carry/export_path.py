@@ -12,9 +12,9 @@ from typing import NoReturn
 
 from ....errors import ConfigError, os_errors
 from ....tiers.nvme.disk.transfers import Throttle
-from ....tiers.nvme.path.block_scan import NamedBlock, scan_blocks
 from ....tiers.nvme.segments.chains import head_of
 from ....tiers.nvme.segments.format import SlotRecord
+from ..block_scan import NamedBlock, scan_blocks
 from ..path_blocks import OpenPath
 from ..path_folders import NamespaceFolder
 from ..verify.verify_report import Progress

@@ -20,16 +20,16 @@ from rich.text import Text
 
 from ....config.sizes import human
 from ....errors import ConfigError, InUseError, KVCascadeError
-from ....handlers.node.path_session import AnswerError
 from ....tiers.nvme.disk.filesystem import FileSystem
 from ....tiers.nvme.namespace import remove_namespace
-from ....tiers.nvme.path.block_scan import NamedBlock
 from ....tiers.nvme.segments.chains import head_of
 from .. import show
+from ..block_scan import NamedBlock
 from ..command_line import sentence
 from ..inspect.namespace_report import slots_in_use
 from ..path_blocks import OpenPath
 from ..path_folders import NamespaceFolder
+from ..path_session import AnswerError
 
 MAX_NAMES_IN_USE = 3
 """Most engines that are named when a namespace cannot be removed."""

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ....tiers.base import GROUP_BYTES
-from ....tiers.nvme.path.block_scan import BlockFinding, NamedBlock, scan_blocks
-from ....tiers.nvme.segments.chains import HEAD_BYTES, Chains, head_of
+from ....tiers.nvme.segments.chains import HEAD_BYTES, head_of
 from .. import show
+from ..block_scan import BlockFinding, NamedBlock, scan_blocks
 from ..path_blocks import OpenPath
 from ..path_folders import NamespaceFolder
+from ..prompt_chains import Chains
 from .namespace_report import tokens_per_block
 
 if TYPE_CHECKING:

@@ -25,11 +25,11 @@ from ....tiers.endurance import DAY_S
 from ....tiers.nvme.disk.filesystem import FileSystem
 from ....tiers.nvme.path.presence_file import PRESENCE, read_presence
 from ....tiers.nvme.path.presence_table import PresenceTable
-from ....tiers.nvme.path.saved_state import SavedState, SlotUse
 from ....tiers.nvme.path.writer.namespace.namespace_home import BLOCKS, STATE
 from ..command_line import ARENA_DIR, sentence
 from ..path_blocks import OpenPath
 from ..path_folders import NamespaceFolder
+from ..saved_state import SavedState, SlotUse
 from ..shm.kept_arenas import kept_blocks
 from ..verify.verify_path import damaged_segments
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from ....config.remote import OBJECT_STORE, VALKEY
 from ....tiers.remote.abilities import CanSweep, RemoteEntry
 from ....tiers.remote.base import RemoteOutcome
-from ....tiers.remote.objects import parse_name
+from .examine_object import parse_name
 from .open_remote import CALL_LIMIT_S, Advance, RemoteServer
 from .remote_contents import Generations, GenerationState
 

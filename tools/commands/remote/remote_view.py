@@ -11,11 +11,12 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
 from ....tiers.base import RESET_TICKS_PER_S
-from ....tiers.remote.objects import Verdict, parts_of
+from ....tiers.remote.objects import parts_of
 from .. import show
 from ..rate_column import RateColumn
 from ..verify.verify_view import MAX_SHOWN, progress_of
 from .collect_remote import RemoteCollected
+from .examine_object import Verdict
 from .open_remote import Advance
 from .remote_contents import GenerationReport, RemoteContents
 from .verify_remote import RemoteVerified

@@ -11,7 +11,7 @@ from typing import Any
 from ....tiers.nvme.disk.transfers import Throttle
 from ....tiers.remote.abilities import CanMeasure, RemoteEntry
 from ....tiers.remote.base import FAILURES, HEADER_BYTES, PrivateBuffer, RemoteOutcome
-from ....tiers.remote.objects import Verdict, examine, parse_name
+from .examine_object import Verdict, examine, parse_name
 from .open_remote import CALL_LIMIT_S, Advance, RemoteServer
 
 READ_AT_A_TIME = 64

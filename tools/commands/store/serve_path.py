@@ -17,13 +17,13 @@ from ....config.environment import PREFIX, naming_variables, with_environment
 from ....config.sizes import human
 from ....errors import ConfigError, InUseError
 from ....handlers.node.path_service import WriterService
-from ....handlers.node.path_session import follow_session
 from ....handlers.node.writer_search import RETIRED_PAUSE_S
 from ....logs import get_logger
 from ....tiers.nvme.disk.filesystem import FileLock, FileSystem, RealFileSystem
 from ....tiers.nvme.path.path_lock import try_lead
 from ....tiers.nvme.path.writer.path_options import check_paths, load_record
 from ....tiers.nvme.path.writer_note import load_note
+from ..path_session import follow_session
 
 CHECK_INTERVAL_S = 0.5
 """Time between two checks that the writer lives, and between two attempts to become it."""

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from ....errors import FormatError, KVCascadeError
-from ....handlers.node.path_session import AnswerError, PathSession, follow_session, open_session
 from ....tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ....tiers.nvme.path.presence_file import read_presence
 from ..command_line import sentence
 from ..path_folders import NamespaceFolder, folders_in
+from ..path_session import AnswerError, PathSession, follow_session, open_session
 from .top_frame import Figures, Reading
 
 COUNTED = ("tier_blocks", "tier_used_ratio")

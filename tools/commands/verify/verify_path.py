@@ -13,8 +13,8 @@ from pathlib import Path
 from ....errors import os_errors
 from ....tiers.nvme.disk.filesystem import open_read_only
 from ....tiers.nvme.disk.transfers import Throttle, read_all
-from ....tiers.nvme.path.block_scan import BlockFinding, NamedBlock, scan_blocks
 from ....tiers.nvme.segments.format import SegmentLayout
+from ..block_scan import BlockFinding, NamedBlock, scan_blocks
 from ..path_blocks import OpenPath
 from ..path_folders import NamespaceFolder
 from .verify_report import BlockProblem, Problem, Progress, VerifyReport

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...policies import ORDERS
-from ...policies.usage import LAST_USE, TIMES_USED, WRITTEN_AT
-from ..disk.filesystem import open_read_only
-from ..segments.arrays import HEADER_BYTES, parse_header
-from ..segments.chains import CHAINS, Chains
-from .writer.namespace.recency import MAX_SESSION_DIGITS, SESSION
+from ...tiers.nvme.disk.filesystem import open_read_only
+from ...tiers.nvme.path.writer.namespace.recency import MAX_SESSION_DIGITS, SESSION
+from ...tiers.nvme.segments.arrays import HEADER_BYTES, parse_header
+from ...tiers.nvme.segments.chains import CHAINS
+from ...tiers.policies import ORDERS
+from ...tiers.policies.usage import LAST_USE, TIMES_USED, WRITTEN_AT
+from .prompt_chains import Chains
 
 _Head = tuple[np.dtype[Any], int, int]
 """Element type, length and session of an array."""

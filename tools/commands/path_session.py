@@ -25,6 +25,7 @@ from ...errors import (
     TierIOError,
     os_errors,
 )
+from ...handlers.node.path_service import WriterService
 from ...tiers.nvme.disk.filesystem import FileLock, FileSystem
 from ...tiers.nvme.namespace import DESCRIPTION
 from ...tiers.nvme.path.frames import DECODE_ERRORS, FrameReader, frame
@@ -32,7 +33,6 @@ from ...tiers.nvme.path.path_lock import PathDoor, try_lead
 from ...tiers.nvme.path.path_messages import PROTOCOL, Ask, StillOpening, Told, from_writer
 from ...tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER, load_record
 from ...tiers.nvme.path.writer_note import load_note
-from .path_service import WriterService
 
 TOOL_NAME = "kvcascade tool"
 JOIN_LIMIT_S = 5.0

@@ -16,10 +16,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 
-from ..disk.transfers import Throttle
-from .block_reader import payload_checksum
-from .payload_files import PayloadFiles
-from .presence_table import PresenceTable
+from ...tiers.nvme.disk.transfers import Throttle
+from ...tiers.nvme.path.block_reader import payload_checksum
+from ...tiers.nvme.path.payload_files import PayloadFiles
+from ...tiers.nvme.path.presence_table import PresenceTable
 
 SCAN_THREADS = 4
 MAX_RUNS = 2 * SCAN_THREADS
