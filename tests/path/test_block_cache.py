@@ -23,14 +23,15 @@ from support.path_engine import WAIT_S, PathEngine
 from support.waiting import wait_until
 
 import kvcascade
-from kvcascade.block_buffers import checked_keys
+from kvcascade.block_buffers import Bytes, checked_keys
 from kvcascade.block_cache import ENDING as SAID_AT_THE_END
-from kvcascade.block_moves import BlockMoves, GetMove, PutMove
+from kvcascade.block_moves import BlockMoves, GetMove, MoveJob, PutMove
 from kvcascade.config.machine import Disk, Machine
 from kvcascade.errors import ClosedError, ConfigError, FormatError, InUseError, NoSpaceError
 from kvcascade.handlers.node.node_keeper import SILENCE_LIMIT_S, KeeperOptions
 from kvcascade.handlers.node.path_client import node_thread
 from kvcascade.handlers.node.path_io import IOThreads
+from kvcascade.handlers.node.path_jobs import PART_BYTES
 from kvcascade.handlers.node.path_wire import JobDone, PutJob, pack_outcomes
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import RealFile, RealFileSystem
@@ -686,3 +687,22 @@ def test_an_error_frees_the_slots_of_a_job_unless_the_node_has_it(is_sent: bool)
     put = PutMove(names, [0, 1], 10.0, blocks, 0)
     moves.run(put, again, lambda: None)
     assert put.outcomes == [BlockOutcome.OK] * 2
+
+
+class InterruptedRead(GetMove):
+    """A read that is interrupted while a block is copied."""
+
+    def land(self, job: MoveJob, arena: Bytes) -> list[int]:
+        raise KeyboardInterrupt
+
+
+def test_an_error_while_a_block_is_copied_frees_the_slots_of_every_job() -> None:
+    moves, client = BlockMoves(PART_BYTES, 2 * PART_BYTES), HeldClient()
+    client.answers = lambda message: JobDone(message.ticket)
+    names = [key(n) for n in range(2)]
+    with pytest.raises(KeyboardInterrupt):
+        moves.run(InterruptedRead(names, [0, 1], 10.0, None), client, lambda: None)
+    read = GetMove(names, [0, 1], 10.0, None)
+    moves.run(read, client, lambda: None)
+    assert len(read.read) == len(names)
+    assert len(moves._free) == moves.slots
