@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from support.below_twin import BelowTwin
 from support.cascade import Cascade
+from support.inside import demoters
 from support.keys import key, keys
 from support.twin_engine import DEADLINE_S, TwinEngine
 
@@ -118,6 +119,28 @@ def test_what_leaves_the_port_is_written_again() -> None:
     assert engine.offer(keys(2, 4)) == keys(2, 4)
     engine.manager.flush_dirty(engine.clock() + 1.0)
     assert engine.manager.tier_states()[0].dirty_blocks == 2, "the first two left"
+
+
+def test_what_leaves_the_port_before_its_write_has_ended_is_written_again() -> None:
+    engine = TwinEngine()
+    assert engine.offer(keys(2)) == keys(2)
+    demoters(engine.manager)[0].demote_coldest(2)
+    engine.twin.lose_early([key(0)])
+    engine.manager.end_step()
+    engine.step()
+    assert engine.manager.tier_states()[0].dirty_blocks == 1
+    assert engine.manager.flush_dirty(engine.clock() + 1.0)
+    assert all(engine.twin.may_hold(block_hash) for block_hash in keys(2))
+
+
+def test_an_old_loss_that_is_told_during_the_next_write_makes_nothing_dirty() -> None:
+    engine = TwinEngine()
+    assert engine.offer(keys(2)) == keys(2)
+    demoters(engine.manager)[0].demote_coldest(2)
+    engine.twin._lost.append(key(0))
+    engine.manager.end_step()
+    engine.step()
+    assert engine.manager.tier_states()[0].dirty_blocks == 0
 
 
 def test_a_reset_by_another_process_empties_the_first_tier_too() -> None:
