@@ -231,3 +231,16 @@ def test_a_request_does_not_wait_for_room_that_only_it_would_give_back(
         engine.manager.lookup(asked, request)
         engine.step()
     assert engine.manager.lookup(asked, request) == hits
+
+
+def test_a_block_that_a_request_loads_again_comes_from_memory() -> None:
+    engine, request = TwinEngine(), Request()
+    engine.below_only(keys(2))
+    assert engine.ask(request, keys(2)) == [PENDING] * 2
+    engine.step()
+    engine.step()
+    engine.loads(request, keys(2))
+    assert request.sources == dict.fromkeys(keys(2), "twin")
+    engine.manager.end_step()
+    engine.loads(request, keys(2))  # after a preemption
+    assert request.sources == {}
