@@ -96,7 +96,7 @@ class Request:
 
     def end_wait(self) -> None:
         """End the wait: the request is served, has ended, or gave up."""
-        self.claim = None
+        self.claim = self.asked = None
         self.storing_since_s = None
         self.pending.clear()
 

@@ -244,3 +244,18 @@ def test_a_block_that_a_request_loads_again_comes_from_memory() -> None:
     engine.manager.end_step()
     engine.loads(request, keys(2))  # after a preemption
     assert request.sources == {}
+
+
+def test_a_request_that_was_served_asks_no_tier_elsewhere_when_it_loads_again() -> None:
+    engine, request = TwinEngine(lower=8), Request()
+    engine.below_only(keys(2))
+    engine.lower.is_elsewhere = True
+    assert engine.manager.lookup(keys(3), request) is None
+    engine.step()
+    engine.lower.is_elsewhere = False
+    engine.step()
+    assert engine.manager.lookup(keys(3), request) == 2
+    engine.loads(request, keys(2))
+    engine.manager.end_step()
+    engine.lower.is_elsewhere = True  # its answer is forgotten
+    assert engine.manager.lookup(keys(2), request) == 2
