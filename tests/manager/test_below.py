@@ -259,3 +259,32 @@ def test_a_request_that_was_served_asks_no_tier_elsewhere_when_it_loads_again() 
     engine.manager.end_step()
     engine.lower.is_elsewhere = True  # its answer is forgotten
     assert engine.manager.lookup(keys(2), request) == 2
+
+
+def test_a_read_of_before_a_reset_makes_no_later_one_late() -> None:
+    engine = TwinEngine(slots=16)
+    engine.below_only(keys(1))
+    assert engine.ask(Request(), keys(1)) == [PENDING]
+    engine.manager.end_step()
+    old = engine.twin._queued.pop()
+    engine.manager.reset_cache()
+    engine.below_only(keys(4))
+    for block_hash in keys(1, 4):  # reads go on, so the old one is late after three deadlines
+        engine.clock.advance(DEADLINE_S * 0.9)
+        request = Request()
+        assert engine.ask(request, [block_hash]) == [PENDING]
+        engine.manager.end_step()
+        engine.step()
+        assert engine.ask(request, [block_hash]) == [HIT]
+        engine.manager.end_step()
+    request = Request()
+    assert engine.ask(request, keys(1)) == [PENDING]
+    engine.manager.end_step()
+    engine.clock.advance(DEADLINE_S * 0.4)
+    engine.manager.end_step()
+    assert engine.manager.counters.recomputed_blocks[Reason.DEADLINE] == 0
+    engine.step()
+    assert engine.ask(request, keys(1)) == [HIT]
+    engine.twin._queued.append(old)
+    engine.step()
+    assert engine.manager.counters.recomputed_blocks[Reason.DEADLINE] == 0
