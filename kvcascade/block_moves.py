@@ -96,11 +96,10 @@ class Move(ABC):
         """True if a job has ended."""
         return any(job.has_ended for job in self.jobs)
 
-    def take_ended(self) -> list[MoveJob]:
-        """Return the jobs that have ended, and forget them."""
-        ended = [job for job in self.jobs if job.has_ended]
-        self.jobs = [job for job in self.jobs if not job.has_ended]
-        return ended
+    @property
+    def ended(self) -> list[MoveJob]:
+        """Jobs that have ended and whose outcomes are not taken yet."""
+        return [job for job in self.jobs if job.has_ended]
 
     @abstractmethod
     def order(self, job: MoveJob, arena: Bytes) -> Callable[[int], Any]:
@@ -217,7 +216,7 @@ class BlockMoves:
         self._turn = threading.Lock()
         self._free = list(range(self.slots))
         self._left: list[MoveJob] = []
-        """Jobs of calls that ran out of time."""
+        """Jobs of calls that ran out of time, or that an error ended."""
 
     def run(self, move: Move, client: MovesClient, check: Callable[[], None]) -> None:
         """Move blocks until all have an outcome or the time of the call is over.
@@ -245,7 +244,11 @@ class BlockMoves:
                 self._turn.release()
 
     def _step(self, move: Move, client: MovesClient) -> None:
-        """Send jobs, wait for an answer, and take the answers."""
+        """Send jobs, wait for an answer, and take the answers.
+
+        After an error while a block is copied, its job and those behind it are left like those of
+        a call that ran out of time.
+        """
         self._take_back()
         is_taken = True
         while move.todo and self._free and is_taken:
@@ -253,8 +256,9 @@ class BlockMoves:
         limit_s = move.left_s if move.jobs or not self._free else min(RETRY_PAUSE_S, move.left_s)
         client.wait(lambda: move.has_news or self._has_back, limit_s)
         again: list[int] = []
-        for job in move.take_ended():
+        for job in move.ended:
             again += move.land(job, self._arena)
+            move.jobs.remove(job)
             self._free += job.slots
         if again:
             client.wait(lambda: False, min(RETRY_PAUSE_S, move.left_s))
@@ -284,7 +288,7 @@ class BlockMoves:
         return any(job.has_ended for job in self._left)
 
     def _take_back(self) -> None:
-        """Take back the slots of jobs whose call ran out of time."""
+        """Take back the slots of ended jobs whose call did not take them."""
         for job in [job for job in self._left if job.has_ended]:
             self._left.remove(job)
             self._free += job.slots

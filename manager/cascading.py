@@ -331,8 +331,7 @@ class CascadingOffloadingManager:
         """Insert complete blocks that the first tier holds already. Call it before the first
         request."""
         with self.lock:
-            self._flow.top.adopt(block_hashes, statuses)
-            self._flow.emit(block_hashes, removed=False)
+            self._flow.adopt(block_hashes, statuses)
 
     def tier_states(self) -> list[TierState]:
         """Return the state of each tier, the first tier first. Any thread."""

@@ -235,7 +235,11 @@ class Demoter:
         return left
 
     def land(self, ended: Ended) -> Transfer:
-        """Take in the outcomes of a write that ended. Return its job."""
+        """Take in the outcomes of a write that ended. Return its job.
+
+        The tier below may store a block and evict it again before the last block of the job is
+        written. It then was marked dirty already, and stays so.
+        """
         job = self.jobs.pop(ended.ticket)
         if job.is_orphan:
             self._level.release(job)
@@ -243,15 +247,17 @@ class Demoter:
         settled: list[int] = []
         failed: list[int] = []
         again: list[BlockHash] = []
-        ok = BlockOutcome.OK
+        ok, dirty, may_hold = BlockOutcome.OK, self._level.dirt.dirty, self._below.may_hold
         for block_hash, source, outcome in zip(
             job.hashes, job.statuses, ended.outcomes, strict=True
         ):
             source.ref_cnt -= 1
+            slot = source.block_id
             if outcome is ok or outcome in NOT_WANTED:
-                settled.append(source.block_id)
+                if not dirty[slot] or may_hold(block_hash) > 0:
+                    settled.append(slot)
             else:
-                failed.append(source.block_id)
+                failed.append(slot)
                 if outcome is not BlockOutcome.NO_SPACE:
                     again.append(block_hash)
         self._level.dirt.set_settled(settled)

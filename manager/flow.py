@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from ..tiers.base import BlockHash
+from ..tiers.base import BlockHash, BlockStatus
 from .admission import PastUses
 from .base import BlockEvent
 from .below.port import Below
@@ -24,8 +24,9 @@ BATCH_BYTES = 32 << 20
 MAX_BATCH_BLOCKS = 512
 MAX_JOBS_IN_FLIGHT = 4
 """Largest number of jobs in flight for each tier and direction."""
-MAX_LOST_BLOCKS = 512
-"""Most blocks lost by a reset of another engine that one step turns into events."""
+MAX_EVENT_BLOCKS = 512
+"""Most blocks lost by a reset of another engine that one step turns into events. The same limit
+holds for blocks that an earlier engine left."""
 
 
 class Flow:
@@ -56,6 +57,14 @@ class Flow:
         self.events: list[BlockEvent] = []
         self.evicted: list[BlockHash] = []
         """Hashes evicted from the first tier since the last store."""
+        self._adopted: list[BlockHash] = []
+        """Hashes of blocks that an earlier engine left, not yet reported as events."""
+
+    def adopt(self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]) -> None:
+        """Insert complete blocks that an earlier engine left in the first tier."""
+        self.top.adopt(block_hashes, statuses)
+        if self.with_events:
+            self._adopted += block_hashes
 
     def emit(self, block_hashes: Sequence[BlockHash], removed: bool) -> None:
         """Record an event: blocks were stored in the first tier or removed from it."""
@@ -66,7 +75,8 @@ class Flow:
     def take_events(self) -> list[BlockEvent]:
         """Return the events since the last call, in order."""
         if self.with_events:
-            self.emit(self.top.take_loss(MAX_LOST_BLOCKS), removed=True)
+            self.emit(self.top.take_loss(MAX_EVENT_BLOCKS), removed=True)
+            self.emit(self._take_adopted(MAX_EVENT_BLOCKS), removed=False)
         self.collect_events()
         events, self.events = self.events, []
         return events
@@ -75,6 +85,13 @@ class Flow:
         """Collect the events of the tiers below."""
         if self.with_events:
             self.events += self.below.take_events()
+
+    def _take_adopted(self, limit: int) -> list[BlockHash]:
+        """Return the next batch of adopted blocks. Leave out those that left the first tier."""
+        batch = self._adopted[-limit:]
+        del self._adopted[-limit:]
+        found = zip(batch, self.top.policy.get_many(batch), strict=True)
+        return [h for h, status in found if status is not None and status.ref_cnt >= 0]
 
     def _note_evicted(self, evicted: Pairs) -> None:
         hashes = [block_hash for block_hash, _ in evicted]

@@ -62,7 +62,8 @@ class Request:
     """Time of the first lookup of a block that a worker is still storing; None: there was none."""
 
     sources: dict[BlockHash, str] = field(default_factory=dict)
-    """Medium of the tier from which a loaded block was read, if it is not the first tier."""
+    """Medium of the tier from which each block of the last load was read, if it is not the first
+    tier."""
 
     missed_at: BlockHash | None = None
     """First block that missed in the last lookup. The request computes from this block on."""
@@ -95,7 +96,7 @@ class Request:
 
     def end_wait(self) -> None:
         """End the wait: the request is served, has ended, or gave up."""
-        self.claim = None
+        self.claim = self.asked = None
         self.storing_since_s = None
         self.pending.clear()
 

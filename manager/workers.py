@@ -50,6 +50,8 @@ class WorkerTransfers:
     ) -> LoadStoreSpec:
         """Pin blocks that a worker reads, and return their slots."""
         hashes = list(block_hashes)
+        if request is not None:
+            request.sources.clear()  # of an earlier load, before a preemption
         loads, origin, served_end = self.loads, self._top.origin, self._served_end
         loaded, served = self._counters.loaded_blocks, self._counters.served_blocks
         pinned: list[BlockStatus] = []

@@ -78,11 +78,13 @@ class ReadQueue:
         return late
 
     def late_jobs(self, now_s: float) -> Iterator[ReadJob]:
-        """Mark and yield the jobs that have become late."""
+        """Mark the jobs that have become late. Yield them, except those of before a reset: a later
+        promotion may read the same blocks."""
         for job in self.jobs.values():
             if not job.is_late and now_s >= self._due_s(job):
                 job.is_late = True
-                yield job
+                if not job.is_orphan:
+                    yield job
 
     def next_due_s(self) -> float:
         """Return the earliest time at which a block or job may become late."""

@@ -117,7 +117,8 @@ class PrefillSpeed:
     A scheduler offers blocks when it schedules their tokens. A sample begins with the first offer.
     It ends `STEPS_UNTIL_COMPUTED` steps after the last offer, or when all blocks are stored, since
     an idle engine makes no steps. Both include a little more than the computation, so the measured
-    speed is slightly too low.
+    speed is slightly too low. A longer sample ends with the first offer after `PREFILL_WINDOW_S`,
+    without the tokens of that offer: the engine has not computed them yet.
     """
 
     def __init__(self, given_tokens_per_s: float | None = None) -> None:
@@ -136,6 +137,8 @@ class PrefillSpeed:
         """Count the tokens of blocks that the engine is computing and offers for the first time."""
         if self._is_given:
             return
+        if self._since_s is not None and now_s - self._since_s >= PREFILL_WINDOW_S:
+            self._end_sample(now_s)
         if self._since_s is None:
             self._since_s, self._tokens, self._has_deferred = now_s, 0.0, False
         self._tokens += tokens
@@ -145,9 +148,8 @@ class PrefillSpeed:
     def end_step(self, now_s: float) -> None:
         """End a step of the scheduler."""
         self._steps_left -= 1
-        if self._since_s is not None:
-            if self._steps_left <= 0 or now_s - self._since_s >= PREFILL_WINDOW_S:
-                self._end_sample(now_s)
+        if self._steps_left <= 0:
+            self._end_sample(now_s)
 
     def all_stored(self, now_s: float) -> None:
         """End the sample, because all accepted blocks are stored and therefore computed."""

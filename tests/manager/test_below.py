@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from support.below_twin import BelowTwin
 from support.cascade import Cascade
+from support.inside import demoters
 from support.keys import key, keys
 from support.twin_engine import DEADLINE_S, TwinEngine
 
@@ -120,6 +121,28 @@ def test_what_leaves_the_port_is_written_again() -> None:
     assert engine.manager.tier_states()[0].dirty_blocks == 2, "the first two left"
 
 
+def test_what_leaves_the_port_before_its_write_has_ended_is_written_again() -> None:
+    engine = TwinEngine()
+    assert engine.offer(keys(2)) == keys(2)
+    demoters(engine.manager)[0].demote_coldest(2)
+    engine.twin.lose_early([key(0)])
+    engine.manager.end_step()
+    engine.step()
+    assert engine.manager.tier_states()[0].dirty_blocks == 1
+    assert engine.manager.flush_dirty(engine.clock() + 1.0)
+    assert all(engine.twin.may_hold(block_hash) for block_hash in keys(2))
+
+
+def test_an_old_loss_that_is_told_during_the_next_write_makes_nothing_dirty() -> None:
+    engine = TwinEngine()
+    assert engine.offer(keys(2)) == keys(2)
+    demoters(engine.manager)[0].demote_coldest(2)
+    engine.twin._lost.append(key(0))
+    engine.manager.end_step()
+    engine.step()
+    assert engine.manager.tier_states()[0].dirty_blocks == 0
+
+
 def test_a_reset_by_another_process_empties_the_first_tier_too() -> None:
     engine = TwinEngine()
     engine.below_only(keys(2))
@@ -208,3 +231,60 @@ def test_a_request_does_not_wait_for_room_that_only_it_would_give_back(
         engine.manager.lookup(asked, request)
         engine.step()
     assert engine.manager.lookup(asked, request) == hits
+
+
+def test_a_block_that_a_request_loads_again_comes_from_memory() -> None:
+    engine, request = TwinEngine(), Request()
+    engine.below_only(keys(2))
+    assert engine.ask(request, keys(2)) == [PENDING] * 2
+    engine.step()
+    engine.step()
+    engine.loads(request, keys(2))
+    assert request.sources == dict.fromkeys(keys(2), "twin")
+    engine.manager.end_step()
+    engine.loads(request, keys(2))  # after a preemption
+    assert request.sources == {}
+
+
+def test_a_request_that_was_served_asks_no_tier_elsewhere_when_it_loads_again() -> None:
+    engine, request = TwinEngine(lower=8), Request()
+    engine.below_only(keys(2))
+    engine.lower.is_elsewhere = True
+    assert engine.manager.lookup(keys(3), request) is None
+    engine.step()
+    engine.lower.is_elsewhere = False
+    engine.step()
+    assert engine.manager.lookup(keys(3), request) == 2
+    engine.loads(request, keys(2))
+    engine.manager.end_step()
+    engine.lower.is_elsewhere = True  # its answer is forgotten
+    assert engine.manager.lookup(keys(2), request) == 2
+
+
+def test_a_read_of_before_a_reset_makes_no_later_one_late() -> None:
+    engine = TwinEngine(slots=16)
+    engine.below_only(keys(1))
+    assert engine.ask(Request(), keys(1)) == [PENDING]
+    engine.manager.end_step()
+    old = engine.twin._queued.pop()
+    engine.manager.reset_cache()
+    engine.below_only(keys(4))
+    for block_hash in keys(1, 4):  # reads go on, so the old one is late after three deadlines
+        engine.clock.advance(DEADLINE_S * 0.9)
+        request = Request()
+        assert engine.ask(request, [block_hash]) == [PENDING]
+        engine.manager.end_step()
+        engine.step()
+        assert engine.ask(request, [block_hash]) == [HIT]
+        engine.manager.end_step()
+    request = Request()
+    assert engine.ask(request, keys(1)) == [PENDING]
+    engine.manager.end_step()
+    engine.clock.advance(DEADLINE_S * 0.4)
+    engine.manager.end_step()
+    assert engine.manager.counters.recomputed_blocks[Reason.DEADLINE] == 0
+    engine.step()
+    assert engine.ask(request, keys(1)) == [HIT]
+    engine.twin._queued.append(old)
+    engine.step()
+    assert engine.manager.counters.recomputed_blocks[Reason.DEADLINE] == 0

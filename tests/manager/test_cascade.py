@@ -12,11 +12,11 @@ from kvcascade.manager.admission import AdmitSecondTouch
 from kvcascade.manager.base import BlockEvent, LookupState
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.counters import Reason
-from kvcascade.manager.flow import MAX_BATCH_BLOCKS
+from kvcascade.manager.flow import MAX_BATCH_BLOCKS, MAX_EVENT_BLOCKS
 from kvcascade.manager.promotion import promoter
 from kvcascade.manager.request import Request
 from kvcascade.manager.stores import MAX_DEFERRALS
-from kvcascade.tiers.base import BlockHash, BlockOutcome
+from kvcascade.tiers.base import BlockHash, BlockOutcome, BlockStatus
 from kvcascade.tiers.endurance import DAY_S
 
 HIT, MISS, PENDING, RETRY = (
@@ -637,6 +637,34 @@ def test_events_tell_what_lies_where() -> None:
         BlockEvent((key(2),), "M0", False, "M0"),
     ]
     assert cascade.manager.take_events() == []
+
+
+def test_what_an_earlier_engine_left_is_told_in_batches() -> None:
+    """Blocks that have left the tier meanwhile are left out, as are those that are stored anew."""
+    count = MAX_EVENT_BLOCKS + 5
+    cascade = Cascade((count,))
+    found = keys(0, count)
+    cascade.manager.adopt(found, adopted_by(cascade, found))
+    stored = cascade.manager.prepare_store(keys(count, count + 2))
+    assert stored is not None and len(stored.block_hashes_evicted) == 2
+    assert cascade.manager.prepare_store(stored.block_hashes_evicted) is not None
+    present = {h for h in found if cascade.holds(0, h)}
+    told: set[BlockHash] = set()
+    for _ in range(2):
+        for event in cascade.manager.take_events():
+            if not event.removed:
+                assert len(event.block_hashes) <= MAX_EVENT_BLOCKS
+                told |= set(event.block_hashes)
+    assert told == present
+    assert cascade.manager.take_events() == []
+
+
+def adopted_by(cascade: Cascade, found: list[BlockHash]) -> list[BlockStatus]:
+    """Slots that hold these blocks since an earlier engine."""
+    statuses = cascade.backends[0].allocate_blocks(found)
+    for status in statuses:
+        status.ref_cnt = 0
+    return statuses
 
 
 @pytest.mark.parametrize("policy", ["arc", "lru"])

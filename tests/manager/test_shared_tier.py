@@ -9,7 +9,7 @@ from support.keys import key, keys
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.chain import PASS_ON_AFTER_S
 from kvcascade.manager.below.port import Put
-from kvcascade.manager.flow import MAX_LOST_BLOCKS
+from kvcascade.manager.flow import MAX_EVENT_BLOCKS
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 
@@ -132,17 +132,17 @@ def test_a_tier_in_between_that_only_this_engine_uses_is_emptied_too() -> None:
 
 def test_what_another_engine_took_is_told_in_batches() -> None:
     """First what was in memory, which nobody can name later; blocks that are back are left out."""
-    cascade = Cascade((2 * MAX_LOST_BLOCKS, 8), is_immediate=True)
-    cascade.store(keys(0, MAX_LOST_BLOCKS + 5))
+    cascade = Cascade((2 * MAX_EVENT_BLOCKS, 8), is_immediate=True)
+    cascade.store(keys(0, MAX_EVENT_BLOCKS + 5))
     cascade.manager.take_events()
     reset_by_another(cascade)
     removed: set[BlockHash] = set()
     for _ in range(3):
         for event in cascade.manager.take_events():
-            assert event.removed and len(event.block_hashes) <= MAX_LOST_BLOCKS
+            assert event.removed and len(event.block_hashes) <= MAX_EVENT_BLOCKS
             assert removed.isdisjoint(event.block_hashes)
             removed |= set(event.block_hashes)
-    assert removed == set(keys(0, MAX_LOST_BLOCKS + 5))
+    assert removed == set(keys(0, MAX_EVENT_BLOCKS + 5))
     assert cascade.manager.take_events() == []
 
 

@@ -125,6 +125,20 @@ def test_a_long_prefill_is_measured_as_it_goes() -> None:
     assert 4000 < prefill.tokens_per_s < 6000
 
 
+@pytest.mark.parametrize("step_s", [0.125, 0.25, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_prefill_is_measured_in_long_steps_of_every_engine(step_s: float, ends_first: bool) -> None:
+    """vLLM ends a step after its offers from 0.33 on, and before them earlier."""
+    prefill = PrefillSpeed()
+    for step in range(20):
+        if ends_first:
+            prefill.end_step(step * step_s)
+        prefill.offered(500, step * step_s)
+        if not ends_first:
+            prefill.end_step(step * step_s)
+    assert prefill.tokens_per_s == pytest.approx(500 / step_s)
+
+
 def test_a_few_tokens_say_nothing_and_what_is_given_is_not_measured() -> None:
     decode, given = PrefillSpeed(), PrefillSpeed(7000.0)
     for prefill in (decode, given):
@@ -440,10 +454,10 @@ def test_an_offer_beside_one_that_is_put_off_is_not_counted() -> None:
 def test_that_all_is_stored_says_nothing_of_what_was_put_off() -> None:
     prefill = PrefillSpeed()
     prefill.offered(1000, 10.0)
-    prefill.offered(1000, 11.0, is_taken=False)
-    prefill.all_stored(11.0)  # the second thousand is being computed now
+    prefill.offered(1000, 10.5, is_taken=False)
+    prefill.all_stored(10.5)  # the second thousand is being computed now
     assert prefill.tokens_per_s is None
-    for now in (12.0, 12.1, 12.2):
+    for now in (11.0, 11.5, 12.0):
         prefill.end_step(now)
     assert prefill.tokens_per_s == 1000
 

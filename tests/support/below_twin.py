@@ -29,6 +29,7 @@ class BelowTwin(Below):
         self._ended: list[Ended] = []
         self._landed: list[tuple[BlockHash, bytes, int]] = []
         self._lost: list[BlockHash] = []
+        self._left_early: set[BlockHash] = set()
         self._events: list[BlockEvent] = []
         self._epoch = 0
         self.outcome = BlockOutcome.OK
@@ -120,8 +121,16 @@ class BelowTwin(Below):
         ended, self._ended = self._ended, []
         return ended
 
+    def lose_early(self, keys: Sequence[BlockHash]) -> None:
+        """Store blocks of a put and evict them again, while its other blocks are still written."""
+        self._lost += keys
+        self._left_early.update(keys)
+
     def _keep(self, key: BlockHash, data: bytes) -> None:
         del self._coming[key]
+        if key in self._left_early:
+            self._left_early.discard(key)
+            return
         while len(self._held) >= self.tiers[0].capacity:
             self.departures[0].evicted_blocks += 1
             self._leave(next(iter(self._held)))

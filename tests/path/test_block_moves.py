@@ -1,0 +1,138 @@
+"""Transfers between a caller and the node, whose answers a test gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.keys import key
+
+from kvcascade.block_buffers import Bytes
+from kvcascade.block_moves import BlockMoves, GetMove, MoveJob, PutMove
+from kvcascade.handlers.node.path_jobs import PART_BYTES
+from kvcascade.handlers.node.path_wire import JobDone, PutJob, pack_outcomes
+from kvcascade.tiers.base import BlockOutcome
+
+BLOCK = 4096
+
+
+def content(number: int) -> Bytes:
+    """Bytes of a block."""
+    return np.full(BLOCK, number, np.uint8)
+
+
+class HeldClient:
+    """A node that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[Any, Callable[[Any], None]]] = []
+        self.answers: Callable[[Any], JobDone | None] | None = None
+
+    def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
+        self.jobs.append((order(len(self.jobs) + 1), on_end))
+        return True
+
+    def has_job(self, on_end: Callable[[Any], None]) -> bool:
+        return any(one == on_end for _, one in self.jobs)
+
+    def wait(self, is_done: Callable[[], bool], limit_s: float) -> bool:
+        if self.answers is not None:
+            self.answer(self.answers)
+        return is_done()
+
+    def answer(self, done_of: Callable[[Any], JobDone | None]) -> None:
+        """End every job."""
+        jobs, self.jobs = self.jobs, []
+        for message, on_end in jobs:
+            on_end(done_of(message))
+
+
+def test_slots_of_a_call_that_ran_out_of_time_are_not_used_before_the_answer() -> None:
+    moves, client = BlockMoves(BLOCK, 2 * BLOCK), HeldClient()
+    names = [key(n) for n in range(2)]
+    blocks = [content(n) for n in range(2)]
+    late = PutMove(names, [0, 1], 0.0, blocks, 0)
+    moves._turn.acquire()
+    moves.run(late, client, lambda: None)
+    assert not client.jobs, "it had no turn"
+    moves._turn.release()
+    late = PutMove(names, [0, 1], 0.01, blocks, 0)
+    moves.run(late, client, lambda: None)
+    assert late.outcomes == [BlockOutcome.CANCELLED] * 2 and len(client.jobs) == 1
+    before = bytes(moves.memory)
+    other = PutMove([key(5)], [0], 0.01, [content(5)], 0)
+    moves.run(other, client, lambda: None)
+    assert bytes(moves.memory) == before, "the node may still read these slots"
+    client.answers = lambda message: JobDone(message.ticket)
+    other = PutMove([key(5)], [0], 10.0, [content(5)], 0)
+    moves.run(other, client, lambda: None)
+    assert other.outcomes == [BlockOutcome.OK] and not client.jobs
+
+
+def test_a_node_that_died_costs_its_blocks_and_refused_blocks_are_offered_again() -> None:
+    moves, client = BlockMoves(BLOCK, 4 * BLOCK), HeldClient()
+    client.answers = lambda message: None
+    read = GetMove([key(0)], [0], 10.0, None)
+    moves.run(read, client, lambda: None)
+    assert not read.read
+    offered: list[Any] = []
+
+    def later(message: Any) -> JobDone:
+        offered.append(message)
+        outcome = BlockOutcome.CANCELLED if len(offered) < 3 else BlockOutcome.OK
+        return JobDone(message.ticket, pack_outcomes((outcome,)))
+
+    client.answers = later
+    put = PutMove([key(0)], [0], 10.0, [content(0)], 3)
+    moves.run(put, client, lambda: None)
+    assert put.outcomes == [BlockOutcome.OK] and len(offered) == 3
+    assert all(isinstance(each, PutJob) and each.epoch == 3 for each in offered)
+
+
+class InterruptedClient(HeldClient):
+    """A node whose `submit` raises an error, before or after the job was sent."""
+
+    def __init__(self, *, is_sent: bool) -> None:
+        super().__init__()
+        self._is_sent = is_sent
+
+    def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
+        if self._is_sent:
+            super().submit(order, on_end)
+        raise TimeoutError
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_an_error_frees_the_slots_of_a_job_unless_the_node_has_it(is_sent: bool) -> None:
+    moves, client = BlockMoves(BLOCK, 2 * BLOCK), InterruptedClient(is_sent=is_sent)
+    names, blocks = [key(n) for n in range(2)], [content(n) for n in range(2)]
+    with pytest.raises(TimeoutError):
+        moves.run(PutMove(names, [0, 1], 10.0, blocks, 0), client, lambda: None)
+    assert len(moves._free) == (0 if is_sent else 2)
+    client.answer(lambda message: JobDone(message.ticket))
+    again = HeldClient()
+    again.answers = lambda message: JobDone(message.ticket)
+    put = PutMove(names, [0, 1], 10.0, blocks, 0)
+    moves.run(put, again, lambda: None)
+    assert put.outcomes == [BlockOutcome.OK] * 2
+
+
+class InterruptedRead(GetMove):
+    """A read that is interrupted while a block is copied."""
+
+    def land(self, job: MoveJob, arena: Bytes) -> list[int]:
+        raise KeyboardInterrupt
+
+
+def test_an_error_while_a_block_is_copied_frees_the_slots_of_every_job() -> None:
+    moves, client = BlockMoves(PART_BYTES, 2 * PART_BYTES), HeldClient()
+    client.answers = lambda message: JobDone(message.ticket)
+    names = [key(n) for n in range(2)]
+    with pytest.raises(KeyboardInterrupt):
+        moves.run(InterruptedRead(names, [0, 1], 10.0, None), client, lambda: None)
+    read = GetMove(names, [0, 1], 10.0, None)
+    moves.run(read, client, lambda: None)
+    assert len(read.read) == len(names)
+    assert len(moves._free) == moves.slots
