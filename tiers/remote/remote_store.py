@@ -132,7 +132,7 @@ class RemoteStore:
             objects.marks_name,
             clock,
             wall_clock,
-            memory.forget,
+            memory.forget_all,
             asked,
             was_reset=was_reset,
         )
