@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+from support.executors import SteppingExecutor
 from support.keys import key, keys
 from support.remote_rig import RemoteRig, content
+from support.remote_twin import RemoteTwin
 
 from kvcascade.tiers.remote.base import RemoteOutcome
 from kvcascade.tiers.remote.presence import Presence
@@ -64,3 +67,30 @@ class TestBlocksInUse:
         mark = rig.store.state().mark
         assert rig.store.offer(7, keys(1), [payload], mark) == [Offer.QUEUED]
         assert rig.ended(7, Verb.WRITE) == [OK]
+
+
+@pytest.mark.parametrize("names_per_call", [1, 4])
+def test_a_slow_upload_that_ends_well_costs_no_other_one(names_per_call: int) -> None:
+    """One that never ends opens the breaker."""
+    twin = RemoteTwin(names_per_call=names_per_call)
+    twin.timeout_s = 2.0
+    rig = RemoteRig(twin, executor=(stepping := SteppingExecutor()), queue_s=100.0)
+    took_s = twin.timeout_s * (names_per_call + 1) - 0.1
+    while_slow: list[bool] = []
+
+    def be_slow(method: str) -> None:
+        if method == "put" and len(while_slow) < 3:
+            rig.clock.advance(took_s)
+            assert rig.store.poll() == []
+            while_slow.append(Verb.WRITE in rig.store.state().resting)
+
+    twin.before = be_slow
+    ticket, _ = rig.begin_write(keys(12 * names_per_call))
+    stepping.run_all()
+    assert rig.ended(ticket, Verb.WRITE) == [OK] * 12 * names_per_call
+    assert while_slow == [False] * 3 and not rig.store.counters.unsent
+    took_s += 0.2
+    while_slow.clear()
+    rig.begin_write(keys(100, 101))
+    stepping.run_all()
+    assert while_slow == [True]
