@@ -102,6 +102,8 @@ _COUNTED = frozenset({RemoteOutcome.OK, RemoteOutcome.ABSENT, RemoteOutcome.CORR
 """Answers about a counter after which its next value is known."""
 _STAGED = re.compile(r"[0-9a-f]{32}/.+#\d+")
 """Names of files in which `obstore` writes objects of a namespace, until they are complete."""
+_GENERATION = re.compile(r"([0-9a-f]{32}/[0-9a-f]{1,16})(?:/[0-9a-f]{2})?")
+"""Names of the folders of a generation."""
 _EXPLAINED = "kvcascade-check/explain"
 """Name of an object that is never there."""
 
@@ -300,11 +302,18 @@ class ObjectStoreEngine(RemoteEngine):
                 return
             yield Listing(RemoteOutcome.OK, [_entry(each) for each in found])
 
-    def sweep(self, namespace: str, older_than_s: float, *, is_dry_run: bool) -> list[int]:
+    def sweep(
+        self,
+        namespace: str,
+        older_than_s: float,
+        is_old: Callable[[str], bool],
+        *,
+        is_dry_run: bool,
+    ) -> list[int]:
         swept: list[int] = []
         if self._folder is None:
             return swept
-        for place, _, files in os.walk(self._folder):
+        for place, _, files in os.walk(self._folder, topdown=False):
             for path in (os.path.join(place, file) for file in files if "#" in file):
                 name = os.path.relpath(path, self._folder)
                 if not (_STAGED.fullmatch(name) and name.startswith(namespace)):
@@ -315,6 +324,10 @@ class ObjectStoreEngine(RemoteEngine):
                         if not is_dry_run:
                             os.unlink(path)
                         swept.append(found.st_size)
+            of = _GENERATION.fullmatch(os.path.relpath(place, self._folder))
+            if of and of[1].startswith(namespace) and not is_dry_run and is_old(of[1]):
+                with suppress(OSError):  # it is not empty
+                    os.rmdir(place)
         return swept
 
     def explain(self, limit_s: float) -> Cause | None:
