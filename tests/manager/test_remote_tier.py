@@ -265,6 +265,24 @@ class TestWrites:
         rig.pump()
         assert not rig.tier.wants_again(key(0)) and rig.tier.may_hold(key(0)) == 1
 
+    @pytest.mark.parametrize("failing", ["exist_many", "get_into"])
+    def test_a_server_that_timed_out_is_not_sent_the_same_blocks_again(self, failing: str) -> None:
+        rig = RemoteTierRig(options=replace(THROUGH, renew_after_s=3600.0))
+        rig.pump()
+        put(rig, 1, 2)
+        rig.pump()
+        rig.twin.fails[failing] = RemoteOutcome.TIMED_OUT
+        if failing == "exist_many":
+            assert is_asking(rig.tier, key(9), "request")
+            rig.tier.maintain()
+        else:
+            rig.tier.get(2, 1, keys(1), range(1))
+        rig.pump()
+        assert rig.tier.rests(1) and not rig.tier.may_hold(key(1)), "its answers are forgotten"
+        assert not rig.tier.wants_again(key(0)) and not rig.tier.wants_again(key(1))
+        rig.clock.advance(3601.0)
+        assert rig.tier.wants_again(key(1))
+
     def test_it_takes_all_while_nothing_leaves_a_block_out(self) -> None:
         rig = RemoteTierRig(options=replace(THROUGH, queue_bytes=2 * PAYLOAD_BYTES))
         assert not rig.tier.takes_all, "the server was not asked yet"

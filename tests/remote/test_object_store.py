@@ -54,7 +54,43 @@ def bucket_at(
     )
 
 
-class TestFolder(RemoteContract):
+class ObjectsContract(RemoteContract):
+    """The contract, and what only objects in a bucket or a folder can do to a counter."""
+
+    @pytest.mark.parametrize("data", [b"", b"12x", b"9" * 19, b"9" * 200])
+    def test_a_counter_whose_begin_is_damaged_goes_on(
+        self, engine: RemoteEngine, data: bytes, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A host that lost power, or a share that was full, leaves it without content."""
+        for name in ("space/generation", "other/generation"):
+            self.spoil(engine, f"{name}/begin", data)
+        assert engine.counter("space/generation", None, LIMIT_S).outcome is ABSENT
+        assert engine.counter("space/generation", None, LIMIT_S).outcome is ABSENT
+        assert caplog.text.count("space/generation/begin") == 1
+        assert engine.counter("space/generation", 1000, LIMIT_S).value == 1000
+        assert engine.counter("space/generation", 5, LIMIT_S).value == 1000
+        assert engine.advance("space/generation", 7, LIMIT_S).value == 1001
+        assert engine.advance("other/generation", 70, LIMIT_S).value == 70
+        assert engine.counter("other/generation", 1, LIMIT_S).value == 70
+
+    def test_hosts_that_mend_a_counter_at_once_agree_in_the_end(self, engine: RemoteEngine) -> None:
+        self.spoil(engine, "space/generation/begin", b"")
+        barrier = threading.Barrier(6)
+
+        def mend(first: int) -> int:
+            barrier.wait(LIMIT_S)
+            if first % 2:
+                return engine.counter("space/generation", 100 + first, LIMIT_S).value
+            return engine.advance("space/generation", 100 + first, LIMIT_S).value
+
+        with ThreadPoolExecutor(6) as threads:
+            found = [*threads.map(mend, range(6))]
+        assert min(found) >= 100
+        last = engine.counter("space/generation", 1, LIMIT_S).value
+        assert last == max(found), "nobody goes on with a smaller one"
+
+
+class TestFolder(ObjectsContract):
     @pytest.fixture
     def engine(self, tmp_path: Path) -> Iterator[RemoteEngine]:
         self.folder = tmp_path / "made" / "here"
@@ -117,12 +153,27 @@ class TestFolder(RemoteContract):
         (self.folder / "space/generation" / str(MAX_COUNTER)).touch()
         assert engine.counter("space/generation", None, LIMIT_S).value == MAX_COUNTER
         assert engine.advance("space/generation", 1, LIMIT_S).outcome is RemoteOutcome.CORRUPT
-        (self.folder / "other/generation").mkdir(parents=True)
-        (self.folder / "other/generation/begin").write_bytes(b"9" * 19)
-        assert engine.counter("other/generation", 1, LIMIT_S).outcome is RemoteOutcome.CORRUPT
+
+    def test_what_was_stored_before_a_counter_was_damaged_does_not_come_back(
+        self, engine: RemoteEngine
+    ) -> None:
+        rig = RemoteRig(engine)
+        other = RemoteRig(engine, clock=rig.clock)
+        assert rig.write(keys(2)) == [OK] * 2 == other.read(keys(2))
+        for name in (rig.objects.counter_name, rig.objects.marks_name):
+            (self.folder / name).mkdir(exist_ok=True)
+            (self.folder / name / "begin").write_bytes(b"")
+        rig.clock.advance(6.0)
+        late = RemoteRig(engine, clock=rig.clock)
+        assert late.look(keys(2)) == rig.read(keys(2)) == other.read(keys(2)) == [ABSENT] * 2
+        assert late.write(keys(1)) == rig.read(keys(1)) == other.read(keys(1)) == [OK]
+        late.store.reset()
+        assert not late.store.state().is_reset_pending
+        rig.clock.advance(6.0)
+        assert rig.read(keys(2)) == [ABSENT] * 2
 
 
-class TestS3(RemoteContract):
+class TestS3(ObjectsContract):
     @pytest.fixture
     def engine(self, s3: S3Server) -> Iterator[RemoteEngine]:
         self.at = f"{s3.endpoint}/{(bucket := uuid.uuid4().hex)}"

@@ -452,11 +452,38 @@ def test_gc_removes_what_a_killed_writer_left_in_a_folder(tmp_path: Path) -> Non
     for path in (left, strange):
         os.utime(path, (old_s := time.time() - 2 * STAGED_MAX_S, old_s))
     assert isinstance(engine, CanSweep)
-    assert engine.sweep("f" * 32, 0, is_dry_run=False) == []
+    assert engine.sweep("f" * 32, 0, lambda generation: True, is_dry_run=False) == []
     for words, is_there in ((["--dry-run"], True), ([], False)):
         found = call("remote", "gc", tmp_path.as_uri(), "--json", *words).document
         assert found["staged_removed"] == 1 and left.exists() == is_there
     assert young.exists() and strange.exists()
+    engine.close()
+
+
+def test_gc_leaves_no_folders_of_old_generations(tmp_path: Path) -> None:
+    """Each reset left one for every first byte of a key."""
+    pytest.importorskip("obstore")
+    engine, _ = open_remote_engine(parse_remote(At("t"), {"url": tmp_path.as_uri()}), os.environ)
+    place = Place(engine, [tmp_path.as_uri()])
+    old, current = place.fill(20, OLD), place.fill(20, NOW)
+    space = tmp_path / old[0].partition("/")[0]
+    of_old, of_current, of_earlier_gc = (space / f"{number:x}" for number in (OLD, NOW, OLD + 1))
+    staying = [of_current / "empty", of_current / "no", tmp_path / "others" / f"{OLD:x}" / "00"]
+    staying += [space / f"{OLD + 2:x}" / "00"]
+    for folder in (of_earlier_gc / "00", of_earlier_gc / "ff", *staying):
+        folder.mkdir(parents=True)
+    (staying[-1] / "0#1").touch()  # somebody writes it
+    for path in current:
+        engine.remove([path], LIMIT_S)
+    call("remote", "gc", *place.words, "--dry-run", "-n", "f" * 32)
+    call("remote", "gc", *place.words, "--dry-run")
+    call("remote", "gc", *place.words, "-n", "f" * 32)
+    assert of_earlier_gc.exists() and all((tmp_path / name).exists() for name in old)
+    call("remote", "gc", *place.words)
+    assert not of_old.exists() and not of_earlier_gc.exists()
+    assert all(folder.exists() for folder in staying)
+    assert all((tmp_path / name).parent.exists() for name in current)
+    assert place.held(place.fill(20, OLD)) == [True] * 20, "a late writer makes them again"
     engine.close()
 
 

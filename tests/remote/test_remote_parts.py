@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from time import monotonic
 from types import SimpleNamespace
@@ -384,6 +384,7 @@ class _Connection(RespConnection):
 
     def __init__(self) -> None:
         self.is_closed = False
+        self.opened_s = 0.0
 
     def send(self, *commands: object) -> None:
         """Nothing is sent."""
@@ -444,6 +445,37 @@ def test_a_server_that_became_a_replica_is_left() -> None:
         for expected in 1, 2:
             assert engine.remove(["a"], 2.0) == [RemoteOutcome.DENIED]
             assert connections == expected
+
+
+@pytest.mark.parametrize("first", ["remove", "counter"])
+def test_no_connection_to_a_server_that_became_a_replica_is_used_again(first: str) -> None:
+    """One probe finds that out for all of them: those that rest, and those that are in use."""
+    accepted: list[socket.socket] = []
+
+    def answer(connection: socket.socket, said: bytes) -> None:
+        while connection.recv(65536):
+            connection.sendall(said)
+
+    def serve(connection: socket.socket) -> None:
+        said = b"-READONLY You can't write.\r\n" if len(accepted) < 4 else b":2\r\n"
+        accepted.append(opened.enter_context(connection.dup()))
+        thread = threading.Thread(target=answer, args=(accepted[-1], said), daemon=True)
+        thread.start()
+        opened.callback(thread.join, 10.0)
+
+    with ExitStack() as opened, peer(serve) as engine:
+        nodes, address = engine._nodes, engine._nodes.first
+        rest, other, in_use, probe = (nodes.borrow(address, monotonic() + 5.0) for _ in range(4))
+        for connection in (rest, other, probe):
+            nodes.give_back(address, connection)
+        if first == "remove":
+            assert engine.remove(["a"], 2.0) == [RemoteOutcome.DENIED]
+        else:
+            assert engine.counter("a", 1, 2.0).outcome is RemoteOutcome.DENIED
+        nodes.give_back(address, in_use)
+        for _ in range(2):
+            assert engine.remove(["a"], 2.0) == [RemoteOutcome.OK]
+        assert len(accepted) == 5, "later connections are kept"
 
 
 def test_nodes_that_left_a_cluster_are_forgotten() -> None:

@@ -613,38 +613,6 @@ class TestResets:
         assert other.read(keys(2)) == [IO_ERROR] * 2 and not rig.twin.calls["get_into"]
 
 
-class TestBlocksInUse:
-    """A server whose objects expire by age."""
-
-    def test_a_block_is_written_again_once_in_a_while(self) -> None:
-        rig = RemoteRig(renew_after_s=3600.0)
-        rig.write(keys(1))
-        for _ in range(10):
-            rig.clock.advance(359.0)
-            assert rig.begin_write(keys(1))[1] == [Offer.HELD]
-        rig.clock.advance(11.0)
-        assert rig.write(keys(1)) == [RemoteOutcome.EXISTS]
-        rig.clock.advance(359.0)
-        assert rig.begin_write(keys(1))[1] == [Offer.HELD]
-
-    def test_a_block_that_left_the_server_is_written_at_once(self) -> None:
-        rig = RemoteRig(renew_after_s=3600.0)
-        rig.write(keys(1))
-        rig.twin.held.clear()
-        rig.clock.advance(60.0)
-        assert rig.look(keys(1)) == [ABSENT]
-        rig.clock.advance(60.0)
-        assert rig.write(keys(1)) == [OK]
-
-    def test_after_a_reset_it_is_written_at_once(self) -> None:
-        rig = RemoteRig(renew_after_s=3600.0)
-        rig.write(keys(1))
-        rig.store.reset()
-        rig.store.poll()
-        rig.clock.advance(60.0)
-        assert rig.write(keys(1)) == [OK]
-
-
 class TestFigures:
     def test_counters_tell_what_was_moved(self) -> None:
         rig = RemoteRig()

@@ -5,7 +5,7 @@ An engine without one of them serves all the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
@@ -64,13 +64,21 @@ class CanMeasure(Protocol):
 
 @runtime_checkable
 class CanSweep(Protocol):
-    """An engine whose killed writers leave files that no list names. Any thread."""
+    """An engine that leaves files and folders that no list names. Any thread."""
 
-    def sweep(self, namespace: str, older_than_s: float, *, is_dry_run: bool) -> list[int]:
-        """Remove such files of namespaces that begin with these digits. Return their bytes.
+    def sweep(
+        self,
+        namespace: str,
+        older_than_s: float,
+        is_old: Callable[[str], bool],
+        *,
+        is_dry_run: bool,
+    ) -> list[int]:
+        """Remove incomplete files of namespaces that begin with these digits. Return their bytes.
 
         A file stays if it was written in the last `older_than_s` seconds, since its writer may
-        live. Nothing is raised.
+        live. Empty folders of old generations are removed, too. `is_old` takes the first two parts
+        of an object's name. Nothing is raised, except by `is_old`.
         """
         ...
 

@@ -6,7 +6,9 @@ which is thrown away if its read fails. Timeouts and retries are always set here
 defaults of `obstore` wait for minutes.
 
 A counter is a folder of empty objects whose names are its values. A value is taken by a conditional
-create, which one process wins.
+create, which one process wins. The content of `begin` counts until there is a value. `obstore` does
+not sync files, so a host that loses power may leave `begin` without content. Such a counter counts
+as lost: it goes on at a value, which outranks `begin`.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from ...config.remote import RemoteTierOptions
 from ...errors import ConfigError
+from ...logs import get_logger
 from .abilities import Cause, Listing, RemoteEntry
 from .base import (
     COUNTER_DIGITS,
@@ -95,10 +98,16 @@ _CAUSES = {
     "metadata.google.internal": Cause.NO_CREDENTIALS,
 }
 """Words in an error of `obstore`. The last two are the places of roles, which are asked last."""
+_COUNTED = frozenset({RemoteOutcome.OK, RemoteOutcome.ABSENT, RemoteOutcome.CORRUPT})
+"""Answers about a counter after which its next value is known."""
 _STAGED = re.compile(r"[0-9a-f]{32}/.+#\d+")
 """Names of files in which `obstore` writes objects of a namespace, until they are complete."""
+_GENERATION = re.compile(r"([0-9a-f]{32}/[0-9a-f]{1,16})(?:/[0-9a-f]{2})?")
+"""Names of the folders of a generation."""
 _EXPLAINED = "kvcascade-check/explain"
 """Name of an object that is never there."""
+
+_log = get_logger(__name__)
 
 _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
@@ -238,12 +247,17 @@ class ObjectStoreEngine(RemoteEngine):
     def counter(self, name: str, first: int | None, limit_s: float) -> CounterAnswer:
         ends_s = time.monotonic() + limit_s
         found = self._values(name, ends_s)
-        if found.outcome is not RemoteOutcome.ABSENT or first is None:
+        is_damaged = found.outcome is RemoteOutcome.CORRUPT
+        if found.outcome is not RemoteOutcome.ABSENT and not is_damaged:
             return found
+        if first is None:
+            return replace(found, outcome=RemoteOutcome.ABSENT)
         if time.monotonic() >= ends_s:
             return replace(found, outcome=RemoteOutcome.TIMED_OUT)
-        # One fixed name decides who begins the counter, whatever value each would begin at.
-        begun, sent = self._create(f"{name}/begin", str(first).encode()), found.requests + 1
+        # One fixed name decides who begins the counter, whatever value each would begin at. If it
+        # is damaged, the greatest value decides.
+        place = (_value_name(name, first), b"") if is_damaged else _begin_of(name, first)
+        begun, sent = self._create(*place), found.requests + 1
         if begun not in (RemoteOutcome.OK, RemoteOutcome.EXISTS):
             return CounterAnswer(begun, requests=sent)
         return _after(sent, self._values(name, ends_s))
@@ -253,7 +267,7 @@ class ObjectStoreEngine(RemoteEngine):
         for _ in range(ADVANCE_TRIES):
             found = self._values(name, ends_s)
             sent += found.requests
-            if found.outcome not in (RemoteOutcome.OK, RemoteOutcome.ABSENT):
+            if found.outcome not in _COUNTED:
                 return replace(found, requests=sent)
             if time.monotonic() >= ends_s:
                 return CounterAnswer(RemoteOutcome.TIMED_OUT, requests=sent)
@@ -288,11 +302,18 @@ class ObjectStoreEngine(RemoteEngine):
                 return
             yield Listing(RemoteOutcome.OK, [_entry(each) for each in found])
 
-    def sweep(self, namespace: str, older_than_s: float, *, is_dry_run: bool) -> list[int]:
+    def sweep(
+        self,
+        namespace: str,
+        older_than_s: float,
+        is_old: Callable[[str], bool],
+        *,
+        is_dry_run: bool,
+    ) -> list[int]:
         swept: list[int] = []
         if self._folder is None:
             return swept
-        for place, _, files in os.walk(self._folder):
+        for place, _, files in os.walk(self._folder, topdown=False):
             for path in (os.path.join(place, file) for file in files if "#" in file):
                 name = os.path.relpath(path, self._folder)
                 if not (_STAGED.fullmatch(name) and name.startswith(namespace)):
@@ -303,6 +324,10 @@ class ObjectStoreEngine(RemoteEngine):
                         if not is_dry_run:
                             os.unlink(path)
                         swept.append(found.st_size)
+            of = _GENERATION.fullmatch(os.path.relpath(place, self._folder))
+            if of and of[1].startswith(namespace) and not is_dry_run and is_old(of[1]):
+                with suppress(OSError):  # it is not empty
+                    os.rmdir(place)
         return swept
 
     def explain(self, limit_s: float) -> Cause | None:
@@ -379,7 +404,8 @@ class ObjectStoreEngine(RemoteEngine):
     def _values(self, name: str, ends_s: float) -> CounterAnswer:
         """Return the largest value of a counter, from a list of its folder.
 
-        A list that takes too long goes on with the next call.
+        A list that takes too long goes on with the next call. `CORRUPT`: the counter has no value,
+        and its `begin` is damaged.
         """
         known, pages = self._largest.get(name), 0
         entries: dict[str, Any] = {}
@@ -434,6 +460,8 @@ class ObjectStoreEngine(RemoteEngine):
         answer = counter_answer(found)
         if answer.outcome is RemoteOutcome.OK:
             self._keep(f"{name}/begin", found, entry)
+        elif requests:
+            _log.warning("%s/begin of a remote tier is damaged; its counter counts as lost", name)
         return replace(answer, requests=requests)
 
     def _keep(self, name: str, data: Any, entry: Mapping[str, Any]) -> RemoteOutcome:
@@ -477,6 +505,11 @@ def _after(requests: int, answer: CounterAnswer) -> CounterAnswer:
 
 def _entry(listed: Mapping[str, Any]) -> RemoteEntry:
     return RemoteEntry(listed["path"], listed["size"], listed["last_modified"].timestamp())
+
+
+def _begin_of(name: str, first: int) -> tuple[str, bytes]:
+    """Return the name and the content of the object that begins a counter."""
+    return f"{name}/begin", str(first).encode()
 
 
 def _value_name(name: str, value: int) -> str:

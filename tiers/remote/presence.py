@@ -105,7 +105,12 @@ class PresenceMemory:
         return self._arrived_s.get(key, -math.inf)
 
     def forget(self) -> None:
-        """Forget everything that is known now; what is being written stays wanted."""
+        """Forget all answers. Times of writes stay: a failure of the server makes none older."""
+        with self._lock:
+            self._until = {}
+
+    def forget_all(self) -> None:
+        """Forget answers and times of writes; what is being written stays wanted."""
         with self._lock:
             self._until, self._arrived_s = {}, {}
 

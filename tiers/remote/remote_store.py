@@ -132,7 +132,7 @@ class RemoteStore:
             objects.marks_name,
             clock,
             wall_clock,
-            memory.forget,
+            memory.forget_all,
             asked,
             was_reset=was_reset,
         )
@@ -152,14 +152,18 @@ class RemoteStore:
             ),
         )
 
-        def lane(threads: int, rate: float | None, late: RemoteOutcome) -> Lane:
-            breaker = Breaker(clock, max(options.deadline_s, engine.timeout_s))
+        stall_s = max(options.deadline_s, engine.timeout_s)
+        # A write that ends well may take its limit, and a request that began within it.
+        write_s = max(stall_s, engine.timeout_s * (engine.names_per_call + 1))
+
+        def lane(threads: int, rate: float | None, late: RemoteOutcome, stall_s: float) -> Lane:
+            breaker = Breaker(clock, stall_s)
             return Lane(executor, clock, threads, breaker, TokenBucket(rate, clock), late)
 
         reads, writes = options.reads_at_a_time, options.writes_at_a_time
-        self._asking = lane(LOOKUPS_AT_A_TIME, None, RemoteOutcome.TIMED_OUT)
-        self._reading = lane(reads, options.read_bytes_per_s, RemoteOutcome.TIMED_OUT)
-        self._writing = lane(writes, options.write_bytes_per_s, RemoteOutcome.DROPPED)
+        self._asking = lane(LOOKUPS_AT_A_TIME, None, RemoteOutcome.TIMED_OUT, stall_s)
+        self._reading = lane(reads, options.read_bytes_per_s, RemoteOutcome.TIMED_OUT, stall_s)
+        self._writing = lane(writes, options.write_bytes_per_s, RemoteOutcome.DROPPED, write_s)
         self._gathered: list[ChainAsk] = []
         self._asks: dict[int, ChainAsk] = {}
         self._jobs: dict[int, RemoteRead] = {}

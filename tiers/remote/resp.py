@@ -85,6 +85,7 @@ class RespConnection:
         """Connect and log in. Raises `OSError` or `RespError`."""
         self.ends_s = ends_s
         """Monotonic time at which every wait ends with `TimeoutError`."""
+        self.opened_s = time.monotonic()
         self.idle_since_s = 0.0
         """Monotonic time of its last use, once it is idle."""
         self._stall_s = login.stall_s

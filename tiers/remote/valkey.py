@@ -91,6 +91,8 @@ class Nodes:
         """Nodes that can be asked where a key is; the first one is asked."""
         self._slots: dict[int, Address] = {}
         """Empty without a cluster."""
+        self._left_s: dict[Address, float] = {}
+        """Time at which a node failed. No connection that was opened before is used again."""
         self._is_closed = False
 
     @property
@@ -137,20 +139,27 @@ class Nodes:
         connection.idle_since_s = time.monotonic()
         with self._lock:
             idle = self._idle.setdefault(address, [])
-            if not self._is_closed and len(idle) < IDLE_CONNECTIONS_MAX:
+            is_left = connection.opened_s < self._left_s.get(address, 0.0)
+            if not (self._is_closed or is_left) and len(idle) < IDLE_CONNECTIONS_MAX:
                 idle.append(connection)
                 return
         connection.close()
 
+    def leave(self, address: Address) -> None:
+        """Use no connection again that is open now: the name may lead to another server."""
+        with self._lock:
+            self._left_s[address] = time.monotonic()
+            idle = self._idle.pop(address, [])
+        for connection in idle:
+            connection.close()
+
     def note_failure(self, address: Address) -> None:
         """Forget what a node that failed has, and ask another one first."""
+        self.leave(address)
         with self._lock:
-            idle = self._idle.pop(address, [])
             self._slots = {s: a for s, a in self._slots.items() if a != address}
             if self._known[0] == address:
                 self._known.append(self._known.pop(0))
-        for connection in idle:
-            connection.close()
 
     def note_move(
         self, connection: RespConnection, asked: Address, slot: int, address: Address
@@ -166,6 +175,7 @@ class Nodes:
             nodes = sorted({*self._slots.values()}, key=lambda a: (a.host, a.port))
             self._known = [*dict.fromkeys([self._known[0], self._seed, *nodes])]
             gone = self._idle.keys() - {*self._known}
+            self._left_s = {a: s for a, s in self._left_s.items() if a in self._known}
             idle = [left for node in gone for left in self._idle.pop(node)]
         for left in idle:
             left.close()
@@ -459,7 +469,8 @@ class ValkeyEngine(RemoteEngine):
                 assert isinstance(place, Address)
                 self._nodes.note_move(connection, address, hash_slot(names[moved[0]]), place)
             if RemoteOutcome.DENIED in [answers[i] for i in some]:
-                connection.close()  # the name of a primary may lead to another server now
+                self._nodes.leave(address)  # it may be a replica now
+                connection.close()
             else:
                 self._nodes.give_back(address, connection)
             return

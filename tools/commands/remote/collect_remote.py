@@ -133,7 +133,7 @@ def collect_remote(
     work.look(advance)
     work.carry_out(advance)
     if isinstance(tier.engine, CanSweep):
-        swept = tier.engine.sweep(namespace, STAGED_MAX_S, is_dry_run=is_dry_run)
+        swept = tier.engine.sweep(namespace, STAGED_MAX_S, work.is_old, is_dry_run=is_dry_run)
         report.staged_removed, report.staged_bytes = len(swept), sum(swept)
     return report
 
@@ -187,6 +187,13 @@ class _Collector:
                 leaving = []
         if leaving:
             self._remove(leaving)
+
+    def is_old(self, generation: str) -> bool:
+        """Return True if no engine finds the blocks whose names begin with these two parts."""
+        name = parse_name(f"{generation}/00/00")
+        if name is None:
+            return False
+        return self._generations.state(name.namespace, name.generation) is GenerationState.OLD
 
     def _blocks(self) -> Iterator[tuple[RemoteEntry, CollectedNamespace, bool]]:
         """Yield all blocks, with the report of each, and whether its generation is old."""
