@@ -17,7 +17,7 @@ from dataclasses import fields
 from typing import Any, get_type_hints
 
 from ..errors import ConfigError
-from .schema import BELOW, PATH_KEY, CascadeConfig, CpuTierOptions, with_tiers
+from .schema import BELOW, PATH_KEY, VLLM_KEYS, CascadeConfig, CpuTierOptions, with_tiers
 
 PREFIX = "KVCASCADE_"
 MIN_LIKENESS = 0.8
@@ -38,6 +38,8 @@ OF_TIER = {
     for name in _names(cls)
 }
 """Tier type and option, by variable."""
+OF_VLLM = {f"{PREFIX}{name.upper()}": name for name in VLLM_KEYS}
+"""Keys that vLLM itself reads, by a variable that has no effect."""
 
 
 def _is_text(cls: type[Any], name: str) -> bool:
@@ -99,11 +101,19 @@ def naming_variables(
 
 
 def misspelt(environment: Collection[str]) -> list[str]:
-    """Return a sentence for each variable that is no option, and nearly named like one."""
+    """Return a sentence for each variable that is no option, and named like one, or nearly so.
+
+    The keys that vLLM itself reads have no variables.
+    """
     known = [variable.removeprefix(PREFIX) for variable in (*TOP, *OF_TIER)]
     said: list[str] = []
     for variable in environment:
-        if variable.startswith(PREFIX) and variable not in TOP and variable not in OF_TIER:
+        if variable in OF_VLLM:
+            said.append(
+                f"the environment variable {variable} has no effect, because vLLM itself reads "
+                f"{OF_VLLM[variable]}; give it in kv_connector_extra_config"
+            )
+        elif variable.startswith(PREFIX) and variable not in TOP and variable not in OF_TIER:
             name = variable.removeprefix(PREFIX)
             close = difflib.get_close_matches(name, known, n=1, cutoff=MIN_LIKENESS)
             if close:
