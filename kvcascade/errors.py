@@ -54,6 +54,10 @@ class TierIOError(KVCascadeError, OSError):
 
     kind = ErrorKind.IO
 
+    def __str__(self) -> str:
+        """Return the sentence without the number of the OS error."""
+        return self.strerror or super().__str__()
+
 
 class InUseError(KVCascadeError):
     """Another live process owns the object that was to be opened."""
@@ -99,6 +103,8 @@ def from_os_error(error: OSError, doing: str) -> KVCascadeError:
         return TierIOError(error.errno, f"{reason} while {doing}; raise the limit with `ulimit -n`")
     if error.errno in _DENIED_ERRNOS:
         remedy = "run as the user of the engines, or change the permissions"
+        if error.errno == errno.EPERM:
+            remedy += "; `chmod -R go-w` forbids others to write"
     else:
         remedy = "check the path" if error.errno in _PATH_ERRNOS else "check the device"
     return TierIOError(error.errno, f"{reason} while {doing}; {remedy}")

@@ -188,12 +188,18 @@ class WorkerLayout:
     def _check(self) -> None:
         for tensor in self.tensors:
             if tensor.row_stride < tensor.page_bytes or tensor.page_bytes < 1:
-                raise ConfigError(f"KV tensor layout {tensor} overlaps; this vLLM is not supported")
+                raise ConfigError(
+                    f"KV tensor layout {tensor} overlaps; this KV layout is not supported: "
+                    "report it"
+                )
         for refs in self.groups:
             for ref in refs:
                 fits = 0 <= ref.tensor < len(self.tensors)
                 if not fits or not 1 <= ref.page_bytes <= self.tensors[ref.tensor].page_bytes:
-                    raise ConfigError(f"KV page {ref} lies outside of its tensor")
+                    raise ConfigError(
+                        f"KV page {ref} lies outside of its tensor; this KV layout is not "
+                        "supported: report it"
+                    )
         needed = sum(tensor.page_bytes for tensor in self.tensors) * self.blocks_per_chunk
         if needed > self.rank_bytes:
             raise ConfigError(

@@ -127,7 +127,10 @@ def described(
     found = read_description(fs, folder)
     size = int(found["block_bytes"])
     if block_bytes is not None and block_bytes != size:
-        raise ConfigError(f"block_bytes: blocks of {name} have {size} bytes, not {block_bytes}")
+        raise ConfigError(
+            f"block_bytes: blocks of {name} have {size} bytes, not {block_bytes}; leave it out, or "
+            "name another namespace"
+        )
     return NamespaceSpec(
         str(found.get("label", "")),
         json.dumps(found["fields"]).encode(),

@@ -18,7 +18,14 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from ..errors import ConfigError
-from .schema import PATH_KEY, TIER_TYPES, CascadeConfig, options_class, with_tiers
+from .schema import (
+    PATH_KEY,
+    TIER_TYPES,
+    VLLM_KEYS,
+    CascadeConfig,
+    options_class,
+    with_tiers,
+)
 
 PREFIX = "KVCASCADE_"
 MIN_LIKENESS = 0.8
@@ -32,6 +39,8 @@ def _names(cls: type[Any]) -> list[str]:
 
 TOP = {f"{PREFIX}{name.upper()}": name for name in (*_names(CascadeConfig), PATH_KEY)}
 """Options at the top level, by variable."""
+OF_VLLM = {f"{PREFIX}{name.upper()}": name for name in VLLM_KEYS}
+"""Keys that vLLM itself reads, by a variable that has no effect."""
 
 
 @cache
@@ -106,11 +115,19 @@ def naming_variables(
 
 
 def misspelt(environment: Collection[str]) -> list[str]:
-    """Return a sentence for each variable that is no option, and nearly named like one."""
+    """Return a sentence for each variable that is no option, and named like one, or nearly so.
+
+    The keys that vLLM itself reads have no variables.
+    """
     known = [variable.removeprefix(PREFIX) for variable in (*TOP, *of_tier())]
     said: list[str] = []
     for variable in environment:
-        if variable.startswith(PREFIX) and variable not in TOP and variable not in of_tier():
+        if variable in OF_VLLM:
+            said.append(
+                f"the environment variable {variable} has no effect, because vLLM itself reads "
+                f"{OF_VLLM[variable]}; give it in kv_connector_extra_config"
+            )
+        elif variable.startswith(PREFIX) and variable not in TOP and variable not in of_tier():
             name = variable.removeprefix(PREFIX)
             close = difflib.get_close_matches(name, known, n=1, cutoff=MIN_LIKENESS)
             if close:

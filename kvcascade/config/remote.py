@@ -104,7 +104,10 @@ def _endpoint(at: At, value: Any) -> str:
 def _variable(at: At, value: Any) -> str:
     """Read the name of an environment variable; messages do not show it."""
     if not isinstance(value, str) or not _VARIABLE.fullmatch(value):
-        raise ConfigError(f"{at.key}: is not the name of an environment variable.")
+        raise ConfigError(
+            f"{at.key}: is not the name of an environment variable; give the name of the one that "
+            "holds the secret, such as VALKEY_PASSWORD."
+        )
     return value
 
 
@@ -113,7 +116,9 @@ def _secret_file(at: At, value: Any) -> Path:
     try:
         return folder(at, value)
     except ConfigError:
-        raise ConfigError(f"{at.key}: is no absolute path; give that of a file.") from None
+        raise ConfigError(
+            f"{at.key}: is not an absolute path; give the path of the file with the secret."
+        ) from None
 
 
 class WriteWhen(StrEnum):

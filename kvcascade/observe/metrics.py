@@ -284,8 +284,8 @@ _STATES: dict[str, tuple[str, Callable[[TierState], float | None]]] = {
     ),
     "pending_blocks": ("Blocks queued or on their way up from a tier.", lambda s: s.waiting_blocks),
     "demotion_jobs": ("Writes into a tier that are under way.", lambda s: s.demote_jobs),
-    "tier_blocked": ("1 while a tier takes no writes: it failed or is full.",
-                     lambda s: s.is_blocked),
+    "tier_blocked": ("1 while a tier takes no writes: it failed or is full, or no writer serves "
+                     "the engine (see `kvcascade inspect`).", lambda s: s.is_blocked),
 }  # fmt: skip
 
 

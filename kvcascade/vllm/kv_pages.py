@@ -64,7 +64,10 @@ def from_tensors(
         physical, outer = _in_memory_order(cache, attn_backends[name])
         plain = cache.permute(physical)
         if not plain.is_contiguous():
-            raise ConfigError(f"the KV cache of layer {name} has gaps; this layout is unsupported")
+            raise ConfigError(
+                f"the KV cache of layer {name} has gaps, which is not supported; choose another "
+                "attention backend"
+            )
         flat = plain.reshape(*plain.shape[:outer], num_blocks, -1).view(_int8())
         tensors += flat.unbind(0) if outer else [flat]
     refs = [(index, int(tensor.shape[1])) for index, tensor in enumerate(tensors)]

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from kvcascade.assembly.named import configured
-from kvcascade.config.environment import PREFIX, TOP, misspelt, of_tier, texts, with_environment
+from kvcascade.config.environment import (
+    OF_VLLM,
+    PREFIX,
+    TOP,
+    misspelt,
+    of_tier,
+    texts,
+    with_environment,
+)
 from kvcascade.config.schema import CascadeConfig, WriteMode, parse
 from kvcascade.config.sizes import Bytes, DeviceShare, FreeShare
 from kvcascade.errors import ConfigError
@@ -92,6 +100,12 @@ def test_misspelt_variables_are_named_and_those_of_others_are_not() -> None:
     variables = ["KVCASCADE_CPU_CAPACTY", "KVCASCADE_SERVICE_HOST", "KVCASCADE_PORT", "HOME"]
     (said,) = misspelt([*variables, "KVCASCADE_PATH"])
     assert "KVCASCADE_CPU_CAPACTY" in said and "KVCASCADE_CPU_CAPACITY" in said
+
+
+def test_variables_of_keys_that_vllm_reads_are_named() -> None:
+    (said,) = misspelt(["KVCASCADE_BLOCK_SIZE", "KVCASCADE_LABEL"])
+    assert "KVCASCADE_BLOCK_SIZE has no effect" in said and "kv_connector_extra_config" in said
+    assert OF_VLLM.keys().isdisjoint((*TOP, *of_tier()))
 
 
 def test_variables_of_a_tier_that_is_not_in_the_list_are_named(

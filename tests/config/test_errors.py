@@ -16,6 +16,7 @@ from kvcascade.errors import ErrorKind, from_os_error
         (errno.EFBIG, ErrorKind.NO_SPACE, "ulimit -f"),
         (errno.EMFILE, ErrorKind.IO, "ulimit -n"),
         (errno.EACCES, ErrorKind.IO, "permissions"),
+        (errno.EPERM, ErrorKind.IO, "chmod -R go-w"),
         (errno.ENOENT, ErrorKind.IO, "check the path"),
         (errno.EIO, ErrorKind.IO, "check the device"),
     ],
@@ -23,3 +24,4 @@ from kvcascade.errors import ErrorKind, from_os_error
 def test_each_fault_names_its_remedy(code: int, kind: ErrorKind, remedy: str) -> None:
     error = from_os_error(OSError(code, "as the system says"), "writing")
     assert error.kind is kind and remedy in str(error) and "while writing" in str(error)
+    assert "Errno" not in str(error)

@@ -95,6 +95,14 @@ def test_what_is_put_is_got_by_the_next_process(open_cache: Open) -> None:
     assert again.put([], []) == [] and again.get([]) == []
 
 
+def test_a_cache_that_was_moved_keeps_its_blocks(open_cache: Open, tmp_path: Path) -> None:
+    with new(open_cache) as cache:
+        assert cache.put([key(0)], [content(0)]) == [STORED]
+    (tmp_path / "kv").rename(tmp_path / "moved")
+    (found,) = open_cache(tmp_path / "moved").get([key(0)])
+    assert found is not None and np.array_equal(found, content(0))
+
+
 def test_buffers_of_every_kind(open_cache: Open) -> None:
     cache = new(open_cache)
     given = [

@@ -23,7 +23,7 @@ from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.namespace import namespaces_under, remove_namespace
-from kvcascade.tiers.nvme.path.path_lock import try_lead
+from kvcascade.tiers.nvme.path.path_lock import lock_path, try_lead
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER
 
@@ -109,6 +109,8 @@ def test_engines_of_another_user_are_refused_with_the_remedy() -> None:
         path.chmod(0o755)
         with unprivileged(), pytest.raises(ConfigError, match="as one user"):
             try_lead(RealFileSystem(), path)
+        with unprivileged(), pytest.raises(TierIOError, match="as the user of the engines"):
+            lock_path(RealFileSystem(), path)
         lock = try_lead(RealFileSystem(), path)
         assert lock is not None
         with unprivileged(), pytest.raises(ConfigError, match="as one user"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -104,8 +105,32 @@ def test_another_list_of_paths_is_no_writer() -> None:
     rig.close()
     rig.roots = (ROOT, ROOT.with_name("more"))
     rig.fs.make_dir(rig.roots[1])
-    with pytest.raises(ConfigError, match="/path; the engine names /path, /more"):
+    with pytest.raises(ConfigError, match="/path, not /path, /more; .*path.json"):
         rig.start()
+
+
+def test_a_node_that_names_the_only_path_otherwise_joins_the_writer() -> None:
+    rig = PathRig()
+    assert RigNode(rig).store([1, 2]) == [Committed.OK] * 2
+    node = RigNode(rig, paths=["/mounted/elsewhere"])
+    assert node.welcome is not None and node.held([1, 2]) == [1, 2]
+    assert RigNode(rig, paths=["/mounted/elsewhere", "/more"]).refused
+
+
+def test_one_of_several_paths_under_another_name_is_refused() -> None:
+    rig = PathRig(8, roots=(ROOT, ROOT.with_name("more")))
+    RigNode(rig).store([1, 2])
+    (refused,) = RigNode(rig, paths=["/path", "/mounted/elsewhere"]).refused
+    assert "/path, /more, not /path, /mounted/elsewhere" in refused.text
+    rig.close()
+    rig.fs.rename(ROOT.with_name("more"), Path("/moved"))
+    rig.roots = (ROOT, Path("/moved"))
+    with pytest.raises(ConfigError, match="path.json in the first one"):
+        rig.start()
+    record = rig.fs.read(ROOT / PATH_FOLDER / PATH_FILE, 1 << 20)
+    rig.fs.replace(ROOT / PATH_FOLDER / PATH_FILE, record.replace(b'"/more"', b'"/moved"'))
+    rig.start()
+    assert RigNode(rig).held([1, 2]) == [1, 2]
 
 
 def test_unusable_options_name_what_can_be_used() -> None:

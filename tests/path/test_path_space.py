@@ -252,7 +252,7 @@ def test_a_disk_that_lacks_more_than_all_segments_costs_nothing_when_a_model_com
     rig.fs.size_bytes = rig.fs.used_bytes(Path("/"))
     new = RigNode(rig, "new")
     rig.step(20, seconds=0.1)
-    assert new.has_answer() and "less than the reserve" in new.refused[0].text
+    assert new.has_answer() and "lower min_free" in new.refused[0].text
     assert segments(rig) == before
 
 

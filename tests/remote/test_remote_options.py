@@ -100,6 +100,12 @@ def test_what_is_wrong_is_one_sentence(options: dict[str, object], place: str) -
     assert said.endswith(".") and "\n" not in said and SECRET not in said
 
 
+@pytest.mark.parametrize("option", ["password_env", "password_file"])
+def test_a_secret_in_place_of_its_name_is_refused_with_the_remedy(option: str) -> None:
+    with pytest.raises(ConfigError, match="; give the (name|path) of .* secret"):
+        parse(url="valkey://127.0.0.1", **{option: f"${SECRET}"})
+
+
 def test_without_tls_only_where_it_is_said() -> None:
     assert parse(url="valkey://cache.example.org", insecure=True).insecure
     assert parse(url="s3://b", endpoint="http://127.0.0.1:9000").endpoint

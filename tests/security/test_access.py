@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from support.path_cache import PER_SEGMENT, fill_path, held_in, try_engine_on
+from support.path_rig import PathRig, RigNode
 from support.users import unprivileged
 
 from kvcascade.errors import InUseError, TierIOError
@@ -91,6 +92,18 @@ def test_what_others_may_write_is_refused(folder: Path, place: str) -> None:
     target = folder / place
     target.chmod(stat.S_IMODE(target.stat().st_mode) | 0o022)
     assert try_engine_on(folder.parent) is None
+
+
+def test_an_engine_is_told_how_to_keep_others_from_writing(tmp_path: Path) -> None:
+    rig = PathRig(roots=(tmp_path,), real=RealFileSystem())
+    welcome = RigNode(rig).welcome
+    assert welcome is not None
+    rig.close()
+    (tmp_path / welcome.folder).chmod(0o770)
+    rig.start()
+    (refused,) = RigNode(rig).refused
+    assert "chmod -R go-w" in refused.text and "Errno" not in refused.text
+    rig.close()
 
 
 @as_root

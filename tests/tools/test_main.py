@@ -13,9 +13,10 @@ from tempfile import TemporaryDirectory
 import pytest
 from support.cache_rig import ROOT, call, call_bound
 from support.path_cache import fill_path
-from support.users import unprivileged
+from support.users import NOBODY, unprivileged
 
 from kvcascade import __version__
+from kvcascade.tiers.nvme.path.writer.path_options import PATH_FOLDER
 from kvcascade.tools.__main__ import main
 from kvcascade.tools.commands.command_line import ExitCode, answering_apart, emit
 
@@ -109,6 +110,16 @@ def test_a_locked_folder_cannot_be_opened(tmp_path: Path, words: list[str], plac
     assert (answer.code, answer.err.count("\n")) == (ExitCode.CANNOT_OPEN, 1), answer.err
     is_told = "run as the user of the engines" in answer.err
     assert is_told or (words[0] == "bench" and "cannot be written by this user" in answer.err)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("words", [["verify"], ["gc", "--hash", "00"], ["store"]])
+def test_a_cache_of_another_user_cannot_be_opened(tmp_path: Path, words: list[str]) -> None:
+    fill_path(tmp_path)
+    os.chown(tmp_path / PATH_FOLDER, NOBODY, NOBODY)
+    answer = call(words[0], tmp_path, *words[1:])
+    assert (answer.code, answer.err.count("\n")) == (ExitCode.CANNOT_OPEN, 1), answer.err
+    assert "run as the user of the engines" in answer.err
 
 
 def test_a_locked_file_cannot_be_opened() -> None:

@@ -110,7 +110,7 @@ def test_several_layers_are_one_group() -> None:
     [
         ([torch.zeros(BLOCKS, 4)], BlocksFirst, "no attention cache"),
         (torch.zeros(HEADS, SIZE, BLOCKS, TOKENS), BlocksLast, "does not keep"),
-        (torch.zeros(BLOCKS, 2, HEADS, TOKENS, 2 * SIZE)[..., :SIZE], BlocksFirst, "gaps"),
+        (torch.zeros(BLOCKS, 2, HEADS, TOKENS, 2 * SIZE)[..., :SIZE], BlocksFirst, "backend"),
     ],
 )
 def test_what_cannot_be_offloaded_is_named(tensor: Any, backend: Any, word: str) -> None:

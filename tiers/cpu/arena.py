@@ -271,7 +271,8 @@ class Arena:
                 return
         raise InUseError(
             f"{self.path}: workers of rank {missing} have not mapped it within "
-            f"{JOIN_TIMEOUT_S:.0f} s; all must run on this host, share one arena_dir, and live"
+            f"{JOIN_TIMEOUT_S:.0f} s; all must run on this host, share one arena_dir, and live; "
+            "read the workers' log"
         )
 
     def _drop_name_if_complete(self) -> None:

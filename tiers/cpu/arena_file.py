@@ -163,7 +163,10 @@ def check_dir(arena_dir: str) -> None:
     if not os.path.isdir(arena_dir):
         raise ConfigError(f"arena_dir: {arena_dir!r} is no directory; name one, such as /dev/shm")
     if not os.access(arena_dir, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(f"arena_dir: {arena_dir!r} is not writable; change its mode or the key")
+        raise ConfigError(
+            f"arena_dir: {arena_dir!r} is not writable; change its mode, or set arena_dir to "
+            "another folder"
+        )
 
 
 def open_file(request: ArenaRequest) -> ArenaFile:
@@ -343,7 +346,8 @@ def _create(request: ArenaRequest) -> int | None:
         return None
     except OSError as error:
         raise ConfigError(
-            f"arena_dir: {request.path} cannot be made ({error.strerror}); change the key"
+            f"arena_dir: {request.path} cannot be made ({error.strerror}); set arena_dir to "
+            "another folder"
         ) from error
     try:
         if _is_ours_alone(request.path, fd):

@@ -29,7 +29,7 @@ from ...handlers.node.path_service import WriterService
 from ...tiers.nvme.disk.filesystem import FileLock, FileSystem
 from ...tiers.nvme.namespace import DESCRIPTION
 from ...tiers.nvme.path.frames import DECODE_ERRORS, FrameReader, frame
-from ...tiers.nvme.path.path_lock import PathDoor, try_lead
+from ...tiers.nvme.path.path_lock import PathDoor, lock_path
 from ...tiers.nvme.path.path_messages import PROTOCOL, Ask, StillOpening, Told, from_writer
 from ...tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER, load_record
 from ...tiers.nvme.path.writer_note import load_note
@@ -133,9 +133,9 @@ def open_session(
     `also` names the other paths of the tier in order, if they are mounted elsewhere than for the
     engines. `pause` waits for some seconds between two attempts.
 
-    Raises `TierIOError` if there is no tier that this user may read, `ConfigError` if it belongs to
-    another user, and `FormatError` for a writer of another version. Raises `InUseError` if the lock
-    is held and nobody answers, or if a process that is stopped holds it.
+    Raises `TierIOError` if there is no tier that this user may read, or if it belongs to another
+    user, and `FormatError` for a writer of another version. Raises `InUseError` if the lock is held
+    and nobody answers, or if a process that is stopped holds it.
     """
     root = path.parent if fs.exists(path / DESCRIPTION) else path
     if not _is_there(fs, root):
@@ -147,7 +147,7 @@ def open_session(
         )
     wait = threading.Event().wait if pause is None else pause
     for _ in range(round(JOIN_LIMIT_S / JOIN_PAUSE_S)):
-        lock = try_lead(fs, root)
+        lock = lock_path(fs, root)
         if lock is not None:
             return _lead(fs, root, also, lock)
         session = _follow(fs, root)

@@ -38,23 +38,34 @@ def try_lead(fs: FileSystem, root: Path) -> FileLock | None:
     tier was unmounted or replaced. Raises `ConfigError` if the path does not exist or belongs to
     another user, or `TierIOError`.
     """
-    folder = root / PATH_FOLDER
     if not fs.exists(root):
         raise ConfigError(f"path {str(root)!r} does not exist; create it")
+    try:
+        return lock_path(fs, root)
+    except TierIOError as error:
+        if error.errno not in (errno.EPERM, errno.EACCES):
+            raise
+        folder = root / PATH_FOLDER
+        found = folder if fs.exists(folder) else root
+        raise ConfigError(
+            f"{found} belongs to another user or may be written by others; run all engines that "
+            "share a path as one user, with a path that this user may write; `chmod -R go-w` "
+            "forbids others to write"
+        ) from error
+
+
+def lock_path(fs: FileSystem, root: Path) -> FileLock | None:
+    """Become the writer of an existing path for a command. Return None if another process is.
+
+    Raises `TierIOError`, also if the path belongs to another user.
+    """
+    folder = root / PATH_FOLDER
     try:
         with os_errors(f"locking {folder}"):
             fs.make_dir(folder)
             return fs.lock(folder / LOCK_NAME)
     except InUseError:
         return None
-    except TierIOError as error:
-        if error.errno not in (errno.EPERM, errno.EACCES):
-            raise
-        found = folder if fs.exists(folder) else root
-        raise ConfigError(
-            f"{found} belongs to another user or may be written by others; run all engines that "
-            "share a path as one user, with a path that this user may write"
-        ) from error
 
 
 class PathDoor:

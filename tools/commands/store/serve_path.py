@@ -20,7 +20,7 @@ from ....handlers.node.path_service import WriterService
 from ....handlers.node.writer_search import RETIRED_PAUSE_S
 from ....logs import get_logger
 from ....tiers.nvme.disk.filesystem import FileLock, FileSystem, RealFileSystem
-from ....tiers.nvme.path.path_lock import try_lead
+from ....tiers.nvme.path.path_lock import lock_path
 from ....tiers.nvme.path.writer.path_options import check_paths, load_record
 from ....tiers.nvme.path.writer_note import load_note
 from ..path_session import follow_session
@@ -131,7 +131,7 @@ def _serve_once(parts: PathParts, lock: FileLock, pause: Pause) -> StoreEnd:
 def _lock(parts: PathParts, rival: Rival, pause: Pause, clock: Clock) -> FileLock:
     """Return the lock of the writer. Raises `InUseError` if another process keeps it."""
     fs, root = RealFileSystem(), parts.roots[0]
-    lock = try_lead(fs, root)
+    lock = lock_path(fs, root)
     if lock is not None:
         return lock
     who = _writer_of(fs, root)
@@ -145,7 +145,7 @@ def _lock(parts: PathParts, rival: Rival, pause: Pause, clock: Clock) -> FileLoc
         return _taken_over(fs, parts, pause, clock)
     while lock is None:
         pause(CHECK_INTERVAL_S)
-        lock = try_lead(fs, root)
+        lock = lock_path(fs, root)
     return lock
 
 
@@ -160,7 +160,7 @@ def _taken_over(fs: FileSystem, parts: PathParts, pause: Pause, clock: Clock) ->
         if clock() >= asked_s + ASK_INTERVAL_S:
             _ask_to_end(fs, root)
             asked_s = clock()
-        lock = try_lead(fs, root)
+        lock = lock_path(fs, root)
         if lock is not None:
             return lock
         pause(HURRY_INTERVAL_S)

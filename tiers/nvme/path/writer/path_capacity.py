@@ -188,7 +188,10 @@ class PathCapacity:
                 "them, or raise the capacity"
             )
         if removed < short:
-            raise NoSpaceError(f"less than the reserve would be left on the disk of {root}")
+            raise NoSpaceError(
+                f"less than the reserve would be left on the disk of {root}; free space there, or "
+                "lower min_free"
+            )
         for one in chosen:
             remove_locked_namespace(self._fs, one.path)
             _log.warning("removed %s for room: this version cannot use it", one.path)

@@ -140,7 +140,7 @@ def record_in_force(
 
 
 def check_paths(found: Sequence[str], given: Sequence[str]) -> None:
-    """Raise `ConfigError` with both lists if an engine names other paths than the tier has.
+    """Raise `ConfigError` with both lists if other paths are given than the tier has.
 
     The only path of a tier may have another name: it is mounted elsewhere, or was moved. Of several
     paths, each has to be known, because a segment lies in the one that its number says.
@@ -148,8 +148,9 @@ def check_paths(found: Sequence[str], given: Sequence[str]) -> None:
     is_only = len(found) == len(given) == 1
     if list(found) != list(given) and not is_only:
         raise ConfigError(
-            f"path: this tier has the paths {', '.join(found)}; the engine names "
-            f"{', '.join(given)}; give the same list in the same order"
+            f"path: this tier has the paths {', '.join(found)}, not {', '.join(given)}; give the "
+            "same list in the same order, or, if its folders have moved, stop all engines and "
+            f"write their new names into `paths` of {PATH_FOLDER}/{PATH_FILE} in the first one"
         )
 
 
