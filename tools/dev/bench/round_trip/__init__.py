@@ -76,6 +76,7 @@ class RoundTrip:
                 raise BenchError(f"{written} reached the disk")
         finally:
             engine.close()
+        del engine  # its arena stays mapped with it, and the next one may not fit beside that
         drop_page_cache([self._folder])
         began = perf_counter()
         engine = self._open(tensors)
