@@ -147,7 +147,7 @@ class CudaDeviceCopier(DeviceCopier):
         )
         store_max = OUTSTANDING_MAX if may_hold_back else sys.maxsize
         try:
-            self._lanes = (
+            self._lanes: tuple[_Lane, ...] = (
                 self._open_lane(Direction.STORE, copier, store_max),
                 self._open_lane(Direction.LOAD, copier, OUTSTANDING_MAX),
             )
@@ -202,6 +202,7 @@ class CudaDeviceCopier(DeviceCopier):
                 with suppress(RuntimeError):  # the GPU is lost, and nothing is running
                     stream.synchronize()
             lane.jobs.clear()
+        self._lanes = ()  # they refer to this object, which keeps the arena mapped
         self._registration.release()
 
     def _open_lane(

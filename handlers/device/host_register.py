@@ -91,7 +91,7 @@ def cuda_registration(device: torch.device) -> HostRegistration:
     def clear_error() -> None:
         """Launch a kernel that takes the error of a failed call, or the next kernel would."""
         with suppress(RuntimeError):
-            torch.zeros(1, device=device)
+            torch.ones(1, device=device)  # torch after 2.13 makes zeros without a kernel
 
     def register(address: int, length: int) -> str | None:
         with torch.cuda.device(device):

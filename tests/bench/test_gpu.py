@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ import torch
 from support.bench_scale import SMOKE
 from support.clock import ManualClock
 from support.executors import InlineExecutor
-from support.gpu_twin import FREE_BYTES, FakeCuda, Kernels, Link, MemoryDevice
+from support.gpu_twin import FREE_BYTES, POOL_STREAMS, FakeCuda, Kernels, Link, MemoryDevice
 
 from kvcascade.handlers.device.copier import GpuBlocks
 from kvcascade.handlers.device.device_cpu import CpuDeviceCopier
@@ -378,3 +379,13 @@ def test_kernels_are_as_many_as_take_long_enough(
     for copy in device.plain_copies(64).values():
         copy()
     device.release()
+
+
+def test_no_transfer_gets_the_stream_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's worker takes a stream for each transfer in flight, and torch has only so many."""
+    cuda = FakeCuda(0.5)
+    cuda.take_over(monkeypatch)
+    torchs: Any = torch.cuda
+    CudaDevice().start_chain(DECODE)
+    streams: set[object] = {torchs.Stream() for _ in range(2 * POOL_STREAMS)}
+    assert len(streams) == POOL_STREAMS and cuda.current not in streams

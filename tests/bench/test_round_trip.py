@@ -15,6 +15,8 @@ from support.bench_scale import SMOKE
 from support.waiting import wait_until
 
 from kvcascade.tiers.base import BlockHash
+from kvcascade.tiers.cpu.arena import DEFAULT_ARENA_DIR
+from kvcascade.tiers.cpu.cpu_backend import collector_paused
 from kvcascade.tools.commands.bench.bench_results import OURS, BenchError
 from kvcascade.tools.dev.bench import round_trip
 from kvcascade.tools.dev.bench.gpu.gpu import GpuShape
@@ -64,6 +66,33 @@ def test_it_takes_no_more_than_there_is(
     cases = list(round_trip.cases(setup, "cpu"))
     assert [case.label.split()[0] for case in cases] == ([str(blocks)] if blocks else [])
     assert any("--shm-size" in note for note in notes) is (blocks < 64)
+
+
+def arenas() -> set[str]:
+    """Arenas that this process has mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line for line in lines if f"{DEFAULT_ARENA_DIR}/kvcascade-" in line}
+
+
+class Watched(RoundTrip):
+    """Notes the mapped arenas before each opening."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, "cpu", SMALL, BLOCKS)
+        self.mapped: list[set[str]] = []
+
+    def _open(self, tensors: Sequence[torch.Tensor]) -> DrivenEngine:
+        self.mapped.append(arenas())
+        return super()._open(tensors)
+
+
+def test_one_arena_is_there_at_a_time(tmp_path: Path) -> None:
+    """Only one needs to fit into shared memory."""
+    trip = Watched(tmp_path / "tier")
+    with collector_paused():
+        trip()
+        before, between = trip.mapped
+    assert between <= before
 
 
 class Halted(RoundTrip):

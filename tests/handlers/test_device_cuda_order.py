@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -22,6 +23,7 @@ from kvcascade.handlers.device.copier import GpuBlocks
 from kvcascade.handlers.device.device_cuda import CudaDeviceCopier
 from kvcascade.handlers.device.staging import StagedCopier
 from kvcascade.handlers.device.stream_feed import Operations, Work
+from kvcascade.tiers.cpu.cpu_backend import collector_paused
 
 
 @pytest.fixture
@@ -273,6 +275,22 @@ def test_nothing_is_taken_after_shutdown(cuda: TwinCuda) -> None:
     copier.shutdown()
     assert cuda.ends(STORE)[0].query()
     assert not copier.submit_store(2, blocks_of(1), slots_of(1))
+
+
+def test_who_drops_a_shut_copier_frees_the_arena_at_once(cuda: TwinCuda) -> None:
+    """The next arena may come before the collector does."""
+    rng = np.random.default_rng(0)
+    tensors, arena = [torch.from_numpy(tensor) for tensor in CASE.tensors(rng)], CASE.arena(rng)
+    memory = weakref.ref(arena)
+    with collector_paused():
+        copier = CudaDeviceCopier(tensors, CASE.layout, arena, registration=pinned([]))
+        copier.submit_store(1, blocks_of(1), slots_of(1))
+        copier.get_finished()
+        copier.submit_load(2, blocks_of(2), slots_of(2))  # is given to no stream
+        copier.shutdown()
+        assert copier.get_finished() == []
+        del copier, arena
+        assert memory() is None
 
 
 def test_tensors_and_layout_must_agree(cuda: TwinCuda) -> None:

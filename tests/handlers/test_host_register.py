@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
+from support.tensor_operations import tensor_operations
 
 from kvcascade.handlers.device import host_register
 from kvcascade.handlers.device.host_register import HostRegistration, cuda_registration
@@ -107,3 +109,31 @@ def test_what_the_cuda_runtime_says(
     assert ("ulimit" in caplog.text) is (error == 2), "what the driver said is not covered up"
     registration.release()
     assert runtime.pinned == []
+
+
+FILLED_BY_A_KERNEL = (torch.ops.aten.ones.default, torch.ops.aten.fill_.Scalar)
+"""What launches a kernel in every torch. `zeros` and `zero_` do not after 2.13."""
+
+
+def test_the_error_of_a_refused_call_is_not_left_for_the_next_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime, taken = FakeRuntime(304), list[Any]()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(runtime, "cudaHostUnregister", lambda address: 713)
+    registration = cuda_registration(torch.device("cpu"))
+
+    def launch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func not in FILLED_BY_A_KERNEL:
+            return func(*args, **kwargs)
+        taken.append(func)
+        raise RuntimeError("CUDA error: OS call failed or operation not supported on this OS")
+
+    with tensor_operations(launch):
+        assert not registration.pin(4096, 3, 4096)
+        assert len(taken) == 1
+        runtime.error = 0
+        assert registration.pin(4096, 3, 4096) and len(taken) == 1
+        registration.release()
+        assert len(taken) == 1 + len(runtime.pinned)

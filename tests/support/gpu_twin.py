@@ -5,8 +5,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import cycle
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -162,6 +165,10 @@ class MemoryDevice(Device):
 
 FREE_BYTES = 1 << 34
 """Of the twin of a GPU's memory."""
+POOL_STREAMS = 32
+"""Streams that torch hands out in turn."""
+OWN_STREAM = 0x5EED0
+"""A stream of the driver, which is none of torch's."""
 
 
 class FakeCuda:
@@ -170,7 +177,10 @@ class FakeCuda:
 
     def __init__(self, kernel_ms: float) -> None:
         self.now_ms = 0.0
+        self.current = 0
+        """The stream that was made the current one last."""
         self._kernel_ms = kernel_ms
+        self._pool = cycle(range(POOL_STREAMS))
 
     def take_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Stand in for torch.cuda."""
@@ -180,20 +190,33 @@ class FakeCuda:
             self.now_ms += self._kernel_ms
             return product(one, other)
 
+        driver = SimpleNamespace(cuStreamCreate=self._create_stream)
+        monkeypatch.setattr(gpu_device, "CDLL", lambda library: driver)
         monkeypatch.setattr(gpu_device, "DEVICE", "cpu")
         monkeypatch.setattr(gpu_device, "MATRICES", dict.fromkeys(gpu_moves.Kernels, (2, 4)))
         monkeypatch.setattr(torch.Tensor, "__matmul__", counted)
         monkeypatch.setattr(torch, "zeros", lambda *sizes, dtype, **_: zeros(*sizes, dtype=dtype))
         for name, twin in (
             ("is_available", lambda: True),
-            ("Stream", lambda: None),
-            ("stream", lambda stream: nullcontext()),
+            ("Stream", lambda: next(self._pool)),
+            ("ExternalStream", lambda handle: handle),
+            ("stream", self._on),
             ("Event", lambda enable_timing: FakeEvent(self)),
             ("synchronize", lambda: None),
             ("mem_get_info", lambda: (FREE_BYTES, 2 * FREE_BYTES)),
             ("empty_cache", lambda: None),
         ):
             monkeypatch.setattr(torch.cuda, name, twin)
+
+    def _on(self, stream: int) -> AbstractContextManager[None]:
+        self.current = stream
+        return nullcontext()
+
+    def _create_stream(self, handle: Any, flags: int) -> int:
+        """The driver's call, which knows nothing of torch's streams."""
+        assert flags == 1, "it would wait for the default stream, and that one for it"
+        handle._obj.value = OWN_STREAM
+        return 0
 
 
 class FakeEvent:

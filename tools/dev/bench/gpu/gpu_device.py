@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import CDLL, byref, c_void_p
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .....config.machine import Machine
-from .....handlers.device.batched_copy import Batch, NoBatchedCopyError, driver_batch
+from .....handlers.device.batched_copy import DRIVER, Batch, NoBatchedCopyError, driver_batch
 from .....handlers.device.copier import DeviceCopier
 from .....handlers.device.geometry import WorkerLayout
 from .....handlers.device.hazards import Direction
@@ -36,6 +37,7 @@ CHAIN_S = 0.1
 """Target duration of a chain of kernels, long enough for many transfers."""
 CHAIN_KERNELS_MIN, CHAIN_KERNELS_MAX = 20, 800
 """Limits of the kernels in a chain; a stream accepts about a thousand before a launch blocks."""
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no order with the default stream, as in torch's streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +146,14 @@ class CudaDevice(Device):
                 "no CUDA device answers; run `make bench-gpu` on a machine with an NVIDIA GPU and "
                 "a torch that was built for CUDA, or `--only round_trip` here, without one"
             )
-        self._compute = _cuda().Stream()  # initialises the driver
-        self._others, self._notes = _others()
         self._factors = {
             kind: (weights[:rows], weights)
             for kind, (rows, size) in MATRICES.items()
             for weights in [torch.eye(size, device=DEVICE, dtype=torch.float16)]
         }
         _cuda().synchronize()
+        self._compute = _own_stream()  # needs the driver, as does the next line
+        self._others, self._notes = _others()
         self._counts = dict.fromkeys(Kernels, CHAIN_KERNELS_MIN)
         self._counts = {kind: self._count(kind) for kind in Kernels}
 
@@ -208,6 +210,20 @@ class CudaDevice(Device):
 
     def release(self) -> None:
         _cuda().empty_cache()
+
+
+def _own_stream() -> Any:
+    """Return a stream of the current device that nobody else gets. Raises `BenchError`.
+
+    torch hands out 32 streams in turn. vLLM's worker takes one for each transfer in flight, so one
+    of these would wait for the kernels. The stream stays until the process ends, because torch
+    keeps memory for it.
+    """
+    handle = c_void_p()
+    code = CDLL(DRIVER).cuStreamCreate(byref(handle), _NON_BLOCKING)
+    if code:
+        raise BenchError(f"the driver made no stream for kernels: cuStreamCreate, error {code}")
+    return _cuda().ExternalStream(handle.value)
 
 
 def _others() -> tuple[dict[str, Make], list[str]]:
