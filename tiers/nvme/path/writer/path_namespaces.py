@@ -282,6 +282,7 @@ class PathNamespaces:
 
         If they have no room, namespaces of older versions leave. Raises a `KVCascadeError`.
         """
+        check_mounted(self.fs, self.roots)
         for path, size in enumerate(sizes):
             if self.fs.exists(self.roots[path]):
                 with self.space.capacity.claim(path, size, 0, own):
@@ -316,6 +317,7 @@ class PathNamespaces:
 
     def _home_of(self, name: str) -> NamespaceHome:
         """Open the directories of an existing namespace. Runs on an I/O thread."""
+        check_mounted(self.fs, self.roots)
         home = open_home(self.fs, self.roots, name, self.options.capacity_bytes)
         if home is None:
             raise ConfigError(f"there is no namespace {name} any more")
