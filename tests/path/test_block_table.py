@@ -3,6 +3,7 @@ disks for LMDB."""
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import resource
@@ -307,10 +308,32 @@ def test_a_full_tier_is_opened_after_any_end(tmp_path: Path) -> None:
     table.close()
 
 
-def test_a_disk_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int, offset: int, size: int) -> None:
-        raise OSError(28, "No space left on device")
+def full(descriptor: int, offset: int, size: int) -> None:
+    """Allocate nothing, as XFS does if the disk has less room than the range takes."""
+    raise OSError(errno.ENOSPC, "No space left on device")
 
+
+@pytest.mark.parametrize("has_hole", [False, True])
+def test_an_index_that_has_all_its_blocks_needs_no_free_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_hole: bool
+) -> None:
+    folder = tmp_path / "blocks"
+    keys = filled(folder)
+    if has_hole:
+        size = (folder / "data.mdb").stat().st_size
+        os.truncate(folder / "data.mdb", size // 2)
+        os.truncate(folder / "data.mdb", size)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    if has_hole:
+        with pytest.raises(NoSpaceError):
+            lmdb_at(folder)
+    else:
+        table = lmdb_at(folder)
+        assert all(table.get(key) == Entry(slot, slot) for slot, key in enumerate(keys))
+        table.close()
+
+
+def test_a_disk_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", full)
         with pytest.raises(NoSpaceError):
