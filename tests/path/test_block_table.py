@@ -370,6 +370,27 @@ def test_a_larger_map_is_opened(tmp_path: Path) -> None:
     table.close()
 
 
+def test_a_larger_map_that_finds_no_room_takes_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system may keep the blocks that it allocated before it found no more."""
+    keys, allocate = filled(tmp_path / "blocks"), os.posix_fallocate
+    before = (tmp_path / "blocks" / "data.mdb").stat()
+
+    def partly(descriptor: int, offset: int, size: int) -> None:
+        allocate(descriptor, offset, size // 2)
+        full(descriptor, offset, size)
+
+    with monkeypatch.context() as patched, pytest.raises(NoSpaceError):
+        patched.setattr(os, "posix_fallocate", partly)
+        open_block_table(tmp_path / "blocks", block_table_bytes(100_000), IDENTITY, is_durable=True)
+    after = (tmp_path / "blocks" / "data.mdb").stat()
+    assert (after.st_size, after.st_blocks) == (before.st_size, before.st_blocks)
+    table = lmdb_at(tmp_path / "blocks")
+    assert all(table.get(key) == Entry(slot, slot) for slot, key in enumerate(keys))
+    table.close()
+
+
 @pytest.mark.parametrize("outcome", [ApplyOutcome.NO_SPACE, ApplyOutcome.IO_ERROR])
 def test_the_twin_fails_on_command(outcome: ApplyOutcome) -> None:
     disk = MemoryBlockDisk()

@@ -372,11 +372,14 @@ def open_block_table(
             _create(folder, map_bytes)
         check_file(folder, map_bytes)
         check_pages(folder, is_trusted=is_same_boot)
+        former_bytes = os.path.getsize(folder / INDEX_FILE)
         env = _open_env(folder / INDEX_FILE, map_bytes, is_durable=is_durable)
         try:
             _reserve(folder / INDEX_FILE, map_bytes)
         except BaseException:
             env.close()
+            with suppress(OSError):  # some file systems keep the part that they could allocate
+                os.truncate(folder / INDEX_FILE, former_bytes)
             raise
     try:
         table = LmdbBlockTable(env, folder, wall_clock)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,10 @@ class MappedArrays:
             if old is not None:
                 write_all(file, [memoryview(old[:length].tobytes())], HEADER_BYTES)
             file.sync()
+        except BaseException:
+            with suppress(OSError):
+                self._fs.unlink(temporary)
+            raise
         finally:
             file.close()
         self._fs.rename(temporary, path)
