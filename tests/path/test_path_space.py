@@ -20,6 +20,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Touch,
     Why,
 )
+from kvcascade.tiers.nvme.path.writer.namespace.namespace_openings import BeingOpenedError
 from kvcascade.tiers.nvme.path.writer.path_capacity import RETRY_AFTER_S
 from kvcascade.tiers.nvme.path.writer.path_plan import plan_segments
 from kvcascade.tiers.nvme.segments.format import segment_name, segment_number
@@ -197,6 +198,33 @@ def test_the_reserve_of_the_disk_is_kept() -> None:
         rig.step(seconds=1.0)
     assert rig.fs.free_bytes(ROOT) >= 1 << 20
     assert segments(rig)["m"] == 1
+
+
+@pytest.mark.parametrize("opens", ["engine", "tool", "room"])
+def test_the_tables_of_a_raised_capacity_take_nothing_of_the_reserve(opens: str) -> None:
+    rig = PathRig(20, min_free_bytes=1 << 20)
+    former = RigNode(rig).welcome
+    assert former is not None and RigNode(rig).store([1, 2]) == [Committed.OK] * 2
+    rig.close()
+    rig.fs.size_bytes = rig.fs.used_bytes(Path("/")) + (1 << 20) + 4 * BLOCK_BYTES
+    larger = 200 * rig.options.capacity_bytes
+    rig.start(msgspec.structs.replace(rig.options, capacity_bytes=larger))
+    path, least = rig.writer.path, rig.fs.free_bytes(ROOT)
+    if opens == "tool":
+        with pytest.raises(BeingOpenedError):
+            path.look_at(former.folder)
+    elif opens == "room":
+        assert path.space.take_coldest(None, {0})
+    node = RigNode(rig)
+    assert min(least, rig.fs.free_bytes(ROOT)) >= 1 << 20
+    assert node.welcome is not None and node.welcome.slots == former.slots
+    assert node.held([1, 2]) == [1, 2] and node.store([3]) == [Committed.OK]
+    rig.close()
+    rig.fs.size_bytes = 1 << 40
+    rig.start()
+    node = RigNode(rig)
+    assert node.welcome is not None and node.welcome.slots > 100 * former.slots
+    assert node.held([1, 2, 3]) == [1, 2, 3]
 
 
 def at_the_reserve(less_bytes: int) -> tuple[PathRig, RigNode]:

@@ -218,6 +218,20 @@ def test_a_smaller_capacity_counts_an_index_that_stays_large(keys: int, tmp_path
     assert rig.files.used_bytes(tmp_path) <= rig.writer.path.space.own_bytes(0)
 
 
+def test_the_budget_of_a_day_is_read_from_an_index_that_does_not_grow(tmp_path: Path) -> None:
+    rig = RealRig(tmp_path, 20)
+    assert RigNode(rig).store([1]) == [OK]
+    rig.close()
+    (index,) = tmp_path.rglob("data.mdb")
+    before = index.stat().st_size
+    capacity = 200 * rig.options.capacity_bytes
+    larger = msgspec.structs.replace(rig.options, capacity_bytes=capacity)
+    rig.start(msgspec.structs.replace(larger, write_budget_bytes=1 << 30))
+    assert index.stat().st_size == before, "its namespace may stay idle on a full disk"
+    assert rig.writer.path.space.idle.written_in_day() == BLOCK_BYTES
+    rig.close()
+
+
 @pytest.mark.parametrize("is_real", [False, True])
 def test_a_smaller_capacity_after_segments_were_deleted_leaves_no_block_of_them(
     is_real: bool, tmp_path: Path

@@ -15,6 +15,7 @@ from .....logs import get_logger
 from ....endurance import DAY_S, day_totals
 from ...disk.filesystem import FileLock
 from ...namespace import LOCK
+from ..presence_file import recorded_slots
 from .namespace.namespace_home import NOTE_USE_EVERY_S, NamespaceHome, homes_under, open_home
 from .namespace.namespace_start import StartMeans
 
@@ -111,7 +112,7 @@ class IdleNamespaces:
                 last_used_s = fs.modified_at(home.folders[0] / LOCK)
             is_recent = self._means.wall_clock() - last_used_s < RECENT_S
             day = self._day_of(home) if with_days and is_recent else b""
-            with os_errors(f"looking at {name}"):  # afterwards, since the table may have grown
+            with os_errors(f"looking at {name}"):  # afterwards, since the table may have changed
                 sizes = [fs.used_bytes(folder) for folder in home.folders]
             locks = list(home.locks)
             home.locks.clear()
@@ -120,7 +121,11 @@ class IdleNamespaces:
         return IdleNamespace(name, sizes, last_used_s, day, locks=locks)
 
     def _day_of(self, home: NamespaceHome) -> bytes:
-        """Return the record of the last day; empty if the block table cannot be opened."""
+        """Return the record of the last day; empty if the block table cannot be opened.
+
+        The table does not grow to a raised capacity meanwhile.
+        """
+        home.slots = min(home.slots, recorded_slots(self._means.fs, home.folders[0]) or home.slots)
         try:
             table = self._means.table_of(home, is_durable=False)
             day = table.day_record()
