@@ -11,6 +11,7 @@ from support.path_rig import ROOT, PathRig, RigNode, key_of
 from kvcascade.errors import ConfigError, CorruptionError
 from kvcascade.tiers.nvme.path.path_messages import Committed, Touch
 from kvcascade.tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER, load_record
+from kvcascade.tiers.nvme.segments.chains import CHAINS
 
 
 def test_an_engine_that_says_otherwise_is_served_and_told_what_holds() -> None:
@@ -161,3 +162,20 @@ def test_another_policy_begins_with_the_order_of_the_last_use(
     node.store(list(range(100, 124)))
     assert node.held(list(range(16))) == list(range(16))
     assert node.held(list(range(16, 32))) == []
+
+
+def test_another_policy_takes_the_room_of_the_arrays_of_the_former_one() -> None:
+    rig = PathRig(segments=2, slots_per_segment=32, policy="lirs")
+    assert RigNode(rig).store([1, 2]) == [Committed.OK] * 2
+    state = next(iter(rig.writer.namespaces.values())).home.state_folder
+    rig.fs.open(state / f"{CHAINS}.arr", create=True)
+    for policy in ("lirs", "arc", "lru"):
+        rig.close()
+        rig.start(msgspec.structs.replace(rig.options, policy=policy))
+        if policy == "arc":
+            rig.fs.fail("unlink", errno.EIO)
+        assert RigNode(rig).held([1, 2]) == [1, 2]
+        arrays = [name for name in rig.fs.list_dir(state) if name.endswith(".arr")]
+        assert any(name.startswith(policy) for name in arrays) and f"{CHAINS}.arr" in arrays
+    kinds = {name.split("_")[0].removesuffix(".arr") for name in arrays}
+    assert kinds == {"lru", "use", CHAINS}
