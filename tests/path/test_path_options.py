@@ -61,6 +61,22 @@ def test_a_full_disk_needs_no_record_of_other_options(leave: int) -> None:
     assert record is not None and record.options == other
 
 
+def test_a_full_disk_needs_no_record_of_another_min_share() -> None:
+    rig = PathRig()
+    assert RigNode(rig).store([1, 2]) == [Committed.OK] * 2
+    size_bytes = rig.fs.size_bytes
+    rig.fs.size_bytes -= rig.fs.free_bytes(ROOT)
+    node = RigNode(rig, min_share_bytes=1 << 20)
+    assert node.welcome is not None and node.held([1, 2]) == [1, 2]
+    (namespace,) = rig.writer.namespaces.values()
+    assert namespace.min_share_bytes == 1 << 20
+    rig.fs.size_bytes = size_bytes
+    RigNode(rig, min_share_bytes=1 << 20)
+    record = load_record(rig.fs, ROOT)
+    assert record is not None, "the next engine records it"
+    assert record.min_shares == {node.welcome.folder: 1 << 20}
+
+
 def test_a_full_disk_makes_no_weaker_promise() -> None:
     rig = PathRig(durability="process")
     rig.close()

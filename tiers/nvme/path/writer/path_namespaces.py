@@ -121,7 +121,10 @@ class PathNamespaces:
         if namespace.clients:  # of several engines the largest share holds
             share = max(share, namespace.min_share_bytes)
         if shares.get(name, 0) != share:
-            self._record(replace(self.record, min_shares={**shares, name: share}))
+            try:
+                self._record(replace(self.record, min_shares={**shares, name: share}))
+            except NoSpaceError as error:  # the next engine tries again
+                _log.warning("the min_share of %s holds until the writer ends: %s", name, error)
         namespace.min_share_bytes = share
         return namespace
 
