@@ -134,6 +134,30 @@ def test_a_namespace_that_nobody_has_open_gives_its_segments_and_is_removed() ->
     assert bytes_of(rig) <= rig.options.capacity_bytes
 
 
+@pytest.mark.parametrize("is_final", [False, True])
+def test_a_namespace_that_cannot_be_opened_for_its_room_is_tried_again(is_final: bool) -> None:
+    rig = shared()
+    old = RigNode(rig, "old")
+    fill(old, range(0, 16))
+    rig.close()
+    rig.start()
+    space, folder = rig.writer.path.space, old.welcome.folder  # type: ignore[union-attr]
+    description = rig.fs.read(ROOT / folder / "namespace.json", 1 << 20)
+    if is_final:
+        rig.fs.replace(ROOT / folder / "namespace.json", b"{}")
+    else:
+        rig.fs.fail("open", errno.EMFILE)
+    assert space.take_coldest(None, {0})
+    rig.step()
+    rig.fs.replace(ROOT / folder / "namespace.json", description)
+    rig.step(seconds=RETRY_AFTER_S - 1)
+    assert not space.take_coldest(None, {0}), "it rests"
+    rig.step(seconds=2.0)
+    assert space.take_coldest(None, {0}) is not is_final, "damage does not mend itself"
+    rig.step()
+    assert (folder in rig.writer.namespaces) is not is_final
+
+
 def test_a_smaller_capacity_holds_from_the_next_writer_on() -> None:
     rig = PathRig(6)
     node = RigNode(rig, "m")

@@ -16,6 +16,8 @@ import msgspec
 
 from .....errors import (
     ConfigError,
+    CorruptionError,
+    FormatError,
     InUseError,
     KVCascadeError,
     NoSpaceError,
@@ -156,7 +158,8 @@ class PathNamespaces:
             ended[opening.name] = found
             if opening.is_for_room:
                 _log.warning("the room of %s cannot be taken: %s", opening.name, found)
-                self.space.idle.mark_unusable(opening.name)
+                is_damaged = isinstance(found, CorruptionError | FormatError)
+                self.space.idle.put_off(opening.name, is_final=is_damaged)
         return ended
 
     def begin(self, namespace: NamespaceWriter, known_epoch: int | None, *, is_alone: bool) -> bool:
