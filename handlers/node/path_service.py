@@ -133,7 +133,8 @@ class ClientSockets:
     def _receive(self, client: int) -> None:
         link = self._links.get(client)
         if link is not None:
-            for message in link.receive():
+            # The end of a node counts before the `Hello` of the one that takes its place.
+            for message in link.receive(to_the_end=True):
                 self._writer.receive(client, message)
 
 
