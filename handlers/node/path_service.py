@@ -133,7 +133,8 @@ class ClientSockets:
     def _receive(self, client: int) -> None:
         link = self._links.get(client)
         if link is not None:
-            for message in link.receive():
+            # The end of a node counts before the `Hello` of the one that takes its place.
+            for message in link.receive(to_the_end=True):
                 self._writer.receive(client, message)
 
 
@@ -167,7 +168,7 @@ class WriterService:
             held.callback(lock.release)
             self._door = PathDoor(roots[0])
             held.callback(self._door.close)
-            executor = ThreadPoolExecutor(IO_THREADS, "kvcascade-segments")
+            executor = _started(IO_THREADS)
             held.callback(executor.shutdown)
             save_note(fs, roots[0], note_of_this_process(name))
             listener = self._door.listen()
@@ -206,8 +207,7 @@ class WriterService:
             try:
                 self._thread.start()
             except RuntimeError as error:
-                text = f"no thread can write the path ({error}); raise the limit of processes"
-                raise TierIOError(None, text) from error
+                raise _no_thread(error) from error
             if_failed.pop_all()
 
     # -- on its own thread ---------------------------------------------------------------------
@@ -251,3 +251,26 @@ class WriterService:
             _log.exception("the writer of the path failed at its end in a way it should not")
         self._held.close()
         self._clients.close()  # last: a client that sees it may lead at once
+
+
+def _started(threads: int) -> ThreadPoolExecutor:
+    """Return an executor all of whose threads run. Raises `TierIOError` if one cannot be started.
+
+    An executor queues a job before it starts a thread for it. So a job that was refused for want of
+    a thread would still run later. This one never starts a thread later.
+    """
+    executor, gate = ThreadPoolExecutor(threads, "kvcascade-segments"), threading.Event()
+    try:
+        for _ in range(threads):  # each job keeps its thread busy, so the next one gets another
+            executor.submit(gate.wait)
+    except RuntimeError as error:
+        gate.set()
+        executor.shutdown()
+        raise _no_thread(error) from error
+    gate.set()
+    return executor
+
+
+def _no_thread(error: RuntimeError) -> TierIOError:
+    text = f"no thread can write the path ({error}); raise the limit of processes"
+    return TierIOError(None, text)

@@ -6,16 +6,17 @@ import selectors
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+from support.path_rig import BLOCK_BYTES, PathRig
 from support.writer_twin import namespace_spec
 
 from kvcascade.handlers.node import path_link
 from kvcascade.handlers.node.path_link import FrameSocket
 from kvcascade.handlers.node.path_loop import NodeLoop
-from kvcascade.handlers.node.path_service import WriterService
+from kvcascade.handlers.node.path_service import ClientSockets, WriterService
 from kvcascade.handlers.node.path_wire import NodeJoined, NodeSetup, from_node_process
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.frames import FrameReader, frame
@@ -23,9 +24,12 @@ from kvcascade.tiers.nvme.path.path_lock import PathDoor, try_lead
 from kvcascade.tiers.nvme.path.path_messages import (
     PROTOCOL,
     Hello,
+    NamespaceSpec,
     PathOptions,
     Removed,
+    Reset,
     Retire,
+    Touch,
     Welcome,
     from_writer,
 )
@@ -161,6 +165,47 @@ def test_a_service_welcomes_through_the_door_and_ends_cleanly(
     lock = try_lead(RealFileSystem(), tmp_path)
     assert lock is not None, "the lock was released"
     lock.release()
+
+
+def test_the_end_of_a_node_is_seen_before_the_hello_of_its_engine_that_starts_again(
+    tmp_path: Path,
+) -> None:
+    """The writer was stopped meanwhile. The engine has other weights than before its reset."""
+    rig = PathRig()
+    spec = NamespaceSpec("m", b'{"model": "m"}', b"{}", BLOCK_BYTES)
+    hello = Hello(PROTOCOL, "node", ("/path",), spec, rig.options)
+    with socket.socket(socket.AF_UNIX) as listener, ExitStack() as held:
+        listener.bind(str(tmp_path / "door"))
+        listener.listen()
+        clients = ClientSockets(listener, rig.writer)
+        held.callback(clients.close)
+
+        def serve() -> None:
+            clients.receive(0.0)
+            clients.send(rig.writer.step())
+            clients.flush()
+            clients.drop_ended()
+
+        def node() -> socket.socket:
+            end = held.enter_context(socket.socket(socket.AF_UNIX))
+            end.settimeout(WAIT_S)
+            end.connect(str(tmp_path / "door"))
+            end.sendall(frame(hello))
+            return end
+
+        old = node()
+        for _ in range(2):
+            serve()
+        old.sendall(frame(Reset(5)))
+        serve()
+        (namespace,) = rig.writer.namespaces.values()
+        assert namespace.epoch == 1
+        old.sendall(frame(Touch([b"key"])))
+        old.close()
+        node()
+        for _ in range(3):
+            serve()
+        assert namespace.epoch == 2, "blocks since the reset are not for it"
 
 
 def test_a_newer_version_retires_a_service(

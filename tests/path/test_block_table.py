@@ -3,6 +3,7 @@ disks for LMDB."""
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import resource
@@ -307,10 +308,32 @@ def test_a_full_tier_is_opened_after_any_end(tmp_path: Path) -> None:
     table.close()
 
 
-def test_a_disk_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int, offset: int, size: int) -> None:
-        raise OSError(28, "No space left on device")
+def full(descriptor: int, offset: int, size: int) -> None:
+    """Allocate nothing, as XFS does if the disk has less room than the range takes."""
+    raise OSError(errno.ENOSPC, "No space left on device")
 
+
+@pytest.mark.parametrize("has_hole", [False, True])
+def test_an_index_that_has_all_its_blocks_needs_no_free_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_hole: bool
+) -> None:
+    folder = tmp_path / "blocks"
+    keys = filled(folder)
+    if has_hole:
+        size = (folder / "data.mdb").stat().st_size
+        os.truncate(folder / "data.mdb", size // 2)
+        os.truncate(folder / "data.mdb", size)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    if has_hole:
+        with pytest.raises(NoSpaceError):
+            lmdb_at(folder)
+    else:
+        table = lmdb_at(folder)
+        assert all(table.get(key) == Entry(slot, slot) for slot, key in enumerate(keys))
+        table.close()
+
+
+def test_a_disk_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", full)
         with pytest.raises(NoSpaceError):
@@ -343,6 +366,27 @@ def test_a_larger_map_is_opened(tmp_path: Path) -> None:
     table = open_block_table(
         tmp_path / "blocks", block_table_bytes(100_000), IDENTITY, is_durable=True
     )
+    assert all(table.get(key) == Entry(slot, slot) for slot, key in enumerate(keys))
+    table.close()
+
+
+def test_a_larger_map_that_finds_no_room_takes_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system may keep the blocks that it allocated before it found no more."""
+    keys, allocate = filled(tmp_path / "blocks"), os.posix_fallocate
+    before = (tmp_path / "blocks" / "data.mdb").stat()
+
+    def partly(descriptor: int, offset: int, size: int) -> None:
+        allocate(descriptor, offset, size // 2)
+        full(descriptor, offset, size)
+
+    with monkeypatch.context() as patched, pytest.raises(NoSpaceError):
+        patched.setattr(os, "posix_fallocate", partly)
+        open_block_table(tmp_path / "blocks", block_table_bytes(100_000), IDENTITY, is_durable=True)
+    after = (tmp_path / "blocks" / "data.mdb").stat()
+    assert (after.st_size, after.st_blocks) == (before.st_size, before.st_blocks)
+    table = lmdb_at(tmp_path / "blocks")
     assert all(table.get(key) == Entry(slot, slot) for slot, key in enumerate(keys))
     table.close()
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support.executors import SteppingExecutor
 from support.path_rig import ROOT, PathRig, RigNode, key_of
 
+from kvcascade.tiers.nvme.path.block_table import BlockTable
 from kvcascade.tiers.nvme.path.path_messages import (
     Ask,
     Committed,
@@ -134,6 +137,34 @@ def test_a_namespace_that_cannot_be_opened_is_refused_to_all_who_wait() -> None:
     (told,) = rig.take(nodes[0].client, Told)
     assert name in json.loads(told.body)["error"]
     assert not rig.writer.path.space.has_jobs
+
+
+class SmallMemoryRig(PathRig):
+    """A path on a machine that may have too little memory for the table of a namespace."""
+
+    lacks_memory = False
+
+    def _open_table(
+        self, folder: Path, map_bytes: int, identity: bytes, **options: Any
+    ) -> BlockTable:
+        if self.lacks_memory:
+            raise MemoryError("Unable to allocate 8.00 GiB")
+        return super()._open_table(folder, map_bytes, identity, **options)
+
+
+def test_an_opening_that_lacks_memory_ends_no_other_namespace(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig = SmallMemoryRig(WIDE)
+    other = RigNode(rig, "other")
+    rig.lacks_memory = True
+    refused = RigNode(rig, "large").refused[0]
+    assert refused.why is RefusedWhy.FAILED, "it may try again"
+    assert "large" in refused.text and "MemoryError Unable to allocate" in refused.text
+    assert "Traceback" in caplog.text
+    assert other.store([1]) == [Committed.OK]
+    rig.lacks_memory = False
+    assert RigNode(rig, "large").store([1]) == [Committed.OK]
 
 
 @pytest.mark.parametrize("is_clean", [True, False])

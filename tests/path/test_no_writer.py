@@ -18,7 +18,7 @@ from support.path_engine import PathEngine
 from support.users import unprivileged
 
 from kvcascade.errors import ConfigError, TierIOError
-from kvcascade.handlers.node.path_service import WriterService
+from kvcascade.handlers.node.path_service import IO_THREADS, WriterService
 from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
@@ -139,16 +139,23 @@ def test_a_writer_that_cannot_start_leaves_nothing_open(tmp_path: Path, fault: s
         before = now
 
 
-@pytest.mark.parametrize("fault", ["thread", "files"])
+@pytest.mark.parametrize("threads", [None, *range(IO_THREADS + 1)])
 def test_a_writer_without_a_thread_or_files_lets_others_lead(
-    tmp_path: Path, started: list[PathEngine], monkeypatch: pytest.MonkeyPatch, fault: str
+    tmp_path: Path, started: list[PathEngine], monkeypatch: pytest.MonkeyPatch, threads: int | None
 ) -> None:
+    """`threads` may be started; None: all of them, but a file cannot be opened."""
     start(started, tmp_path).until(lambda: started[0].tier.takes_puts)
     started.pop().close()
     fs = RealFileSystem()
 
-    def no_thread(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
+    begin, left = threading.Thread.start, 0
+
+    def limited(thread: threading.Thread) -> None:
+        nonlocal left
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left -= 1
+        begin(thread)
 
     def no_file() -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -157,8 +164,9 @@ def test_a_writer_without_a_thread_or_files_lets_others_lead(
         lock = try_lead(fs, tmp_path)
         assert lock is not None, "the lock was released"
         with monkeypatch.context() as patched, pytest.raises(TierIOError, match="raise the limit"):
-            if fault == "thread":
-                patched.setattr(threading.Thread, "start", no_thread)
+            if threads is not None:
+                left = threads
+                patched.setattr(threading.Thread, "start", limited)
             else:
                 patched.setattr(selectors, "DefaultSelector", no_file)
             WriterService(fs, [tmp_path], OPTIONS, lock)

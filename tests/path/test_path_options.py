@@ -12,6 +12,7 @@ from support.path_rig import ROOT, PathRig, RigNode, key_of
 from kvcascade.errors import ConfigError, CorruptionError
 from kvcascade.tiers.nvme.path.path_messages import Committed, Touch
 from kvcascade.tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER, load_record
+from kvcascade.tiers.nvme.segments.chains import CHAINS
 
 
 def test_an_engine_that_says_otherwise_is_served_and_told_what_holds() -> None:
@@ -59,6 +60,22 @@ def test_a_full_disk_needs_no_record_of_other_options(leave: int) -> None:
     assert RigNode(rig).held([1, 2, 3]) == [1, 2, 3]
     record = load_record(rig.fs, ROOT)
     assert record is not None and record.options == other
+
+
+def test_a_full_disk_needs_no_record_of_another_min_share() -> None:
+    rig = PathRig()
+    assert RigNode(rig).store([1, 2]) == [Committed.OK] * 2
+    size_bytes = rig.fs.size_bytes
+    rig.fs.size_bytes -= rig.fs.free_bytes(ROOT)
+    node = RigNode(rig, min_share_bytes=1 << 20)
+    assert node.welcome is not None and node.held([1, 2]) == [1, 2]
+    (namespace,) = rig.writer.namespaces.values()
+    assert namespace.min_share_bytes == 1 << 20
+    rig.fs.size_bytes = size_bytes
+    RigNode(rig, min_share_bytes=1 << 20)
+    record = load_record(rig.fs, ROOT)
+    assert record is not None, "the next engine records it"
+    assert record.min_shares == {node.welcome.folder: 1 << 20}
 
 
 def test_a_full_disk_makes_no_weaker_promise() -> None:
@@ -186,3 +203,20 @@ def test_another_policy_begins_with_the_order_of_the_last_use(
     node.store(list(range(100, 124)))
     assert node.held(list(range(16))) == list(range(16))
     assert node.held(list(range(16, 32))) == []
+
+
+def test_another_policy_takes_the_room_of_the_arrays_of_the_former_one() -> None:
+    rig = PathRig(segments=2, slots_per_segment=32, policy="lirs")
+    assert RigNode(rig).store([1, 2]) == [Committed.OK] * 2
+    state = next(iter(rig.writer.namespaces.values())).home.state_folder
+    rig.fs.open(state / f"{CHAINS}.arr", create=True)
+    for policy in ("lirs", "arc", "lru"):
+        rig.close()
+        rig.start(msgspec.structs.replace(rig.options, policy=policy))
+        if policy == "arc":
+            rig.fs.fail("unlink", errno.EIO)
+        assert RigNode(rig).held([1, 2]) == [1, 2]
+        arrays = [name for name in rig.fs.list_dir(state) if name.endswith(".arr")]
+        assert any(name.startswith(policy) for name in arrays) and f"{CHAINS}.arr" in arrays
+    kinds = {name.split("_")[0].removesuffix(".arr") for name in arrays}
+    assert kinds == {"lru", "use", CHAINS}

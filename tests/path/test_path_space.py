@@ -20,6 +20,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Touch,
     Why,
 )
+from kvcascade.tiers.nvme.path.writer.namespace.namespace_openings import BeingOpenedError
 from kvcascade.tiers.nvme.path.writer.path_capacity import RETRY_AFTER_S
 from kvcascade.tiers.nvme.path.writer.path_plan import plan_segments
 from kvcascade.tiers.nvme.segments.format import segment_name, segment_number
@@ -133,6 +134,30 @@ def test_a_namespace_that_nobody_has_open_gives_its_segments_and_is_removed() ->
     assert bytes_of(rig) <= rig.options.capacity_bytes
 
 
+@pytest.mark.parametrize("is_final", [False, True])
+def test_a_namespace_that_cannot_be_opened_for_its_room_is_tried_again(is_final: bool) -> None:
+    rig = shared()
+    old = RigNode(rig, "old")
+    fill(old, range(0, 16))
+    rig.close()
+    rig.start()
+    space, folder = rig.writer.path.space, old.welcome.folder  # type: ignore[union-attr]
+    description = rig.fs.read(ROOT / folder / "namespace.json", 1 << 20)
+    if is_final:
+        rig.fs.replace(ROOT / folder / "namespace.json", b"{}")
+    else:
+        rig.fs.fail("open", errno.EMFILE)
+    assert space.take_coldest(None, {0})
+    rig.step()
+    rig.fs.replace(ROOT / folder / "namespace.json", description)
+    rig.step(seconds=RETRY_AFTER_S - 1)
+    assert not space.take_coldest(None, {0}), "it rests"
+    rig.step(seconds=2.0)
+    assert space.take_coldest(None, {0}) is not is_final, "damage does not mend itself"
+    rig.step()
+    assert (folder in rig.writer.namespaces) is not is_final
+
+
 def test_a_smaller_capacity_holds_from_the_next_writer_on() -> None:
     rig = PathRig(6)
     node = RigNode(rig, "m")
@@ -197,6 +222,33 @@ def test_the_reserve_of_the_disk_is_kept() -> None:
         rig.step(seconds=1.0)
     assert rig.fs.free_bytes(ROOT) >= 1 << 20
     assert segments(rig)["m"] == 1
+
+
+@pytest.mark.parametrize("opens", ["engine", "tool", "room"])
+def test_the_tables_of_a_raised_capacity_take_nothing_of_the_reserve(opens: str) -> None:
+    rig = PathRig(20, min_free_bytes=1 << 20)
+    former = RigNode(rig).welcome
+    assert former is not None and RigNode(rig).store([1, 2]) == [Committed.OK] * 2
+    rig.close()
+    rig.fs.size_bytes = rig.fs.used_bytes(Path("/")) + (1 << 20) + 4 * BLOCK_BYTES
+    larger = 200 * rig.options.capacity_bytes
+    rig.start(msgspec.structs.replace(rig.options, capacity_bytes=larger))
+    path, least = rig.writer.path, rig.fs.free_bytes(ROOT)
+    if opens == "tool":
+        with pytest.raises(BeingOpenedError):
+            path.look_at(former.folder)
+    elif opens == "room":
+        assert path.space.take_coldest(None, {0})
+    node = RigNode(rig)
+    assert min(least, rig.fs.free_bytes(ROOT)) >= 1 << 20
+    assert node.welcome is not None and node.welcome.slots == former.slots
+    assert node.held([1, 2]) == [1, 2] and node.store([3]) == [Committed.OK]
+    rig.close()
+    rig.fs.size_bytes = 1 << 40
+    rig.start()
+    node = RigNode(rig)
+    assert node.welcome is not None and node.welcome.slots > 100 * former.slots
+    assert node.held([1, 2, 3]) == [1, 2, 3]
 
 
 def at_the_reserve(less_bytes: int) -> tuple[PathRig, RigNode]:

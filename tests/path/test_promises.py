@@ -19,6 +19,7 @@ from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.block_table import BlockTable
 from kvcascade.tiers.nvme.path.lmdb_block_table import open_block_table
 from kvcascade.tiers.nvme.path.path_messages import Ask, Committed, Reset, SegmentsRemoved
+from kvcascade.tiers.nvme.path.writer.namespace.namespace_openings import BeingOpenedError
 from kvcascade.tiers.nvme.path.writer.path_namespaces import PathNamespaces
 from kvcascade.tiers.nvme.path.writer.path_options import save_record
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
@@ -66,6 +67,42 @@ def test_a_tier_of_which_a_disk_is_not_mounted_is_refused_and_keeps_its_blocks(
         rig.fs.rename(disk, two)
     rig.start()
     assert len(RigNode(rig).held(blocks)) == (32 if is_lost else 64)
+
+
+@pytest.mark.parametrize("need", ["a segment", "a new namespace", "an idle namespace", "a look"])
+def test_a_disk_that_is_unmounted_under_a_writer_is_missed_at_the_next_start(need: str) -> None:
+    """Nothing is made in the bare mount point, which the next start would take for the disk."""
+    one, two, disk = Path("/one"), Path("/two"), Path("/disk")
+    rig = PathRig(120, roots=(one, two))
+    idle = RigNode(rig, "idle")
+    assert idle.welcome is not None and idle.store([1]) == [OK]
+    rig.close()
+    rig.start()
+    node, blocks = RigNode(rig), list(range(24))
+    for start in range(0, 24, 8):
+        node.store(blocks[start : start + 8])
+    rig.fs.rename(two, disk)
+    rig.fs.make_dir(two)
+    if need == "a segment":
+        for start in range(100, 140, 8):
+            node.store(list(range(start, start + 8)))
+        assert node.held(blocks), "the other disk goes on"
+    elif need == "a look":
+        with pytest.raises(BeingOpenedError):
+            rig.writer.path.look_at(idle.welcome.folder)
+        rig.step()
+    else:
+        refused = RigNode(rig, "new" if need == "a new namespace" else "idle").refused
+        assert "/two has nothing of this tier" in refused[0].text
+    assert rig.fs.list_dir(two) == []
+    rig.kill()
+    rig.fs.drop_locks()
+    with pytest.raises(ConfigError, match="/two has nothing of this tier; mount its disk"):
+        rig.start()
+    rig.fs.remove_tree(two)
+    rig.fs.rename(disk, two)
+    rig.start()
+    assert RigNode(rig, "idle").held([1]) == [1]
 
 
 def test_a_writer_whose_index_cannot_be_opened_again_ends() -> None:
@@ -179,6 +216,20 @@ def test_a_smaller_capacity_counts_an_index_that_stays_large(keys: int, tmp_path
     RigNode(rig, options=less)
     assert rig.files.used_bytes(home.folders[0] / "blocks") < index, "unused pages are cut off"
     assert rig.files.used_bytes(tmp_path) <= rig.writer.path.space.own_bytes(0)
+
+
+def test_the_budget_of_a_day_is_read_from_an_index_that_does_not_grow(tmp_path: Path) -> None:
+    rig = RealRig(tmp_path, 20)
+    assert RigNode(rig).store([1]) == [OK]
+    rig.close()
+    (index,) = tmp_path.rglob("data.mdb")
+    before = index.stat().st_size
+    capacity = 200 * rig.options.capacity_bytes
+    larger = msgspec.structs.replace(rig.options, capacity_bytes=capacity)
+    rig.start(msgspec.structs.replace(larger, write_budget_bytes=1 << 30))
+    assert index.stat().st_size == before, "its namespace may stay idle on a full disk"
+    assert rig.writer.path.space.idle.written_in_day() == BLOCK_BYTES
+    rig.close()
 
 
 @pytest.mark.parametrize("is_real", [False, True])

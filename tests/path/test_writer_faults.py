@@ -245,6 +245,8 @@ def test_a_disk_without_room_for_the_order_of_eviction_costs_recency_only() -> N
     rig.fs.fail("preallocate", errno.ENOSPC, skip=1, times=2)  # the first is the presence table
     node = RigNode(rig)
     assert node.store([1, 2]) == [Committed.OK] * 2
+    state = next(iter(rig.writer.namespaces.values())).home.state_folder
+    assert not [name for name in rig.fs.list_dir(state) if name.endswith(".new")]
     rig.close()
     rig.start()
     assert RigNode(rig).held([1, 2]) == [1, 2]

@@ -25,6 +25,7 @@ a page can find the disk full.
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import time
@@ -371,11 +372,14 @@ def open_block_table(
             _create(folder, map_bytes)
         check_file(folder, map_bytes)
         check_pages(folder, is_trusted=is_same_boot)
+        former_bytes = os.path.getsize(folder / INDEX_FILE)
         env = _open_env(folder / INDEX_FILE, map_bytes, is_durable=is_durable)
         try:
             _reserve(folder / INDEX_FILE, map_bytes)
         except BaseException:
             env.close()
+            with suppress(OSError):  # some file systems keep the part that they could allocate
+                os.truncate(folder / INDEX_FILE, former_bytes)
             raise
     try:
         table = LmdbBlockTable(env, folder, wall_clock)
@@ -427,10 +431,18 @@ def _open_env(file: Path, map_bytes: int, *, is_durable: bool) -> lmdb.Environme
 
 
 def _reserve(file: Path, size: int, *, is_synced: bool = False) -> None:
-    """Allocate disk space for all of the file. Raises `OSError`."""
-    opened = RealFileSystem().open(file)
+    """Allocate disk space for all of the file. Raises `OSError`.
+
+    XFS wants free space for the whole range, even if the file has all of its blocks.
+    """
+    fs = RealFileSystem()
+    opened = fs.open(file)
     try:
-        opened.preallocate(size)
+        try:
+            opened.preallocate(size)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or fs.used_bytes(file) < size:
+                raise
         if is_synced:
             opened.sync()
     finally:

@@ -171,17 +171,37 @@ def read_presence(fs: FileSystem, folder: Path) -> tuple[PresenceTable, bool]:
     with os_errors(f"reading the presence table {path}"):
         file = fs.open(path)
         try:
-            head = bytearray(HEADER_BYTES)
-            moved = file.preadv([memoryview(head)], 0)
-            _, slots, _ = _HEAD.unpack_from(head)
-            is_whole = moved == HEADER_BYTES and _boot_in(memoryview(head)) is not None
-            if not is_whole or slots == 0 or file.size() != presence_bytes(slots):
+            slots = _slots_in(file)
+            if not slots:
                 raise FormatError(f"{path} is damaged; the next writer builds it anew")
             memory = file.map(0, file.size(), writable=False)
         finally:
             file.close()
     words = memory[:HEADER_BYTES].cast("B").cast("Q")
     return PresenceTable(memory, slots), words[_CLEAN_WORD] == _clean_mark(memory) != 0
+
+
+def recorded_slots(fs: FileSystem, folder: Path) -> int:
+    """Return the number of slots of the presence table in the directory of a namespace.
+
+    0 if the file is missing or damaged.
+    """
+    with suppress(OSError):
+        file = fs.open(folder / PRESENCE)
+        try:
+            return _slots_in(file)
+        finally:
+            file.close()
+    return 0
+
+
+def _slots_in(file: File) -> int:
+    """Return the number of slots that the header names; 0 if the file is damaged."""
+    head = bytearray(HEADER_BYTES)
+    moved = file.preadv([memoryview(head)], 0)
+    _, slots, _ = _HEAD.unpack_from(head)
+    is_whole = moved == HEADER_BYTES and _boot_in(memoryview(head)) is not None
+    return int(slots) if is_whole and file.size() == presence_bytes(slots) else 0
 
 
 def _open_if_whole(fs: FileSystem, path: Path, slots: int) -> File | None:

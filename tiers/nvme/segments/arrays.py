@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ class MappedArrays:
         self._folder = folder
         self._session = session
         self._open: list[_OpenArray] = []
+        self._requested: set[str] = set()
         self.was_replaced = False
         """True once an array was missing, damaged, stale, or of another type or length than
         requested."""
@@ -74,6 +76,7 @@ class MappedArrays:
         """
         assert _NAME.fullmatch(name), "array names are short and plain"
         kind = np.dtype(dtype)
+        self._requested.add(name)
         path = self._folder / f"{name}.arr"
         with os_errors(f"mapping {path}"):
             old = self._load(path, kind, length)
@@ -92,6 +95,16 @@ class MappedArrays:
             if self._session is not None:
                 self._open[-1].write_header(self._session, checksum=0)
         return np.frombuffer(view, dtype=kind, count=length, offset=HEADER_BYTES)
+
+    def remove_others(self, kept: str) -> None:
+        """Delete the arrays of the directory that were not requested, but for `kept`.
+
+        A failure is ignored: the next opening tries again.
+        """
+        with suppress(OSError):
+            for path in map(self._folder.joinpath, self._fs.list_dir(self._folder)):
+                if path.suffix == ".arr" and path.stem not in {*self._requested, kept}:
+                    self._fs.unlink(path)
 
     def sync(self) -> None:
         """Seal all arrays with their checksums and make them durable. Raises a `KVCascadeError`.
@@ -150,6 +163,10 @@ class MappedArrays:
             if old is not None:
                 write_all(file, [memoryview(old[:length].tobytes())], HEADER_BYTES)
             file.sync()
+        except BaseException:
+            with suppress(OSError):
+                self._fs.unlink(temporary)
+            raise
         finally:
             file.close()
         self._fs.rename(temporary, path)

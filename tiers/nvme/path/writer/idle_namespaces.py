@@ -6,6 +6,7 @@ was used longest ago, and takes its segments, the coldest first. Used by the wri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +16,10 @@ from .....logs import get_logger
 from ....endurance import DAY_S, day_totals
 from ...disk.filesystem import FileLock
 from ...namespace import LOCK
+from ..presence_file import recorded_slots
 from .namespace.namespace_home import NOTE_USE_EVERY_S, NamespaceHome, homes_under, open_home
 from .namespace.namespace_start import StartMeans
+from .path_capacity import RETRY_AFTER_S
 
 RECENT_S = DAY_S + 2 * NOTE_USE_EVERY_S
 """Time since the noted use after which nothing was written in the last day."""
@@ -34,8 +37,8 @@ class IdleNamespace:
     """Wall-clock time of the last use, in seconds."""
     day: bytes = b""
     """Record of the bytes written in the last day; empty if it was not read."""
-    is_usable: bool = True
-    """False if it could not be opened; its room is not taken then."""
+    usable_from_s: float = 0.0
+    """Wall-clock time from which it may be opened for its room, in seconds: it failed before."""
     locks: list[FileLock] = field(default_factory=list)
     """Shared locks, so that older versions do not remove it."""
 
@@ -67,10 +70,11 @@ class IdleNamespaces:
             lock.release()
         return b"" if one is None else one.day
 
-    def mark_unusable(self, name: str) -> None:
-        """Never try again to take the segments of a namespace."""
+    def put_off(self, name: str, *, is_final: bool) -> None:
+        """Do not try to take the segments of a namespace for a while, or never if `is_final`."""
         if name in self._found:
-            self._found[name].is_usable = False
+            pause_s = math.inf if is_final else RETRY_AFTER_S
+            self._found[name].usable_from_s = self._means.wall_clock() + pause_s
 
     @property
     def all(self) -> list[IdleNamespace]:
@@ -88,9 +92,11 @@ class IdleNamespaces:
 
     def oldest(self, spared: str | None) -> tuple[str, float] | None:
         """Return the one that was used longest ago, with the seconds since then."""
-        usable = [one for one in self._found.values() if one.is_usable and one.name != spared]
+        now_s = self._means.wall_clock()
+        found = (one for one in self._found.values() if one.name != spared)
+        usable = [one for one in found if one.usable_from_s <= now_s]
         one = min(usable, key=lambda each: each.last_used_s, default=None)
-        return None if one is None else (one.name, self._means.wall_clock() - one.last_used_s)
+        return None if one is None else (one.name, now_s - one.last_used_s)
 
     def written_in_day(self) -> int:
         """Return the bytes written to them in the last day, as far as their records were read."""
@@ -111,7 +117,7 @@ class IdleNamespaces:
                 last_used_s = fs.modified_at(home.folders[0] / LOCK)
             is_recent = self._means.wall_clock() - last_used_s < RECENT_S
             day = self._day_of(home) if with_days and is_recent else b""
-            with os_errors(f"looking at {name}"):  # afterwards, since the table may have grown
+            with os_errors(f"looking at {name}"):  # afterwards, since the table may have changed
                 sizes = [fs.used_bytes(folder) for folder in home.folders]
             locks = list(home.locks)
             home.locks.clear()
@@ -120,7 +126,11 @@ class IdleNamespaces:
         return IdleNamespace(name, sizes, last_used_s, day, locks=locks)
 
     def _day_of(self, home: NamespaceHome) -> bytes:
-        """Return the record of the last day; empty if the block table cannot be opened."""
+        """Return the record of the last day; empty if the block table cannot be opened.
+
+        The table does not grow to a raised capacity meanwhile.
+        """
+        home.slots = min(home.slots, recorded_slots(self._means.fs, home.folders[0]) or home.slots)
         try:
             table = self._means.table_of(home, is_durable=False)
             day = table.day_record()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from .....errors import InUseError, NoSpaceError, os_errors
+from .....errors import ConfigError, InUseError, NoSpaceError, os_errors
 from .....logs import get_logger
 from ...disk.filesystem import FileSystem
 from ...namespace import (
@@ -137,9 +137,12 @@ class PathCapacity:
 
         `own_bytes` are those of our files with the new one, `own` their directories. Yields the
         bytes of older versions that are in use; others were removed as far as room was needed.
-        Raises `NoSpaceError` if capacity or reserve would not be kept.
+        Raises `NoSpaceError` if capacity or reserve would not be kept, and `ConfigError` if the
+        disk of the path is not mounted any more.
         """
         root = self._roots[path]
+        if not self._is_mounted(root, own):  # the lock file would hide that from the next start
+            raise ConfigError(f"path: {root} has nothing of this tier any more; mount its disk")
         try:
             with os_errors(f"locking {root}"):
                 lock = self._fs.lock(root / BUDGET_LOCK, wait_s=BUDGET_WAIT_S)
@@ -149,6 +152,17 @@ class PathCapacity:
             yield self._make_room(root, growth, own_bytes, own)
         finally:
             lock.release()
+
+    def _is_mounted(self, root: Path, own: frozenset[Path]) -> bool:
+        """Return False if the first path has directories of `own`, and this one has none."""
+        first = self._roots[0]
+        if root == first or self._fs.exists(root / BUDGET_LOCK):
+            return True
+        names = {folder.name for folder in own}
+        is_here, is_first = (
+            any(self._fs.exists(each / name) for name in names) for each in (root, first)
+        )
+        return is_here or not is_first
 
     def _make_room(self, root: Path, growth: int, own_bytes: int, own: frozenset[Path]) -> int:
         taken = remove_leftovers(self._fs, root)

@@ -14,13 +14,24 @@ from pathlib import Path
 
 import msgspec
 
-from .....errors import ConfigError, InUseError, KVCascadeError, TierIOError, os_errors
+from .....errors import (
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    InUseError,
+    KVCascadeError,
+    NoSpaceError,
+    TierIOError,
+    os_errors,
+)
 from .....logs import get_logger
 from ....endurance import day_totals, merged
 from ...disk.filesystem import FileSystem
 from ..path_messages import Hello, NamespaceSpec, PathOptions
+from ..presence_file import recorded_slots
 from .idle_namespaces import IdleNamespaces
 from .namespace.namespace_home import (
+    BLOCKS,
     NamespaceHome,
     check_mounted,
     check_same,
@@ -112,7 +123,10 @@ class PathNamespaces:
         if namespace.clients:  # of several engines the largest share holds
             share = max(share, namespace.min_share_bytes)
         if shares.get(name, 0) != share:
-            self._record(replace(self.record, min_shares={**shares, name: share}))
+            try:
+                self._record(replace(self.record, min_shares={**shares, name: share}))
+            except NoSpaceError as error:  # the next engine tries again
+                _log.warning("the min_share of %s holds until the writer ends: %s", name, error)
         namespace.min_share_bytes = share
         return namespace
 
@@ -128,7 +142,7 @@ class PathNamespaces:
             if all(one.name != name for one in self.space.idle.all):
                 raise ConfigError(f"there is no namespace {name}; `list` names them all")
             self._looked_at.add(name)
-            self._begin_opening(name, partial(self._home_of, name))
+            self._begin_opening(name, partial(self._home_of, name, self.space.own_folders))
         raise BeingOpenedError(name)
 
     def take_opened(self) -> dict[str, KVCascadeError | None]:
@@ -144,7 +158,8 @@ class PathNamespaces:
             ended[opening.name] = found
             if opening.is_for_room:
                 _log.warning("the room of %s cannot be taken: %s", opening.name, found)
-                self.space.idle.mark_unusable(opening.name)
+                is_damaged = isinstance(found, CorruptionError | FormatError)
+                self.space.idle.put_off(opening.name, is_final=is_damaged)
         return ended
 
     def begin(self, namespace: NamespaceWriter, known_epoch: int | None, *, is_alone: bool) -> bool:
@@ -282,12 +297,14 @@ class PathNamespaces:
 
         If they have no room, namespaces of older versions leave. Raises a `KVCascadeError`.
         """
+        check_mounted(self.fs, self.roots)
         for path, size in enumerate(sizes):
             if self.fs.exists(self.roots[path]):
                 with self.space.capacity.claim(path, size, 0, own):
                     pass
         capacity_bytes, segment_bytes = options.capacity_bytes, options.segment_bytes
-        return make_home(self.fs, self.roots, name, spec, capacity_bytes, segment_bytes)
+        home = make_home(self.fs, self.roots, name, spec, capacity_bytes, segment_bytes)
+        return _with_room(self.fs, home, self.space.capacity, own)
 
     def _lacking(self, opening: NamespaceToOpen) -> int | None:
         """Return a path in which the tables of a namespace lack room that segments have."""
@@ -301,7 +318,8 @@ class PathNamespaces:
 
     def _open_idle(self, name: str) -> None:
         """Begin to open a namespace without a node, because its room is needed."""
-        self._begin_opening(name, partial(self._home_of, name), is_for_room=True)
+        home_of = partial(self._home_of, name, self.space.own_folders)
+        self._begin_opening(name, home_of, is_for_room=True)
 
     def _begin_opening(
         self,
@@ -314,12 +332,13 @@ class PathNamespaces:
         is_durable = self.options.durability == POWER
         self.openings.begin(NamespaceToOpen(name, home_of, is_durable, bytes_by_path, is_for_room))
 
-    def _home_of(self, name: str) -> NamespaceHome:
+    def _home_of(self, name: str, own: frozenset[Path]) -> NamespaceHome:
         """Open the directories of an existing namespace. Runs on an I/O thread."""
+        check_mounted(self.fs, self.roots)
         home = open_home(self.fs, self.roots, name, self.options.capacity_bytes)
         if home is None:
             raise ConfigError(f"there is no namespace {name} any more")
-        return home
+        return _with_room(self.fs, home, self.space.capacity, own)
 
     def _adopt(self, opening: NamespaceToOpen, namespace: NamespaceWriter) -> KVCascadeError | None:
         """Count a namespace that was opened, and sync its commits if a node asked for that."""
@@ -363,3 +382,30 @@ class PathNamespaces:
         """Record other facts with the path; they hold only once they are on the disk."""
         save_record(self.fs, self.roots[0], record)
         self.record = record
+
+
+def _with_room(
+    fs: FileSystem, home: NamespaceHome, capacity: PathCapacity, own: frozenset[Path]
+) -> NamespaceHome:
+    """Claim what the tables of an existing namespace take more, because the capacity was raised.
+
+    Without that room it keeps its former number of slots. Runs on an I/O thread. Raises a
+    `KVCascadeError`; `home` is closed then.
+    """
+    try:
+        former = recorded_slots(fs, home.folders[0])
+        if former % home.layout.slots or not 0 < former < home.slots:
+            return home
+        with os_errors(f"opening {home.folders[0]}"):
+            more = fixed_bytes(home.slots, 0) - fs.used_bytes(home.folders[0] / BLOCKS)
+        try:
+            with capacity.claim(0, more, 0, own):
+                pass
+        except NoSpaceError as error:
+            segments = max(home.segments.found(), default=-1) + 1
+            home.slots = max(former, segments * home.layout.slots)
+            _log.warning("%s keeps its %d slots for now: %s", home.name, home.slots, error)
+    except BaseException:
+        home.close()
+        raise
+    return home

@@ -12,13 +12,16 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ......errors import ClosedError, KVCascadeError
+from ......errors import ClosedError, KVCascadeError, TierIOError
+from ......logs import get_logger
 from .namespace_home import NamespaceHome
 from .namespace_start import StartMeans, open_namespace_writer
 from .namespace_writer import NamespaceWriter
 
 ROOM_LIMIT_S = 5.0
 """Longest time that a new namespace waits until others have made room for its tables."""
+
+_log = get_logger(__name__)
 
 Opened = NamespaceWriter | KVCascadeError
 """Result of an opening."""
@@ -147,6 +150,10 @@ class NamespaceOpenings:
             )
         except KVCascadeError as error:
             return error
+        except Exception as error:  # such as too little memory: it ends no other namespace
+            _log.exception("%s could not be opened, in a way it should not", opening.name)
+            reason = f"{type(error).__name__} {error}".strip()
+            return TierIOError(None, f"{opening.name} could not be opened ({reason}); see the log")
 
 
 def _abandon(ended: Future[Opened]) -> None:

@@ -22,6 +22,7 @@ from .....policies.ordered import tag_of
 from .....policies.usage import SlotUsage
 from ....disk.filesystem import FileSystem
 from ....segments.arrays import MappedArrays
+from ....segments.chains import CHAINS
 
 SESSION = "session"
 """File in the state folder: the number of the last opening, in decimal digits."""
@@ -44,7 +45,8 @@ class Recency:
         wall_clock: Callable[[], float],
     ) -> None:
         """Load the order as it was left. After a crash it is fitted to the used slots. A policy
-        that was not in use last begins with the order of the last uses.
+        that was not in use last begins with the order of the last uses. The arrays of other
+        policies are deleted.
 
         Raises `ConfigError` for an unknown policy, or another `KVCascadeError`.
         """
@@ -59,6 +61,7 @@ class Recency:
             self._order.reconcile(np.flatnonzero(is_used))
         if was_other_policy:
             self._order_by_last_use()
+        self._arrays.remove_others(kept=CHAINS)  # a plan counts the arrays of one policy
 
     @property
     def wants_chains(self) -> bool:
