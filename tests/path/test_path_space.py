@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ from kvcascade.tiers.nvme.path.writer.namespace.namespace_openings import BeingO
 from kvcascade.tiers.nvme.path.writer.path_capacity import RETRY_AFTER_S
 from kvcascade.tiers.nvme.path.writer.path_plan import plan_segments
 from kvcascade.tiers.nvme.segments.format import segment_name, segment_number
+from kvcascade.tiers.nvme.segments.segment_files import SegmentFiles
 
 
 def shared(**options: object) -> PathRig:
@@ -190,6 +192,22 @@ def test_a_segment_that_cannot_be_deleted_is_tried_again_after_a_pause(
     rig.step(50, seconds=RETRY_AFTER_S / 40)
     assert space.own_bytes(0) <= goal
     assert caplog.text.count("could not be deleted") == 1
+
+
+def test_a_segment_for_which_memory_lacks_is_made_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, create = [MemoryError()], SegmentFiles.create
+
+    def lacking(files: SegmentFiles, numbers: Sequence[int]) -> None:
+        if left:
+            raise left.pop()
+        create(files, numbers)
+
+    monkeypatch.setattr(SegmentFiles, "create", lacking)
+    rig = PathRig(1)
+    node = RigNode(rig)
+    assert node.store([1], steps=200) == []
+    rig.step(seconds=RETRY_AFTER_S)
+    assert node.store([1], steps=200) == [Committed.OK]
 
 
 def test_a_path_shrinks_while_an_engine_writes_to_an_empty_segment() -> None:

@@ -12,7 +12,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
-from .....errors import KVCascadeError
 from .....logs import get_logger
 from .namespace.namespace_writer import NamespaceWriter
 from .path_capacity import RETRY_AFTER_S, PathCapacity
@@ -149,7 +148,7 @@ class SegmentJobs:
         def make(n: int) -> None:
             try:
                 create(n)
-            except (OSError, KVCascadeError) as error:
+            except Exception as error:  # too little memory, too: the segment must not stay planned
                 reason = error
                 if n > 1:
                     return make(1)
@@ -166,7 +165,7 @@ class SegmentJobs:
             try:
                 namespace.home.segments.remove(number)
                 self._done.append(lambda: self._deleted(files, number))
-            except (OSError, KVCascadeError) as error:
+            except Exception as error:
                 reason = error
                 self._done.append(lambda: self._kept(files, number, reason))
 
@@ -190,7 +189,7 @@ class SegmentJobs:
         path = numbers[0] % self._capacity.paths
         if error is not None and path not in self._failing:
             self._failing.add(path)
-            _log.warning("no segment can be made for now: %s", error)
+            _log.warning("no segment can be made for now: %s", str(error) or repr(error))
         self._capacity.put_off(path)
         self._give_up(files, numbers)
 
@@ -209,7 +208,7 @@ class SegmentJobs:
         self._deleting -= 1
         path = number % self._capacity.paths
         if error is not None and path not in self._keeping:
-            _log.warning("a segment could not be deleted: %s", error)
+            _log.warning("a segment could not be deleted: %s", str(error) or repr(error))
         self._keeping[path] = self._clock() + RETRY_AFTER_S
         if self._is_open(files):
             files.namespace.space.add_segment(number)
