@@ -11,6 +11,7 @@ from support.remote_servers import (
     ServerProcess,
     redis_command,
     redis_server,
+    valkey_server,
 )
 
 
@@ -26,6 +27,20 @@ def redis(_one_redis: ServerProcess) -> ServerProcess:
     """An empty server that runs."""
     redis_command(_one_redis.port, "FLUSHALL")
     return _one_redis
+
+
+@pytest.fixture(scope="session")
+def _one_valkey() -> Iterator[ServerProcess]:
+    server = valkey_server()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def valkey(_one_valkey: ServerProcess) -> ServerProcess:
+    """An empty server that runs."""
+    redis_command(_one_valkey.port, "FLUSHALL")
+    return _one_valkey
 
 
 @pytest.fixture(scope="session")

@@ -101,7 +101,7 @@ def _read(engine: RemoteEngine, name: str) -> bytearray:
     return bytearray(bytes(buffer.header) + bytes(buffer.payload))
 
 
-@pytest.fixture(params=["folder", "s3", "redis", "twin"])
+@pytest.fixture(params=["folder", "s3", "redis", "valkey", "twin"])
 def place(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Place]:
@@ -118,8 +118,8 @@ def _place(
     options: dict[str, object] = {}
     if request.param == "twin":
         return of_twin(RemoteTwin(), monkeypatch)
-    if request.param == "redis":
-        url = f"redis://{HOST}:{request.getfixturevalue('redis').port}"
+    if request.param in ("redis", "valkey"):
+        url = f"{request.param}://{HOST}:{request.getfixturevalue(request.param).port}"
     elif request.param == "folder":
         pytest.importorskip("obstore")
         (tmp_path / "kv").mkdir()
@@ -318,7 +318,8 @@ def test_a_size_and_an_age(place: Place) -> None:
     all_bytes = place.call("ls", "--json").document["generations"][0]["size_bytes"]
     did = place.call("gc", "--older-than", "1h", "--max-size", all_bytes, "--json").document
     assert did["namespaces"][0]["blocks_removed"] == 0, "they fit, and are young"
-    did = place.call("gc", "--max-size", all_bytes * 4 // 10 + 1, "--json").document
+    # The sizes of keys in a Valkey server are not quite equal.
+    did = place.call("gc", "--max-size", all_bytes * 9 // 20, "--json").document
     assert did["namespaces"][0]["blocks_removed"] == 6 and sum(place.held(names)) == 4
     shown = place.call("gc", "--older-than", "0s", "--dry-run").out
     assert "Would be removed" in shown and ("lifecycle" in shown or "allkeys-lru" in shown)

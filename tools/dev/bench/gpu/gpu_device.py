@@ -213,14 +213,19 @@ class CudaDevice(Device):
 
 
 def _own_stream() -> Any:
-    """Return a stream of the current device that nobody else gets. Raises `BenchError`.
+    """Return a stream of the current device that nobody else gets, where CUDA's driver makes one.
+
+    Raises `BenchError` if the driver refuses.
 
     torch hands out 32 streams in turn. vLLM's worker takes one for each transfer in flight, so one
     of these would wait for the kernels. The stream stays until the process ends, because torch
     keeps memory for it.
     """
     handle = c_void_p()
-    code = CDLL(DRIVER).cuStreamCreate(byref(handle), _NON_BLOCKING)
+    try:
+        code = CDLL(DRIVER).cuStreamCreate(byref(handle), _NON_BLOCKING)
+    except OSError:  # not of NVIDIA
+        return _cuda().Stream()
     if code:
         raise BenchError(f"the driver made no stream for kernels: cuStreamCreate, error {code}")
     return _cuda().ExternalStream(handle.value)
