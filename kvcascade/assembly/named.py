@@ -69,7 +69,8 @@ def configured(
     given, variables = with_environment(extra_config, environment)
     with naming_variables(variables, noted):
         config = parse(given, known_names(), noted)
-    for said in unused([tier.type for tier in config.tiers], environment):
+    # A tier with a problem is missing in the list.
+    for said in () if noted else unused([tier.type for tier in config.tiers], environment):
         _log.warning("kvcascade: %s", said)
     return config
 

@@ -117,6 +117,13 @@ def test_variables_of_a_tier_that_is_not_in_the_list_are_named(
     assert "KVCASCADE_REMOTE_URL" in said and "'remote'" in said
 
 
+def test_a_tier_with_a_problem_is_not_called_missing(caplog: pytest.LogCaptureFixture) -> None:
+    problems: list[str] = []
+    tiers = [{"type": "cpu"}, {"type": "nvme"}]
+    configured({"tiers": tiers}, problems, environment={"KVCASCADE_NVME_POLICY": "arc"})
+    assert len(problems) == 1 and not caplog.records
+
+
 @pytest.mark.parametrize(
     ("given", "variable", "value", "key"),
     [

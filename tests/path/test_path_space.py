@@ -12,6 +12,7 @@ import pytest
 from support.executors import SteppingExecutor
 from support.path_rig import BLOCK_BYTES, ROOT, PathRig, RigNode, key_of, slots_in
 
+from kvcascade.errors import TierIOError
 from kvcascade.tiers.nvme.path.path_messages import (
     Committed,
     Grant,
@@ -21,8 +22,10 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Touch,
     Why,
 )
+from kvcascade.tiers.nvme.path.writer.namespace.namespace_home import NamespaceHome
 from kvcascade.tiers.nvme.path.writer.namespace.namespace_openings import BeingOpenedError
 from kvcascade.tiers.nvme.path.writer.path_capacity import RETRY_AFTER_S
+from kvcascade.tiers.nvme.path.writer.path_namespaces import PathNamespaces
 from kvcascade.tiers.nvme.path.writer.path_plan import plan_segments
 from kvcascade.tiers.nvme.segments.format import segment_name, segment_number
 from kvcascade.tiers.nvme.segments.segment_files import SegmentFiles
@@ -158,6 +161,29 @@ def test_a_namespace_that_cannot_be_opened_for_its_room_is_tried_again(is_final:
     assert space.take_coldest(None, {0}) is not is_final, "damage does not mend itself"
     rig.step()
     assert (folder in rig.writer.namespaces) is not is_final
+
+
+def test_an_idle_namespace_that_never_opens_holds_up_no_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tries: list[str] = []
+
+    def broken(path: PathNamespaces, name: str, own: frozenset[Path]) -> NamespaceHome:
+        tries.append(name)
+        raise TierIOError(errno.EIO, "the device failed")
+
+    monkeypatch.setattr(PathNamespaces, "_home_of", broken)
+    rig = shared()
+    old = RigNode(rig, "old")
+    fill(old, range(0, 120))
+    rig.close()
+    rig.start()
+    new = RigNode(rig, "new")
+    fill(new, range(1000, 1960))
+    for start in range(2000, 4000, 8):
+        assert new.store(range(start, start + 8), steps=12) == [Committed.OK] * 8
+        rig.step(seconds=0.5)
+    assert len(tries) > 2
 
 
 def test_a_smaller_capacity_holds_from_the_next_writer_on() -> None:

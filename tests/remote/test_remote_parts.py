@@ -478,6 +478,20 @@ def test_no_connection_to_a_server_that_became_a_replica_is_used_again(first: st
         assert len(accepted) == 5, "later connections are kept"
 
 
+def test_a_user_without_the_right_to_write_keeps_all_connections() -> None:
+    accepted: list[socket.socket] = []
+
+    def serve(connection: socket.socket) -> None:
+        accepted.append(connection)
+        while connection.recv(65536):
+            connection.sendall(b"-NOPERM User kv has no permissions\r\n")
+
+    with peer(serve) as engine:
+        for _ in range(3):
+            assert engine.remove(["a"], 2.0) == [RemoteOutcome.DENIED]
+        assert len(accepted) == 1
+
+
 def test_nodes_that_left_a_cluster_are_forgotten() -> None:
     nodes = Nodes(Address("seed", 1), Login(1.0, 1.0))
     for number in range(100):

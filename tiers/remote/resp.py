@@ -86,6 +86,8 @@ class RespConnection:
         self.ends_s = ends_s
         """Monotonic time at which every wait ends with `TimeoutError`."""
         self.opened_s = time.monotonic()
+        self.leads_to_replica = False
+        """True once the server has refused a write because it is a replica."""
         self.idle_since_s = 0.0
         """Monotonic time of its last use, once it is idle."""
         self._stall_s = login.stall_s
@@ -164,7 +166,7 @@ class RespConnection:
         """Return one line: type and value of a reply. Raises `RespError` for an error."""
         line = self._line()
         if line[:1] == b"-":
-            raise RespError(line[1:])
+            raise self._error(line)
         return line
 
     def expect(self, *replies: bytes) -> bytes:
@@ -203,8 +205,13 @@ class RespConnection:
         found: list[int | RespError] = []
         while len(found) < count:
             for line in self._lines(count - len(found)):
-                found.append(RespError(line[1:]) if line[:1] == b"-" else _number(line, b":"))
+                found.append(self._error(line) if line[:1] == b"-" else _number(line, b":"))
         return found
+
+    def _error(self, line: bytes) -> RespError:
+        error = RespError(line[1:])
+        self.leads_to_replica |= error.code == "READONLY"
+        return error
 
     def _lines(self, most: int) -> list[bytes]:
         """Return some lines, at least one: those that are here already, if there are any."""

@@ -468,11 +468,9 @@ class ValkeyEngine(RemoteEngine):
                 place = answers[moved[0]]
                 assert isinstance(place, Address)
                 self._nodes.note_move(connection, address, hash_slot(names[moved[0]]), place)
-            if RemoteOutcome.DENIED in [answers[i] for i in some]:
-                self._nodes.leave(address)  # it may be a replica now
-                connection.close()
-            else:
-                self._nodes.give_back(address, connection)
+            if connection.leads_to_replica:  # the name of a primary may lead to another server now
+                self._nodes.leave(address)
+            self._nodes.give_back(address, connection)
             return
         except RespError as error:
             answer = _answer(error)

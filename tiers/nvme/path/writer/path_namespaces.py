@@ -159,7 +159,7 @@ class PathNamespaces:
             if opening.is_for_room:
                 _log.warning("the room of %s cannot be taken: %s", opening.name, found)
                 is_damaged = isinstance(found, CorruptionError | FormatError)
-                self.space.idle.put_off(opening.name, is_final=is_damaged)
+                self.space.give_up_idle(opening.name, is_final=is_damaged)
         return ended
 
     def begin(self, namespace: NamespaceWriter, known_epoch: int | None, *, is_alone: bool) -> bool:

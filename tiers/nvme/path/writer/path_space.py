@@ -159,8 +159,8 @@ class PathSpace:
         for path in range(self.capacity.paths):
             is_over = self.capacity.left_bytes(path, self.own_bytes(path)) < 0
             if is_over or self._openings.lacking == path:
-                self.take_coldest(None, {path})
-                return
+                if self.take_coldest(None, {path}):
+                    return
 
     def take_coldest(
         self, spared: str | None, paths: set[int], least_age_s: float = -np.inf
@@ -184,6 +184,11 @@ class PathSpace:
         if best is None or best[0] <= least_age_s:
             return False
         return self.take(best[1], best[2])
+
+    def give_up_idle(self, name: str, *, is_final: bool) -> None:
+        """Note that a namespace could not be opened for its room: nobody waits for that now."""
+        self.idle.put_off(name, is_final=is_final)
+        self._taken_for = "", 0.0
 
     @property
     def is_taking(self) -> bool:
