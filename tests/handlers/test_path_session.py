@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 from support.path_engine import PathEngine
 
 from kvcascade.errors import ConfigError, FormatError, InUseError, TierIOError
+from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.path_lock import PathDoor, try_lead
 from kvcascade.tiers.nvme.path.path_messages import PROTOCOL, PathOptions
@@ -20,6 +24,7 @@ from kvcascade.tiers.nvme.path.writer_note import load_note, note_of_this_proces
 from kvcascade.tools.commands.path_session import AnswerError, open_session
 
 FS = RealFileSystem()
+TESTS = Path(__file__).resolve().parents[1]
 OPTIONS = PathOptions(capacity_of(8, 8, 4096), segment_bytes=8 * 4096, policy="s3fifo")
 
 
@@ -79,6 +84,58 @@ def test_a_tool_asks_the_writer_beside_engines_and_names_a_stopped_one(tmp_path:
     finally:
         engine.signal(signal.SIGCONT)
         engine.close()
+
+
+FORKING = f"""
+import os, signal, sys
+sys.path.insert(0, {str(TESTS)!r})
+from pathlib import Path
+from support.path_engine import PathEngine
+from kvcascade.tiers.nvme.path.path_messages import PathOptions
+engine = PathEngine([Path(sys.argv[1])], PathOptions(*eval(sys.argv[2])), is_thread=True).open()
+print("ready", flush=True)
+sys.stdin.readline()
+print(os.fork() or signal.pause(), flush=True)
+signal.pause()
+"""
+
+
+def test_a_fork_of_a_killed_writer_keeps_no_connection_open(tmp_path: Path) -> None:
+    options = repr((OPTIONS.capacity_bytes, OPTIONS.segment_bytes))
+    command = [sys.executable, "-c", FORKING, str(tmp_path), options]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as writer:
+        assert writer.stdin is not None and writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+        engine = PathEngine([tmp_path], OPTIONS, is_thread=True).open()
+        print("fork", file=writer.stdin, flush=True)
+        child = int(writer.stdout.readline())
+        try:
+            assert engine.state is NodeState.FOLLOWING
+            writer.kill()
+            engine.until(lambda: engine.state is NodeState.LEADING)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            writer.kill()
+            engine.close()
+
+
+@pytest.mark.parametrize("has_heir", [False, True])
+def test_a_tool_goes_on_with_the_next_writer(has_heir: bool, tmp_path: Path) -> None:
+    first = PathEngine([tmp_path], OPTIONS, is_thread=True).open()
+    first.put(range(4))
+    engines = [first]
+    if has_heir:
+        engines.append(PathEngine([tmp_path], OPTIONS, is_thread=True).open())
+    try:
+        with open_session(FS, tmp_path) as session:
+            (one,) = session.ask("list")["namespaces"]
+            engines.pop(0).close()
+            assert session.ask("namespace", name=one["name"])["blocks"] == 4
+            assert session.is_writer or has_heir
+    finally:
+        for engine in engines:
+            engine.close()
 
 
 def test_no_tier_no_answer_and_another_version(tmp_path: Path) -> None:

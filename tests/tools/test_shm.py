@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvcascade.tiers.base import BlockHash
+from kvcascade.tiers.cpu import arena_file
 from kvcascade.tiers.cpu.arena import Arena, ArenaRole
 from kvcascade.tiers.cpu.header import ArenaGeometry
 from kvcascade.tools.__main__ import main
 from kvcascade.tools.commands.command_line import ExitCode
+from kvcascade.tools.commands.shm import kept_arenas
 
 GEOMETRY = ArenaGeometry(slots=8, rank_bytes=4096, world_size=1, kept=True)
 
@@ -49,6 +52,25 @@ def test_listed_while_it_lives_and_afterwards(
     assert left["name"][:20] in capsys.readouterr().out
     assert asked(capsys, "drop", *where)["dropped"] == [left["name"]]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_arena_that_is_dropped_meanwhile_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for arena in keep_one(tmp_path):
+        arena.close()
+    read = arena_file.kept_header
+
+    def dropped(path: str) -> Any:
+        header = read(path)
+        os.unlink(path)
+        return header
+
+    monkeypatch.setattr(kept_arenas, "kept_header", dropped)
+    assert asked(capsys, "ls", "--arena-dir", str(tmp_path))["arenas"] == []
+    for arena in keep_one(tmp_path):
+        arena.close()
+    assert kept_arenas.kept_blocks(tmp_path, (b"f" * 32).hex()) is None
 
 
 def test_a_name_that_is_not_there(tmp_path: Path) -> None:

@@ -128,6 +128,28 @@ def test_a_second_writer_is_named_or_waited_for(
     assert serve(parts, rival=Rival.AWAITED, pause=_interrupt) is StoreEnd.STOPPED
 
 
+def test_a_service_that_is_asked_to_end_while_it_hands_over_ends(tmp_path: Path) -> None:
+    pauses = 0
+
+    def is_handed_over() -> bool:
+        lock = try_lead(FS, tmp_path)
+        if lock is not None:
+            lock.release()
+        return lock is not None
+
+    def pause(seconds: float) -> None:
+        nonlocal pauses
+        pauses += 1
+        assert pauses == 1, "it does not wait for its turn again"
+        with open_session(FS, tmp_path) as session:
+            session.ask("hand_over")
+        wait_until(is_handed_over, 600, 0.05)
+        raise KeyboardInterrupt
+
+    parts = parts_of([tmp_path], GIVEN, {})
+    assert serve(parts, rival=Rival.AWAITED, pause=pause) is StoreEnd.STOPPED
+
+
 def _follows(engine: PathEngine) -> bool:
     return engine.state is NodeState.FOLLOWING
 

@@ -19,6 +19,7 @@ from support.path_cache import (
     of_version_2,
     running_engine,
 )
+from support.path_engine import PathEngine
 
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.disk.transfers import Throttle
@@ -28,6 +29,7 @@ from kvcascade.tiers.nvme.path.writer.path_options import load_record
 from kvcascade.tools.commands.block_scan import BlockFinding, NamedBlock, ScanSource, scan_blocks
 from kvcascade.tools.commands.command_line import ExitCode
 from kvcascade.tools.commands.path_blocks import open_path
+from kvcascade.tools.commands.verify.verify_path import verify_namespace
 
 BLOCKS = 20
 
@@ -80,6 +82,22 @@ def test_beside_a_running_engine(tmp_path: Path) -> None:
         assert answer.one["space_adds_up"] is None
         assert engine.holds(range(BLOCKS)) == [n for n in range(BLOCKS) if n != 5]
         assert call("verify", tmp_path).code == ExitCode.OK
+
+
+def test_an_engine_that_comes_meanwhile_makes_the_count_unknown(tmp_path: Path) -> None:
+    folder = fill_path(tmp_path, BLOCKS)
+    engines: list[PathEngine] = []
+
+    def progress(blocks: int) -> None:
+        if not engines:
+            engines.append(engine_on(tmp_path))
+            engines[0].put(range(100, 104))
+
+    with open_path(tmp_path) as path:
+        chosen, throttle = path.namespace(folder.name), Throttle(None)
+        report = verify_namespace(path, chosen, throttle, progress, may_repair=False)
+        engines[0].close()
+    assert report.space_adds_up is None and report.is_clean and report.ok == BLOCKS
 
 
 def test_a_damaged_header_is_named(tmp_path: Path) -> None:

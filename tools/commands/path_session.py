@@ -53,11 +53,20 @@ class PathSession(AbstractContextManager["PathSession"]):
     """A connection to the writer of a path; `open_session` makes one."""
 
     def __init__(
-        self, fs: FileSystem, root: Path, link: socket.socket, service: WriterService | None
+        self,
+        fs: FileSystem,
+        root: Path,
+        link: socket.socket,
+        service: WriterService | None,
+        also: Sequence[Path] | None = None,
     ) -> None:
-        """`service` is the writer if it is in this process; the session stops it."""
+        """`service` is the writer if it is in this process; the session stops it.
+
+        With `also` (see `open_session`) the next writer is asked once this one has closed.
+        """
         self.root = root
         self._fs = fs
+        self._also = also
         self._link = link
         self._service = service
         self._reader = FrameReader()
@@ -74,6 +83,8 @@ class PathSession(AbstractContextManager["PathSession"]):
         Raises `AnswerError` with the sentence of an answer that names an error, or `InUseError`
         with the name of a writer that does not answer.
         """
+        if self._also is not None and _has_ended(self._link):
+            self._join_next(self._also)
         self._request += 1
         try:
             self._link.settimeout(limit_s)
@@ -98,6 +109,13 @@ class PathSession(AbstractContextManager["PathSession"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _join_next(self, also: Sequence[Path]) -> None:
+        """Ask the next writer from now on, which may be this process. Raises as `open_session`."""
+        self.close()
+        following = open_session(self._fs, self.root, also)
+        self._link, self._service = following._link, following._service
+        self._reader = FrameReader()
 
     def _told(self, limit_s: float) -> Told | None:
         """Return the answer to the last question; None at the end of the connection.
@@ -150,7 +168,7 @@ def open_session(
         lock = lock_path(fs, root)
         if lock is not None:
             return _lead(fs, root, also, lock)
-        session = _follow(fs, root)
+        session = _follow(fs, root, also)
         if session is not None:
             return session
         wait(JOIN_PAUSE_S)
@@ -183,10 +201,10 @@ def _lead(fs: FileSystem, root: Path, also: Sequence[Path], lock: FileLock) -> P
         lock.release()
         raise
     service = WriterService(fs, roots, None, lock, name=TOOL_NAME)
-    return PathSession(fs, root, service.connect(), service)
+    return PathSession(fs, root, service.connect(), service, also)
 
 
-def _follow(fs: FileSystem, root: Path) -> PathSession | None:
+def _follow(fs: FileSystem, root: Path, also: Sequence[Path] | None = None) -> PathSession | None:
     door = PathDoor(root)
     try:
         link = door.connect(CONNECT_LIMIT_S)
@@ -204,7 +222,18 @@ def _follow(fs: FileSystem, root: Path) -> PathSession | None:
             f"the writer of {root}, {note.shown}, speaks protocol {note.protocol}, not {PROTOCOL}; "
             "use the tools of its version"
         )
-    return PathSession(fs, root, link, None)
+    return PathSession(fs, root, link, None, also)
+
+
+def _has_ended(link: socket.socket) -> bool:
+    """Return True if the other end has closed a connection, and nothing is left to read."""
+    link.setblocking(False)
+    try:
+        return not link.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def tier_roots(fs: FileSystem, root: Path, also: Sequence[Path]) -> list[Path]:

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import msgspec
 
@@ -78,7 +80,13 @@ class FrameReader:
 
 
 class MessageStream:
-    """Messages over one connection. One thread, or several under one lock."""
+    """Messages over one connection. One thread, or several under one lock.
+
+    A forked process has no copy of the connection. Else the other end would not see the end of the
+    parent while that process lives.
+    """
+
+    _open: ClassVar[WeakSet[MessageStream]] = WeakSet()
 
     def __init__(
         self,
@@ -98,6 +106,14 @@ class MessageStream:
         self._socket = connection
         self._decode = decode
         self._reader = FrameReader(max_frame_bytes)
+        self._open.add(self)
+
+    @classmethod
+    def leave_to_parent(cls) -> None:
+        """Close all sockets in a forked process, without ending the connections."""
+        for stream in list(cls._open):
+            stream.has_ended = True
+            stream._socket.close()
 
     def flush(self) -> None:
         """Send what the socket takes now."""
@@ -136,3 +152,6 @@ class MessageStream:
                 return
             if len(data) < RECEIVE_BYTES and not to_the_end:
                 return  # that was all, or the next call finds the end of the stream
+
+
+os.register_at_fork(after_in_child=MessageStream.leave_to_parent)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from ....errors import InUseError
+from ....tiers.cpu.locks import try_flock
 from ....tiers.nvme.disk.filesystem import RealFile, RealFileSystem
 from ....tiers.nvme.disk.transfers import write_all
 from ....tiers.nvme.segments.format import SlotRecord
@@ -92,11 +94,19 @@ class ExportWriter:
 
 @contextmanager
 def whole_or_nothing(path: Path) -> Iterator[RealFile]:
-    """Yield a file that gets its final name when it is complete and durable. Raises `OSError`."""
+    """Yield a file that gets its final name when it is complete and durable.
+
+    Raises `OSError`, or `InUseError` if another process writes it.
+    """
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    file = RealFile(os.open(partial, flags, FILE_MODE))
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(partial, flags, FILE_MODE)
+    file = RealFile(descriptor)
+    if not (try_flock(descriptor, exclusive=True) and _is_at(descriptor, partial)):
+        file.close()
+        raise InUseError(f"{path} is being written by another process; wait for it")
     try:
+        file.truncate(0)
         yield file
         file.sync()
         os.replace(partial, path)
@@ -106,3 +116,11 @@ def whole_or_nothing(path: Path) -> Iterator[RealFile]:
         raise
     finally:
         file.close()
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Return True if an open file still has this name: another process may have completed it."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False

@@ -305,18 +305,23 @@ class Collector:
                 self._remove_blocks(plan)
         except KVCascadeError as error:  # continue with the other namespaces
             report.skipped, report.is_incomplete = sentence(error), not report.was_removed
+            if report.was_removed:
+                report.blocks_removed = report.segments_removed = report.bytes_freed = 0
             report.was_removed, report.hottest_idle_s = False, None
-            report.blocks_removed = report.segments_removed = report.bytes_freed = 0
 
     def _remove_blocks(self, plan: _Plan) -> None:
+        """Remove blocks and segments. The report has what was done if a fault ends it."""
         assert self._opened is not None
         report, name = plan.report, plan.folder.name
-        dropped = self._opened.drop(name, plan.drops)
+        report.blocks_removed = report.segments_removed = report.bytes_freed = 0
+        report.blocks_removed += self._opened.drop(name, plan.drops)
         emptied, _ = self._opened.take(name, plan.emptied, is_if_empty=True)
+        report.segments_removed += len(emptied)
+        report.bytes_freed += sum(plan.sizes[number] for number in emptied)
         taken, blocks = self._opened.take(name, plan.chosen)
-        report.blocks_removed = dropped + blocks
-        report.segments_removed = len(emptied) + len(taken)
-        report.bytes_freed = sum(plan.sizes[number] for number in (*emptied, *taken))
+        report.blocks_removed += blocks
+        report.segments_removed += len(taken)
+        report.bytes_freed += sum(plan.sizes[number] for number in taken)
         left = len(plan.chosen) - len(taken)
         if left:
             report.skipped, report.is_incomplete = WRITTEN_TO.format(left), True

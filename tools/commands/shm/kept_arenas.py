@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,17 +53,23 @@ def found(arena_dir: Path) -> list[KeptArena]:
         os.listdir(arena_dir)
     arenas: list[KeptArena] = []
     for path in kept_arenas(str(arena_dir)):
-        header = kept_header(path)
-        if header is not None:
-            fixed, is_live = header
-            geometry = fixed.geometry
-            size = os.stat(path).st_size
-            blocks = _blocks(path, geometry) if size >= geometry.file_bytes else 0
-            arena = KeptArena(
-                Path(path), size, geometry.slots, blocks, geometry.slot_bytes, is_live
-            )
-            arenas.append(arena)
+        with suppress(FileNotFoundError):  # it was dropped meanwhile
+            arena = _arena(path)
+            if arena is not None:
+                arenas.append(arena)
     return arenas
+
+
+def _arena(path: str) -> KeptArena | None:
+    """Return a kept arena; None if it is none. Raises `FileNotFoundError`."""
+    header = kept_header(path)
+    if header is None:
+        return None
+    fixed, is_live = header
+    geometry = fixed.geometry
+    size = os.stat(path).st_size
+    blocks = _blocks(path, geometry) if size >= geometry.file_bytes else 0
+    return KeptArena(Path(path), size, geometry.slots, blocks, geometry.slot_bytes, is_live)
 
 
 def drop_arenas(arenas: Sequence[KeptArena]) -> list[KeptArena]:
@@ -100,14 +107,15 @@ def kept_blocks(arena_dir: Path, fingerprint: str) -> tuple[set[BlockHash], int]
     blocks: set[BlockHash] = set()
     slots = 0
     for path in kept_arenas(str(arena_dir)):
-        header = kept_header(path)
-        geometry = None if header is None else header[0].geometry
-        if geometry is None or os.stat(path).st_size < geometry.file_bytes:
-            continue
-        table = _table(path, geometry)
-        if table.fingerprint.hex() == fingerprint:
-            blocks.update(table.complete()[0])
-            slots += geometry.slots
+        with suppress(FileNotFoundError):  # it was dropped meanwhile
+            header = kept_header(path)
+            geometry = None if header is None else header[0].geometry
+            if geometry is None or os.stat(path).st_size < geometry.file_bytes:
+                continue
+            table = _table(path, geometry)
+            if table.fingerprint.hex() == fingerprint:
+                blocks.update(table.complete()[0])
+                slots += geometry.slots
     return (blocks, slots) if slots else None
 
 

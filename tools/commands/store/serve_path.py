@@ -108,18 +108,19 @@ def serve(
 def _serve_once(parts: PathParts, lock: FileLock, pause: Pause) -> StoreEnd:
     root = parts.roots[0]
     service = _start(RealFileSystem(), parts, lock)
+    was_asked = False
     try:
         while service.is_alive:
             pause(CHECK_INTERVAL_S)
     except KeyboardInterrupt:
-        """The service is closed below."""
-    if service.was_retired:
+        was_asked = True
+    if service.was_retired and not was_asked:
         _log.warning(
             "%s is handed over: a newer version asked for it, or `kvcascade store --take-over`",
             root,
         )
         return StoreEnd.RETIRED
-    if not service.is_alive:
+    if not service.is_alive and not service.was_retired:
         return StoreEnd.FAILED
     if not service.stop(STOP_LIMIT_S):
         _log.error("the writer of %s did not close within %g s", root, STOP_LIMIT_S)
