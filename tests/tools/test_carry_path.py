@@ -29,6 +29,7 @@ from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tiers.nvme.path.writer.path_options import load_record
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 from kvcascade.tiers.nvme.segments.format import parse_record
+from kvcascade.tools.commands.carry.export_writer import whole_or_nothing
 from kvcascade.tools.commands.command_line import ExitCode
 from kvcascade.tools.commands.path_blocks import OpenPath
 
@@ -51,6 +52,16 @@ def small(root: Path, segments: int) -> PathEngine:
     root.mkdir()
     options = PathOptions(capacity_of(segments, 8, BLOCK), segment_bytes=8 * BLOCK)
     return PathEngine([root], options, is_thread=True, capacity=64).open()
+
+
+def test_two_exports_to_one_file_do_not_mix(tmp_path: Path) -> None:
+    fill_path(tmp_path / "from", BLOCKS)
+    path = tmp_path / "warm.safetensors"
+    with whole_or_nothing(path) as other:
+        other.pwritev([memoryview(b"its bytes")], 0)
+        answer = call("export", tmp_path / "from", path, "--json")
+        assert answer.code == ExitCode.IN_USE and other.size() == len(b"its bytes")
+    assert path.read_bytes() == b"its bytes"
 
 
 def test_the_file_has_every_block(file: Path) -> None:
