@@ -37,6 +37,23 @@ def identity(folder: Path) -> str:
     return weights_identity(str(folder), None, is_real=True)
 
 
+def test_ordinary_weights_keep_their_identity(tmp_path: Path) -> None:
+    """Another value here means that the caches of all models in safetensors begin anew."""
+    (tmp_path / "config.json").write_text('{"hidden_size": 64}')
+    places = {"model.embed_tokens.weight": ([4, 64], 0, 1024), "norm": ([64], 1024, 1280)}
+    header = json.dumps(
+        {
+            name: {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+            for name, (shape, start, end) in places.items()
+        }
+    ).encode()
+    data = bytes(range(256)) * 5
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + data)
+    golden = "1a365b930dffb68517ae10ba0e32097dabe90adcc01ca1abd2c54377ef2cd0f6"
+    assert identity(tmp_path) == f"files:{golden}"
+
+
 def test_a_copy_elsewhere_is_the_same_model(model: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(model, copy)
