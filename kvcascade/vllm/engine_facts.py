@@ -166,6 +166,11 @@ def reasons_not_to_share(config: Any) -> dict[str, str]:
             "files of the model were replaced while the engine started, so its weights are not "
             "known; start it again"
         )
+    if getattr(config, "weight_transfer_config", None) is not None:  # later versions have it
+        found["transferred_weights"] = (
+            "a trainer may replace the weights while the engine runs, and they are then not those "
+            "of the model's files; leave weight_transfer_config out"
+        )
     if getattr(cache, "calculate_kv_scales", False):
         found["scales"] = (
             "the scales of the KV cache are calculated anew by every process; leave "

@@ -283,6 +283,14 @@ def test_adapters_whose_files_nobody_looks_at_are_never_shared() -> None:
     assert list(engine_facts.reasons_not_to_share(config)) == ["adapters"]
 
 
+def test_weights_that_a_trainer_may_replace_are_never_shared() -> None:
+    config = engine()
+    config.weight_transfer_config = None
+    assert not engine_facts.reasons_not_to_share(config)
+    config.weight_transfer_config = Stub(backend="nccl")
+    assert list(engine_facts.reasons_not_to_share(config)) == ["transferred_weights"]
+
+
 def test_scales_that_each_process_finds_are_never_shared() -> None:
     config = engine()
     config.cache_config.calculate_kv_scales = True
@@ -318,6 +326,8 @@ class TestNamespaceFacts:
         config.lora_config = Stub(max_loras=1)
         assert not self.is_shared(config)
         assert self.is_shared(config, weights_id="base and adapters of May"), "the user answers"
+        config.weight_transfer_config = Stub(backend="nccl")
+        assert not self.is_shared(config, weights_id="mine"), "it is given before they change"
 
     def test_files_that_were_replaced_since_the_start_vouch_for_nothing(self) -> None:
         note_files(self.model)
