@@ -38,7 +38,7 @@ _CONFIG_FILES = ("*.json", "*.py")
 """Patterns of configuration and of code that comes with some models; read in full."""
 _FOR_PROMPTS = frozenset({"chat_template.json", "generation_config.json", "tokenizer_config.json"})
 """Files that people edit, and that shape prompts and sampling, but no block: its key covers its
-tokens."""
+tokens. The one option of a generation config that does is a fact of `engine_facts`."""
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _HUB_CONFIGS = ("config.json", "params.json")
 """Files of which every model on the hub has one; the second is Mistral's."""

@@ -52,6 +52,8 @@ _MODEL_OPTIONS = (
 """Options that change what a block contains, beside weights and the model's configuration."""
 _ATTENTION_OPTIONS = ("backend", "backend_per_kind", "indexer_kv_dtype")
 """Attention options that the user sets; the backend that vLLM chose is a fact of `packing`."""
+_GENERATION_OPTIONS = ("attn_temperature_tuning",)
+"""Options of the generation config that change blocks: Llama 4 scales queries of late positions."""
 _STATE_ORDER = "VLLM_SSM_CONV_STATE_LAYOUT"
 _INTERLEAVING = ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
 _MEDIA_OPTIONS = (
@@ -120,7 +122,15 @@ def model_facts(config: Any) -> dict[str, str]:
         "attention": " ".join(
             _options(getattr(config, "attention_config", None), _ATTENTION_OPTIONS)
         ),
+        **_facts_if_set(model),
     }
+
+
+def _facts_if_set(model: Any) -> dict[str, str]:
+    """Return facts about options that few models have; other fingerprints stay as they were."""
+    asked = getattr(model, "try_get_generation_config", dict)()
+    given = {**asked, **(getattr(model, "override_generation_config", None) or {})}
+    return {name: str(given[name]) for name in _GENERATION_OPTIONS if name in given}
 
 
 def _options(config: Any, names: Sequence[str]) -> list[str]:

@@ -202,6 +202,36 @@ def test_a_layout_that_only_the_user_says_is_another_namespace(
     assert [each["layout"] for each in facts] == ["None", "NHD", "HND"]
 
 
+def test_queries_that_a_generation_config_scales_are_another_namespace() -> None:
+    """Llama 4 takes it from the model's file, and from `--override-generation-config`."""
+
+    def with_file(file: dict[str, Any], override: dict[str, Any]) -> str:
+        return fingerprint(
+            engine(
+                try_get_generation_config=lambda: dict(file), override_generation_config=override
+            )
+        )
+
+    option = "attn_temperature_tuning"
+    assert with_file({"top_p": 0.9}, {"temperature": 0.6}) == fingerprint(BASE)
+    on, off = with_file({option: True}, {}), with_file({option: False}, {})
+    assert len({fingerprint(BASE), on, off}) == 3
+    assert with_file({}, {option: True}) == with_file({option: False}, {option: True}) == on
+
+
+def test_no_other_model_reads_its_generation_config() -> None:
+    """What vLLM's models take from it is to be looked at: it may change blocks."""
+    vllm = pytest.importorskip("vllm")
+    found = {
+        path.stem
+        for folder in ("model_executor", "models")
+        for path in Path(vllm.__path__[0], folder).rglob("*.py")
+        if "try_get_generation_config" in path.read_text()
+    }
+    of_answers = {"gemma4_mm", "gemma4_mtp", "gemma4_unified", "diffusion_gemma"}
+    assert found - of_answers <= {"llama4"}
+
+
 def test_weights_elsewhere_are_not_those_of_the_local_folder() -> None:
     config = engine(model="/local", model_weights="s3://bucket/llama", revision=None)
     config.load_config = Stub(load_format="runai_streamer")

@@ -103,7 +103,9 @@ def test_a_changed_configuration_is_another_model(model: Path) -> None:
 
 
 def test_other_prompts_are_the_same_model(model: Path) -> None:
-    """Keys of blocks cover their tokens, however these were made."""
+    """Keys of blocks cover their tokens, however these were made.
+
+    `test_fingerprint.py` has the option of a generation config that does change blocks."""
     before = identity(model)
     for name in ("tokenizer_config.json", "chat_template.json", "generation_config.json"):
         (model / name).write_text('{"changed": 1}')
