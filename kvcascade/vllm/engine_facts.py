@@ -13,6 +13,7 @@ import inspect
 import json
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..identity import have_files_changed
@@ -54,6 +55,15 @@ _ATTENTION_OPTIONS = ("backend", "backend_per_kind", "indexer_kv_dtype")
 """Attention options that the user sets; the backend that vLLM chose is a fact of `packing`."""
 _GENERATION_OPTIONS = ("attn_temperature_tuning",)
 """Options of the generation config that change blocks: Llama 4 scales queries of late positions."""
+_NUMBERS = (
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_MARLIN_INPUT_DTYPE",
+)
+"""Environment variables that quantise weights or activations. Some name a file."""
+_QUANTIZATION_FILE, _SCALES_FILE = "quantization_config_file", "mm_encoder_fp8_scale_path"
+"""Options whose value is the name of a file: in `hf_overrides`, and for media."""
+_SIMULATED_ROUTING = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
 _STATE_ORDER = "VLLM_SSM_CONV_STATE_LAYOUT"
 _INTERLEAVING = ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
 _MEDIA_OPTIONS = (
@@ -64,7 +74,7 @@ _MEDIA_OPTIONS = (
     "mm_device_do_normalize",
     "mm_encoder_attn_dtype",
     "mm_encoder_attn_backend",
-    "mm_encoder_fp8_scale_path",
+    _SCALES_FILE,
 )
 """Options that a server applies to all media; vLLM's hash of an image covers the request's only."""
 
@@ -128,9 +138,22 @@ def model_facts(config: Any) -> dict[str, str]:
 
 def _facts_if_set(model: Any) -> dict[str, str]:
     """Return facts about options that few models have; other fingerprints stay as they were."""
-    asked = getattr(model, "try_get_generation_config", dict)()
-    given = {**asked, **(getattr(model, "override_generation_config", None) or {})}
-    return {name: str(given[name]) for name in _GENERATION_OPTIONS if name in given}
+    asked: Callable[[], dict[str, Any]] = getattr(model, "try_get_generation_config", dict)
+    given = {**asked(), **(getattr(model, "override_generation_config", None) or {})}
+    facts = {name: str(given[name]) for name in _GENERATION_OPTIONS if name in given}
+    overrides = getattr(model, "hf_overrides", None)
+    media = getattr(model, "multimodal_config", None)
+    named = {name: os.environ.get(name) for name in _NUMBERS}
+    if isinstance(overrides, Mapping):
+        named[_QUANTIZATION_FILE] = overrides.get(_QUANTIZATION_FILE)
+    named[_SCALES_FILE] = getattr(media, _SCALES_FILE, None)
+    return facts | {name: _digest(_content(value)) for name, value in named.items() if value}
+
+
+def _content(value: object) -> str:
+    """Return what the file of this name contains, or the value itself if there is no such file."""
+    text = str(value)
+    return Path(text).read_text("utf-8", "replace") if os.path.isfile(text) else text
 
 
 def _options(config: Any, names: Sequence[str]) -> list[str]:
@@ -180,6 +203,10 @@ def reasons_not_to_share(config: Any) -> dict[str, str]:
         found["transferred_weights"] = (
             "a trainer may replace the weights while the engine runs, and they are then not those "
             "of the model's files; leave weight_transfer_config out"
+        )
+    if os.environ.get(_SIMULATED_ROUTING):
+        found["simulated_routing"] = (
+            f"tokens are sent to random experts; leave {_SIMULATED_ROUTING} unset"
         )
     if getattr(cache, "calculate_kv_scales", False):
         found["scales"] = (

@@ -219,6 +219,43 @@ def test_queries_that_a_generation_config_scales_are_another_namespace() -> None
     assert with_file({}, {option: True}) == with_file({option: False}, {option: True}) == on
 
 
+@pytest.mark.parametrize("name", ["quantization_config_file", "mm_encoder_fp8_scale_path"])
+def test_a_named_file_counts_by_its_content(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "numbers.json"
+    options: dict[str, Any] = {"hf_overrides": {name: str(file)}}
+    if name.startswith("mm_"):
+        options = {"multimodal_config": Stub(**{name: str(file)})}
+    found = set()
+    for text in ('{"scale": 1}', '{"scale": 2}', '{"scale": 1}'):
+        file.write_text(text)
+        found.add(fingerprint(engine(**options)))
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+        "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+        "VLLM_MARLIN_INPUT_DTYPE",
+    ],
+)
+def test_numbers_that_only_the_environment_names_are_another_namespace(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "numbers.json"
+    file.write_text("fp8")
+    found = {fingerprint(BASE)}
+    for value in ("int8", '{"bits": 8}' * 1000, str(file)):
+        monkeypatch.setenv(name, value)
+        found.add(fingerprint(engine()))
+    monkeypatch.setenv(name, "fp8")
+    assert fingerprint(engine()) in found, "whether as it is or in a file"
+    monkeypatch.setenv(name, "")
+    assert fingerprint(engine()) == fingerprint(BASE)
+    assert len(found) == 4
+
+
 def test_no_other_model_reads_its_generation_config() -> None:
     """What vLLM's models take from it is to be looked at: it may change blocks."""
     vllm = pytest.importorskip("vllm")
@@ -319,6 +356,15 @@ def test_weights_that_a_trainer_may_replace_are_never_shared() -> None:
     assert not engine_facts.reasons_not_to_share(config)
     config.weight_transfer_config = Stub(backend="nccl")
     assert list(engine_facts.reasons_not_to_share(config)) == ["transferred_weights"]
+
+
+def test_tokens_that_are_sent_to_random_experts_are_never_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "")
+    assert not engine_facts.reasons_not_to_share(engine())
+    monkeypatch.setenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
+    assert list(engine_facts.reasons_not_to_share(engine())) == ["simulated_routing"]
 
 
 def test_scales_that_each_process_finds_are_never_shared() -> None:
