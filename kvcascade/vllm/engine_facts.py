@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +83,30 @@ def engine_config() -> Any | None:
     """Return vLLM's `VllmConfig` of this process, or None if it cannot be found."""
     ask = offered("vllm.config", "get_current_vllm_config_or_none")
     found = None if ask is None else ask()
-    return _local_of_a_caller("vllm_config", "model_config") if found is None else found
+    if found is not None:
+        return found
+    return _local_of_a_caller("vllm_config", lambda config: hasattr(config, "model_config"))
 
 
 def kv_cache_config() -> Any | None:
     """Return the `KVCacheConfig` of the connector that is being made, or None."""
-    return _local_of_a_caller("kv_cache_config", "kv_cache_groups")
+    return _local_of_a_caller("kv_cache_config", lambda found: hasattr(found, "kv_cache_groups"))
 
 
-def _local_of_a_caller(name: str, attribute: str) -> Any | None:
-    """Return the nearest local variable of this name up the stack whose value has the attribute."""
+def has_other_connectors() -> bool:
+    """Return True if vLLM's `MultiConnector` makes our connector, and others beside it."""
+    return _local_of_a_caller("vllm_config", _has_several_connectors) is not None
+
+
+def _has_several_connectors(config: Any) -> bool:
+    transfer: Any = getattr(config, "kv_transfer_config", None)
+    if getattr(transfer, "kv_connector", None) != "MultiConnector":
+        return False
+    return len((transfer.kv_connector_extra_config or {}).get("connectors", ())) > 1
+
+
+def _local_of_a_caller(name: str, fits: Callable[[Any], bool]) -> Any | None:
+    """Return the nearest local variable of this name up the stack whose value fits."""
     frame = inspect.currentframe()
     frame = frame.f_back if frame is not None else None  # the function that asks
     for _ in range(MAX_FRAMES):
@@ -100,7 +114,7 @@ def _local_of_a_caller(name: str, attribute: str) -> Any | None:
         if frame is None:
             return None
         candidate = frame.f_locals.get(name)
-        if hasattr(candidate, attribute):
+        if candidate is not None and fits(candidate):
             return candidate
     return None
 

@@ -146,6 +146,14 @@ def schedules_block_holders_first() -> bool:
     return vllm_version() >= (0, 31)
 
 
+def sees_blocks_of_other_connectors() -> bool:
+    """Return whether a store is waited for before another connector loads into its blocks.
+
+    Earlier versions look only at blocks that our connector loads, or that a scheduled request has.
+    """
+    return vllm_version() >= (0, 33)
+
+
 # Names that some versions do not have.
 
 

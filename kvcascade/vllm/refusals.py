@@ -41,6 +41,20 @@ def refuse_useless(engine_config: Any | None) -> None:
         )
 
 
+def refuse_other_connectors() -> None:
+    """Raise `ConfigError` if another connector may load into blocks that are still being stored.
+
+    The stored bytes would be another request's, under a valid checksum. To be called where vLLM
+    makes our connector: its `MultiConnector` shows in the stack alone.
+    """
+    if engine_facts.has_other_connectors() and not generation.sees_blocks_of_other_connectors():
+        raise ConfigError(
+            "kv_connector: up to vLLM 0.32, another connector in a MultiConnector may overwrite "
+            "blocks while they are stored, so that later requests would get wrong tokens; leave "
+            "the other connectors out, or install vLLM 0.33"
+        )
+
+
 def refuse_wrong_stores(config: OffloadingConfig, kv_config: Any | None) -> None:
     """Raise `ConfigError` if this vLLM would store blocks of which a part was never written.
 

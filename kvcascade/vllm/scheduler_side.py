@@ -16,7 +16,7 @@ from ..observe.tracing import TransferSpans
 from ..tiers.nvme.namespace import NamespaceKey
 from . import engine_facts, packing
 from .generation import span_maker, vllm_version
-from .refusals import refuse_useless
+from .refusals import refuse_other_connectors, refuse_useless
 
 logger = get_logger(__name__)
 
@@ -53,6 +53,7 @@ def namespace_key(
     Raises `ConfigError` for an engine that would give wrong tokens.
     """
     refuse_useless(engine_config)
+    refuse_other_connectors()
     facts = namespace_facts(settings, engine_config, model, shape)
     warn_of_privacy(settings, engine_config, facts, model)
     return NamespaceKey(settings.label or model, facts, about or {})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,15 @@ from typing import Any
 import pytest
 from support.kv_bytes import Shape, damage, tiers
 from support.scheduler_rig import BLOCK_TOKENS, Kind, SchedulerRig, survives_aborts
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from kvcascade.errors import ConfigError
 from kvcascade.tools.dev.model import make_llama
+from kvcascade.tools.dev.server import offloading
+from kvcascade.vllm import generation, v0_26
 from kvcascade.vllm.generation import offers_states_once, offers_the_last_token
 from kvcascade.vllm.v0_26 import CascadeManager
 
@@ -226,3 +232,47 @@ def test_answers_that_end_with_what_nobody_computed_are_refused(model: Path) -> 
     extra = {"tiers": [{"type": "cpu", "capacity": "1MiB"}], "offload_prompt_only": False}
     with pytest.raises(ConfigError, match=r"offload_prompt_only: vLLM 0\.26 to 0\.29"):
         SchedulerRig(model, extra, 40, is_async=False)
+
+
+class NotRefusedError(Exception):
+    """The engine would have started."""
+
+
+@pytest.mark.parametrize("ours_is", [0, 1], ids=["first", "second"])
+def test_another_connector_beside_ours_is_refused(
+    ours_is: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 0.32 it may load into blocks that are still being stored; alone, ours has them all."""
+    extra = {"tiers": [{"type": "cpu", "capacity": "1MiB"}], "weights_id": "test"}
+    rig = SchedulerRig(model, extra, 40, is_async=False, kind=Kind(chunk=1))
+    config, cache = copy(rig.scheduler.vllm_config), rig.scheduler.kv_cache_config
+    rig.close()
+    ours = offloading(config.kv_transfer_config.kv_connector_extra_config)
+    theirs = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+
+    def stop_here(*_: Any, **__: Any) -> None:
+        raise NotRefusedError
+
+    def make(*connectors: dict[str, Any]) -> None:
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector="MultiConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"connectors": list(connectors)},
+        )
+        MultiConnector(config, KVConnectorRole.SCHEDULER, cache)
+
+    both = [theirs]
+    both.insert(ours_is, ours)
+    monkeypatch.setattr(v0_26, "open_scheduler_side", stop_here)
+    monkeypatch.setattr(generation, "vllm_version", lambda: (0, 32))
+    with pytest.raises(NotRefusedError):
+        make(ours)
+    with pytest.raises(ConfigError, match=r"MultiConnector .* install vLLM 0\.33"):
+        make(*both)
+    monkeypatch.setattr(generation, "vllm_version", lambda: (0, 33))
+    with pytest.raises(NotRefusedError):
+        make(*both)
