@@ -6,6 +6,7 @@ import json
 import shutil
 import struct
 from pathlib import Path
+from zipfile import ZipFile, ZipInfo
 
 import numpy as np
 import pytest
@@ -140,6 +141,75 @@ def test_other_weight_formats_are_sampled(model: Path) -> None:
     before = identity(model)
     (model / "pytorch_model.bin").write_bytes(bytes(range(255, -1, -1)) * 4000)
     assert identity(model) != before
+
+
+def test_one_changed_record_of_a_torch_file_is_noticed(model: Path) -> None:
+    """A norm between large tensors, where no sample of the whole file falls."""
+    (model / "model.safetensors").unlink()
+
+    def with_norm(value: int) -> str:
+        with ZipFile(model / "pytorch_model.bin", "w") as file:
+            for number in range(100):
+                norm = number == 3
+                data = bytes([value] * 64) if norm else bytes(20_001)
+                file.writestr(ZipInfo(f"model/data/{number}"), data)
+        return identity(model)
+
+    assert with_norm(1) != with_norm(2)
+    assert with_norm(1) == with_norm(1)
+
+
+def gguf(norm: float, word: float, scale: float, version: int = 3) -> bytes:
+    """A file with an embedding of 1000 words and a norm between two large tensors."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    words = [text("general.words") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("b")]
+    counts = [text("general.counts") + struct.pack("<IIQ", 9, 4, 3) + bytes(12)]
+    lists = [text("general.lists") + struct.pack("<IIQIQ", 9, 9, 1, 0, 5) + bytes(5)]
+    numbers = [text("general.alignment") + struct.pack("<II", 4, 64)]
+    numbers += [text("rope.scale") + struct.pack("<If", 6, scale)]
+    options = words + counts + lists + numbers
+    embedding = np.zeros((1000, 128), dtype=np.float32)
+    embedding[500] = word
+    large = np.zeros((1000, 512), dtype=np.float32)
+    tensors = {
+        "blk.0.ffn_up.weight": large,
+        "blk.0.norm.weight": np.full((16,), norm, dtype=np.float32),
+        "blk.1.ffn_up.weight": large,
+        "token_embd.weight": embedding,
+    }
+    table, data = b"", b""
+    for name, tensor in tensors.items():
+        shape = struct.pack(f"<I{tensor.ndim}Q", tensor.ndim, *reversed(tensor.shape))
+        table += text(name) + shape + struct.pack("<IQ", 0, len(data))
+        data += tensor.tobytes()
+    head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(options))
+    head += b"".join(options) + table
+    return head + bytes(-len(head) % 64) + data
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_every_tensor_of_a_gguf_file_counts(version: int, tmp_path: Path) -> None:
+    path, found = tmp_path / "model.gguf", []
+    for values in [(1, 1, 1), (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)]:
+        path.write_bytes(gguf(*values, version))
+        found.append(identity(path))
+    assert len(set(found)) == 4 and found[0] == found[1]
+
+
+@pytest.mark.parametrize("length", [0, 3, 24, 40, 120, 350, 500])
+def test_a_gguf_file_without_an_end_is_sampled_like_any_file(length: int, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    whole = gguf(1, 1, 1)
+    path.write_bytes(whole[:length] + b"\xff" * 500)
+    before = identity(path)
+    path.write_bytes(whole[:length] + b"\xff" * 499 + b"\xfe")
+    assert identity(path) != before
+    nested = b"GGUF" + struct.pack("<IQQ", 3, 1, 1) + bytes(8)
+    path.write_bytes(nested + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000)
+    assert is_shareable(identity(path))
 
 
 @pytest.mark.parametrize("name", ["config.json", "params.json"])
