@@ -59,8 +59,12 @@ _NUMBERS = (
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
     "VLLM_HUMMING_INPUT_QUANT_CONFIG",
     "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+    "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16",
 )
-"""Environment variables that quantise weights or activations. Some name a file."""
+"""Environment variables that quantise weights or activations, or their way between ranks. Some name
+a file."""
 _QUANTIZATION_FILE, _SCALES_FILE = "quantization_config_file", "mm_encoder_fp8_scale_path"
 """Options whose value is the name of a file: in `hf_overrides`, and for media."""
 _SIMULATED_ROUTING = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"

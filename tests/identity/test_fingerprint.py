@@ -238,6 +238,9 @@ def test_a_named_file_counts_by_its_content(name: str, tmp_path: Path) -> None:
         "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
         "VLLM_HUMMING_INPUT_QUANT_CONFIG",
         "VLLM_MARLIN_INPUT_DTYPE",
+        "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+        "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+        "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16",
     ],
 )
 def test_numbers_that_only_the_environment_names_are_another_namespace(
