@@ -21,6 +21,7 @@ from kvcascade.tiers.nvme.path.path_messages import PROTOCOL, PathOptions
 from kvcascade.tiers.nvme.path.writer.path_options import PathRecord, load_record, save_record
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 from kvcascade.tiers.nvme.path.writer_note import load_note, note_of_this_process, save_note
+from kvcascade.tools.commands import path_session
 from kvcascade.tools.commands.path_session import AnswerError, open_session
 
 FS = RealFileSystem()
@@ -136,6 +137,24 @@ def test_a_tool_goes_on_with_the_next_writer(has_heir: bool, tmp_path: Path) -> 
     finally:
         for engine in engines:
             engine.close()
+
+
+def test_a_tool_that_finds_no_next_writer_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = PathEngine([tmp_path], OPTIONS, is_thread=True).open()
+    with open_session(FS, tmp_path) as session:
+        engine.close()
+        with monkeypatch.context() as patched:
+            patched.setattr(path_session, "open_session", _no_answer)
+            for _ in range(2):
+                with pytest.raises(InUseError):
+                    session.ask("stat")
+        assert session.ask("stat")["bytes"] and session.is_writer
+
+
+def _no_answer(*_: object) -> None:
+    raise InUseError("the writer does not answer")
 
 
 def test_no_tier_no_answer_and_another_version(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,19 @@ def test_two_exports_to_one_file_do_not_mix(tmp_path: Path) -> None:
         answer = call("export", tmp_path / "from", path, "--json")
         assert answer.code == ExitCode.IN_USE and other.size() == len(b"its bytes")
     assert path.read_bytes() == b"its bytes"
+
+
+def test_a_file_system_without_locks_takes_an_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", no_locks)
+        with whole_or_nothing(tmp_path / "file") as file:
+            file.pwritev([memoryview(b"bytes")], 0)
+    assert (tmp_path / "file").read_bytes() == b"bytes"
 
 
 def test_the_file_has_every_block(file: Path) -> None:

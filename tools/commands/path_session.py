@@ -227,8 +227,8 @@ def _follow(fs: FileSystem, root: Path, also: Sequence[Path] | None = None) -> P
 
 def _has_ended(link: socket.socket) -> bool:
     """Return True if the other end has closed a connection, and nothing is left to read."""
-    link.setblocking(False)
     try:
+        link.setblocking(False)
         return not link.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
         return False

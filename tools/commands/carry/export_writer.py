@@ -102,7 +102,11 @@ def whole_or_nothing(path: Path) -> Iterator[RealFile]:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(partial, flags, FILE_MODE)
     file = RealFile(descriptor)
-    if not (try_flock(descriptor, exclusive=True) and _is_at(descriptor, partial)):
+    try:
+        is_free = try_flock(descriptor, exclusive=True)
+    except OSError:  # a file system without locks
+        is_free = True
+    if not (is_free and _is_at(descriptor, partial)):
         file.close()
         raise InUseError(f"{path} is being written by another process; wait for it")
     try:
