@@ -101,6 +101,10 @@ def _read(engine: RemoteEngine, name: str) -> bytearray:
     return bytearray(bytes(buffer.header) + bytes(buffer.payload))
 
 
+SIZES_DIFFER = 0.01
+"""Keys in a Valkey server take almost equal sizes."""
+
+
 @pytest.fixture(params=["folder", "s3", "redis", "valkey", "twin"])
 def place(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -305,7 +309,7 @@ def test_blocks_of_old_generations_leave(place: Place) -> None:
         "bytes_before": ours["bytes_before"],
         "blocks_removed": 3,
         "old_blocks_removed": 3,
-        "bytes_freed": ours["bytes_before"] * 3 // 5,
+        "bytes_freed": pytest.approx(ours["bytes_before"] * 3 / 5, rel=SIZES_DIFFER),
     }
     assert ours["bytes_before"] >= 5 * SIZE
     made = ObjectFormat("model-1", PAYLOAD_BYTES)
@@ -318,7 +322,6 @@ def test_a_size_and_an_age(place: Place) -> None:
     all_bytes = place.call("ls", "--json").document["generations"][0]["size_bytes"]
     did = place.call("gc", "--older-than", "1h", "--max-size", all_bytes, "--json").document
     assert did["namespaces"][0]["blocks_removed"] == 0, "they fit, and are young"
-    # The sizes of keys in a Valkey server are not quite equal.
     did = place.call("gc", "--max-size", all_bytes * 9 // 20, "--json").document
     assert did["namespaces"][0]["blocks_removed"] == 6 and sum(place.held(names)) == 4
     shown = place.call("gc", "--older-than", "0s", "--dry-run").out
