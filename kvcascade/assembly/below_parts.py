@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from importlib import import_module
+from pkgutil import resolve_name
 from time import monotonic
 from typing import Any, Protocol
 
@@ -64,14 +64,9 @@ def open_below(
         kind = options.type
         name = kind if all_of_type[kind] == 1 else f"{kind}{number_of_type[kind]}"
         number_of_type[kind] += 1
-        opened.append(_opener(options)(name, options, engine))
+        opener: Opener = resolve_name(options.opener)
+        opened.append(opener(name, options, engine))
         undo.callback(opened[-1].close)
-
-
-def _opener(options: BelowOptions) -> Opener:
-    module, _, function = options.opener.partition(":")
-    opener: Opener = getattr(import_module(module), function)
-    return opener
 
 
 def port_of(tiers: Sequence[OpenBelow], slots: int) -> Below:

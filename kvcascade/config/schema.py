@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 from functools import cache
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any, ClassVar, Protocol
 
 from ..errors import ConfigError
@@ -259,8 +259,7 @@ def options_class(kind: str) -> type[Any]:
     """Return the class of the options of a tier type."""
     if kind == CpuTierOptions.type:
         return CpuTierOptions
-    module, _, name = BELOW[kind].partition(":")
-    found: type[Any] = getattr(import_module(module), name)
+    found: type[Any] = resolve_name(BELOW[kind])
     return found
 
 

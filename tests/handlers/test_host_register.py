@@ -112,7 +112,7 @@ def test_what_the_cuda_runtime_says(
 
 
 FILLED_BY_A_KERNEL = (torch.ops.aten.ones.default, torch.ops.aten.fill_.Scalar)
-"""What launches a kernel in every torch. `zeros` and `zero_` do not after 2.13."""
+"""Functions that launch a kernel in every torch. `zeros` and `zero_` do not after 2.13."""
 
 
 def test_the_error_of_a_refused_call_is_not_left_for_the_next_kernel(

@@ -260,7 +260,7 @@ def test_numbers_that_only_the_environment_names_are_another_namespace(
 
 
 def test_no_other_model_reads_its_generation_config() -> None:
-    """What vLLM's models take from it is to be looked at: it may change blocks."""
+    """A model of vLLM that takes something from it must be looked at: it may change blocks."""
     vllm = pytest.importorskip("vllm")
     found = {
         path.stem

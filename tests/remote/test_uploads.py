@@ -1,4 +1,4 @@
-"""Which blocks a store uploads, and how it does that, over a twin."""
+"""Uploads of a store over a twin: the choice of blocks, and the way they go."""
 
 from __future__ import annotations
 

@@ -115,12 +115,6 @@ def code_of(error: KVCascadeError) -> ExitCode:
     return _OF_KIND.get(error.kind, ExitCode.CANNOT_OPEN)
 
 
-def sentence(error: KVCascadeError) -> str:
-    """Return the message of a `KVCascadeError`, without the number of an OS error."""
-    said = error.strerror if isinstance(error, OSError) else None
-    return said or str(error)
-
-
 @contextmanager
 def answering(as_json: bool) -> Iterator[None]:
     """End the command on an error: print one sentence or a JSON document, and exit.
@@ -133,7 +127,7 @@ def answering(as_json: bool) -> Iterator[None]:
     except CommandError as error:
         _fail(str(error), error.code, as_json)
     except KVCascadeError as error:
-        _fail(sentence(error), code_of(error), as_json)
+        _fail(str(error), code_of(error), as_json)
     except KeyboardInterrupt:
         _fail("interrupted", ExitCode.INTERRUPTED, as_json)
 

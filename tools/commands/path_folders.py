@@ -25,7 +25,6 @@ from ...tiers.nvme.namespace import (
 from ...tiers.nvme.path.writer.namespace.namespace_home import SEGMENTS, read_description
 from ...tiers.nvme.path.writer.path_options import load_record
 from ...tiers.nvme.segments.format import MAX_DESCRIPTION_BYTES, SegmentLayout, segment_number
-from .command_line import sentence
 
 MAX_NAMES_SHOWN = 8
 
@@ -145,7 +144,7 @@ def folders_in(
         shown = ", ".join(map(str, roots))
         raise TierIOError(errno.ENOENT, f"no namespace in {shown}; give the path of an NVMe tier")
     closed = [
-        NamespaceFolder(folder.name, (folder,), {}, False, sentence(error))
+        NamespaceFolder(folder.name, (folder,), {}, False, str(error))
         for folder, error in denied.items()
         if folder.name not in found
     ]
@@ -239,7 +238,7 @@ def _look(fs: FileSystem, name: str, folders: tuple[Path, ...]) -> NamespaceFold
     except FormatError:
         return NamespaceFolder(name, folders, document, False, "")
     except KVCascadeError as error:
-        return NamespaceFolder(name, folders, document, False, sentence(error))
+        return NamespaceFolder(name, folders, document, False, str(error))
 
 
 def _document(fs: FileSystem, folder: Path) -> Mapping[str, Any]:

@@ -20,7 +20,6 @@ from ..command_line import (
     answering,
     emit,
     finish,
-    sentence,
 )
 from ..verify import size_of
 
@@ -152,7 +151,7 @@ def _run(
             except KVCascadeError as error:
                 if not wish.whole:
                     raise
-                problem = sentence(error)
+                problem = str(error)
         reports = Collector(fs, opened, wish, problem=problem).collect(chosen, dry_run)
     if as_json:
         emit("gc", {"is_dry_run": dry_run, "namespaces": reports})

@@ -25,7 +25,6 @@ from ....tiers.nvme.namespace import remove_namespace
 from ....tiers.nvme.segments.chains import head_of
 from .. import show
 from ..block_scan import NamedBlock
-from ..command_line import sentence
 from ..inspect.namespace_report import slots_in_use
 from ..path_blocks import OpenPath
 from ..path_folders import NamespaceFolder
@@ -183,7 +182,7 @@ class Collector:
             try:
                 total += plan.folder.used_bytes(self._fs)
             except KVCascadeError as error:
-                plan.report.skipped, plan.report.is_incomplete = sentence(error), True
+                plan.report.skipped, plan.report.is_incomplete = str(error), True
         return total
 
     def _look(self, plan: _Plan) -> list[_SegmentUse]:
@@ -203,7 +202,7 @@ class Collector:
         except KVCascadeError as error:
             if wish.whole:
                 raise
-            report.skipped, report.is_incomplete = sentence(error), wish.is_by_block
+            report.skipped, report.is_incomplete = str(error), wish.is_by_block
             return []
 
     def _look_whole(self, plan: _Plan) -> None:
@@ -304,7 +303,7 @@ class Collector:
             elif plan.drops or plan.chosen:
                 self._remove_blocks(plan)
         except KVCascadeError as error:  # continue with the other namespaces
-            report.skipped, report.is_incomplete = sentence(error), not report.was_removed
+            report.skipped, report.is_incomplete = str(error), not report.was_removed
             if report.was_removed:
                 report.blocks_removed = report.segments_removed = report.bytes_freed = 0
             report.was_removed, report.hottest_idle_s = False, None

@@ -26,7 +26,6 @@ from ..command_line import (
     check_place,
     emit,
     finish,
-    sentence,
 )
 
 if TYPE_CHECKING:
@@ -141,7 +140,7 @@ def _reports(
                 reports = [inspector.report(each) for each in chosen]
                 return chosen, reports, opened.about()
     except KVCascadeError as error:
-        problem = sentence(error)
+        problem = str(error)
     inspector = Inspector(fs, None, problem, arena_dir=arena_dir)
     return chosen, [inspector.report(each) for each in chosen], None
 

@@ -26,7 +26,7 @@ from ....tiers.nvme.disk.filesystem import FileSystem
 from ....tiers.nvme.path.presence_file import PRESENCE, read_presence
 from ....tiers.nvme.path.presence_table import PresenceTable
 from ....tiers.nvme.path.writer.namespace.namespace_home import BLOCKS, STATE
-from ..command_line import ARENA_DIR, sentence
+from ..command_line import ARENA_DIR
 from ..path_blocks import OpenPath
 from ..path_folders import NamespaceFolder
 from ..saved_state import SavedState, SlotUse
@@ -227,7 +227,7 @@ class Inspector:
         except InUseError:
             raise
         except KVCascadeError as error:
-            return None, sentence(error)
+            return None, str(error)
 
     def _state(
         self, facts: dict[str, Any] | None, before: SlotsInUse | None, now: SlotsInUse | None

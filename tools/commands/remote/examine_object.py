@@ -1,4 +1,4 @@
-"""What a tool can tell of one object of a remote tier, without the fingerprint of its namespace."""
+"""Checks of one object of a remote tier that need no fingerprint of its namespace."""
 
 from __future__ import annotations
 

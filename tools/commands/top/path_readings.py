@@ -16,7 +16,6 @@ from typing import Any
 from ....errors import FormatError, KVCascadeError
 from ....tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ....tiers.nvme.path.presence_file import read_presence
-from ..command_line import sentence
 from ..path_folders import NamespaceFolder, folders_in
 from ..path_session import AnswerError, PathSession, follow_session, open_session
 from .top_frame import Figures, Reading
@@ -55,13 +54,13 @@ class PathReadings:
             try:
                 figures |= self._told({each.name for each in readable}, problems)
             except KVCascadeError as error:
-                problems |= {each.name: sentence(error) for each in readable}
+                problems |= {each.name: str(error) for each in readable}
         for one in readable:
             try:
                 figures = {**_counted(self._fs, one), **figures}
             except KVCascadeError as error:
                 if ("tier_blocks", one.name) not in figures:
-                    problems.setdefault(one.name, sentence(error))
+                    problems.setdefault(one.name, str(error))
         if not figures and len(found) == 1:
             raise FormatError(problems.get(found[0].name) or found[0].reason)
         return Reading(self._clock(), figures, problems)
@@ -82,7 +81,7 @@ class PathReadings:
                 try:
                     figures |= _figures_of(name, session.ask("namespace", name=name), left)
                 except AnswerError as error:
-                    problems[name] = sentence(error)
+                    problems[name] = str(error)
             self._totals = {key: n for key, n in figures.items() if key[0] not in COUNTED}
             return figures
 

@@ -18,7 +18,6 @@ from ..command_line import (
     answering,
     emit,
     finish,
-    sentence,
 )
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def _run(
             except KVCascadeError as error:
                 if len(chosen) == 1:
                     raise
-                report = VerifyReport(one.name, False, problem=sentence(error))
+                report = VerifyReport(one.name, False, problem=str(error))
             reports.append(report)
             if not as_json:
                 print_verified(report)

@@ -30,7 +30,6 @@ from ...commands.command_line import (
     complain,
     emit,
     lacks,
-    sentence,
     terminable,
 )
 
@@ -126,7 +125,7 @@ def run(options: BenchOptions) -> int:
     except BenchError as error:
         return complain(str(error), ExitCode.PROBLEMS, options.as_json, "\nbench")
     except KVCascadeError as error:
-        return complain(sentence(error), code_of(error), options.as_json, "\nbench")
+        return complain(str(error), code_of(error), options.as_json, "\nbench")
     except KeyboardInterrupt:
         return complain("interrupted", ExitCode.INTERRUPTED, options.as_json, "\nbench")
     if options.as_json:
