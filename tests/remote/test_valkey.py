@@ -77,9 +77,13 @@ def own_redis() -> Iterator[ServerProcess]:
 
 class TestRedis(RemoteContract):
     @pytest.fixture
-    def engine(self, redis: ServerProcess) -> Iterator[RemoteEngine]:
-        self.port = redis.port
-        made = engine_at(redis.port)
+    def server(self, redis: ServerProcess) -> ServerProcess:
+        return redis
+
+    @pytest.fixture
+    def engine(self, server: ServerProcess) -> Iterator[RemoteEngine]:
+        self.port = server.port
+        made = engine_at(server.port)
         yield made
         made.close()
 
@@ -92,11 +96,8 @@ class TestRedis(RemoteContract):
 
 class TestValkey(TestRedis):
     @pytest.fixture
-    def engine(self, valkey: ServerProcess) -> Iterator[RemoteEngine]:
-        self.port = valkey.port
-        made = engine_at(valkey.port)
-        yield made
-        made.close()
+    def server(self, valkey: ServerProcess) -> ServerProcess:
+        return valkey
 
 
 @pytest.mark.parametrize("suffix", ["", ":h"])
