@@ -55,16 +55,48 @@ def refuse_other_connectors() -> None:
         )
 
 
-def refuse_wrong_stores(config: OffloadingConfig, kv_config: Any | None) -> None:
-    """Raise `ConfigError` if this vLLM would store blocks of which a part was never written.
+def refuse_wrong_stores(
+    config: OffloadingConfig, kv_config: Any | None, engine_config: Any | None
+) -> None:
+    """Raise `ConfigError` if this vLLM would store blocks with bytes that are not theirs.
 
-    `kv_config`: vLLM's `KVCacheConfig`, which knows the kinds of the KV groups; None if it was not
-    found.
+    `kv_config`: vLLM's `KVCacheConfig`, which knows the kinds of the KV groups. `engine_config`:
+    its `VllmConfig`. None for one that was not found.
     """
     refuse_answers(config.extra_config)
+    refuse_producers(engine_config)
+    refuse_early_clearing(engine_config, kv_config)
     if kv_config is not None:
         specs = (spec for _, spec in group_specs(kv_config, numbered_groups(config)))
         refuse_gaps(specs, config.cache.blocks_per_chunk)
+
+
+def refuse_producers(engine_config: Any | None) -> None:
+    """Raise `ConfigError` if vLLM frees blocks that a running step may still be stored from.
+
+    With overlapping steps, vLLM delays the release of blocks only for connectors that load.
+    """
+    transfer = getattr(engine_config, "kv_transfer_config", None)
+    if getattr(transfer, "kv_role", None) == "kv_producer":
+        raise ConfigError(
+            'kv_role: with "kv_producer", vLLM gives blocks to other requests before they are '
+            'stored, so that later requests would get wrong tokens; use "kv_both"'
+        )
+
+
+def refuse_early_clearing(engine_config: Any | None, kv_config: Any | None) -> None:
+    """Raise `ConfigError` if vLLM clears reused blocks before it launches stores that read them.
+
+    Model Runner V2 clears and copies blocks in `update_requests`. The stores of earlier steps
+    follow in `ActiveKVConnector.pre_forward`. V1 launches the stores first.
+    """
+    clears = getattr(kv_config, "needs_kv_cache_zeroing", False)
+    if clears and getattr(engine_config, "use_v2_model_runner", False):
+        raise ConfigError(
+            "kv_transfer_config: with this model, vLLM's Model Runner V2 clears blocks before they "
+            "are stored, so that later requests would get wrong tokens; set "
+            "VLLM_USE_V2_MODEL_RUNNER=0, or leave kv_transfer_config out"
+        )
 
 
 def refuse_answers(extra_config: Mapping[str, Any]) -> None:

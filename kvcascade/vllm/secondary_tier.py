@@ -209,7 +209,7 @@ class KVCascadeTier(SecondaryTierManager):
 
 def _namespace_key(config: Any, settings: CascadeConfig, row_bytes: int) -> NamespaceKey:
     engine_config, kv_config = engine_facts.engine_config(), engine_facts.kv_cache_config()
-    refuse_wrong_stores(config, kv_config)
+    refuse_wrong_stores(config, kv_config, engine_config)
     cache = getattr(engine_config, "cache_config", None)
     shape = {
         **shape_facts(config, kv_config),

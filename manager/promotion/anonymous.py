@@ -152,14 +152,17 @@ class AnonymousManager:
         return self._manager.take_events()
 
     def workers_ended(self) -> None:
-        """Complete all stores, because the engine stops and no worker transfer is in flight."""
-        while self._unsure:
-            self._complete_oldest()
+        """Drop the stores whose end is not known: the engine stops, and some may never have begun.
 
-    def _complete_oldest(self) -> None:
+        vLLM's workers launch the stores of a step in the next one, which may not come.
+        """
+        while self._unsure:
+            self._complete_oldest(success=False)
+
+    def _complete_oldest(self, *, success: bool = True) -> None:
         _, stored = self._unsure.popleft()
         self._unsure_hashes.difference_update(stored)
-        self._manager.complete_store(stored)
+        self._manager.complete_store(stored, success)
 
     def _settle(self, block_hashes: list[BlockHash], *, is_new: bool) -> None:
         self._manager.finish_request(Request(keys=dict.fromkeys(block_hashes, is_new)))

@@ -178,12 +178,14 @@ def test_stores_that_workers_may_not_have_done_are_no_hits_and_are_not_written()
     assert requests.lookup(once(keys(0, 4))) == 4
 
 
-def test_an_engine_that_stops_keeps_what_its_workers_had_still_to_do() -> None:
+def test_an_engine_that_stops_drops_stores_that_its_workers_may_never_have_begun() -> None:
     cascade, requests = made(8, 16)
     requests.prepare_store(once(keys(0, 4)))
     requests.complete_store(keys(0, 4), is_done=False)
+    store(cascade, requests, keys(4, 6))
     requests.workers_ended()
-    assert all(cascade.holds(0, block_hash) for block_hash in keys(0, 4))
+    assert not any(cascade.holds(0, block_hash) for block_hash in keys(0, 4))
+    assert all(cascade.holds(0, block_hash) for block_hash in keys(4, 6))
 
 
 def test_heads_outlive_tails_however_a_prefix_was_stored() -> None:

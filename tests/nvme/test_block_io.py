@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from support.keys import key, keys
 from support.memory_file_system import MemoryFileSystem
+from xxhash import xxh3_64_intdigest
 
 from kvcascade.tiers.base import BlockHash, BlockOutcome
+from kvcascade.tiers.nvme.path import presence_table
 from kvcascade.tiers.nvme.path.block_reader import BlockReader, BlocksRead, payload_checksum
 from kvcascade.tiers.nvme.path.block_writer import BlockWriter
 from kvcascade.tiers.nvme.path.payload_files import PayloadFiles
@@ -76,6 +80,23 @@ def test_checksum_depends_on_key_and_every_byte(size: int) -> None:
     assert right != payload_checksum(key(2), memoryview(payload))
     payload[-1] ^= 1
     assert right != payload_checksum(key(1), memoryview(payload))
+
+
+def test_a_key_with_the_same_hash_is_not_served_the_block(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 million blocks and a billion lookups meet such a key with a chance of 1 in 1,000."""
+
+    def collide(data: Any, seed: int = 0) -> int:
+        is_of_key = len(data) == len(key(1)) and seed == presence_table.KEY_SEED
+        return 7 if is_of_key else xxh3_64_intdigest(data, seed)
+
+    monkeypatch.setattr(presence_table, "xxh3_64_intdigest", collide)
+    monkeypatch.setattr(xxhash, "xxh3_64_intdigest", collide)
+    place.store([key(1)], [3])
+    assert place.table.find(key(2)) == 3
+    assert place.read([key(2)]).outcomes == [CORRUPT]
+    assert place.read([key(1)]).outcomes == [OK]
 
 
 def test_what_was_written_comes_back_in_any_order_and_over_segments(place: Place) -> None:

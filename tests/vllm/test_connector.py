@@ -57,6 +57,7 @@ class Story:
             "dirty_age_s": 0.01,
             "offload_prompt_only": self.rng.random() < 0.3 or offers_the_last_token(),
             "weights_id": "test",
+            "on_reset": self.rng.choice(["invalidate", "keep"]),
         }
         cpu, nvme = self.rng.choice([8, 20]), self.rng.choice([32, 96])
         self.rig = SchedulerRig(
@@ -90,7 +91,7 @@ class Story:
         elif chance < 0.27 and self.rig.unfinished and self.may_abort:
             self.rig.abort(self.rng.choice(self.rig.unfinished))
         elif chance < 0.28 and (self.may_abort or not self.rig.unfinished):
-            self.resets += self.rig.reset()
+            self.resets += self.rig.reset(self.rng.random() < 0.5)
         elif chance < 0.29:
             damage(self.path, every=4096)
 

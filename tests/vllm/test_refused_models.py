@@ -1,6 +1,7 @@
 """What the engine would do wrong with the right blocks is refused.
 
-Chunks with gaps; answers that end with what nobody computed; models that the engine cannot continue
+Chunks with gaps; answers that end with what nobody computed; blocks that vLLM clears or gives away
+before they are stored; models that the engine cannot continue
 from cached blocks. Of these, MLA: vLLM runs DeepSeek's attention on a CPU, but without AMX it
 cannot begin behind cached blocks, and its tokens are wrong.
 """
@@ -12,9 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import KVTransferConfig
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
@@ -24,7 +28,13 @@ from vllm.v1.kv_cache_interface import (
 from kvcascade.assembly.named import SPEC_NAME
 from kvcascade.errors import ConfigError
 from kvcascade.vllm import engine_facts, generation, plugin
-from kvcascade.vllm.refusals import refuse_answers, refuse_gaps, refuse_useless
+from kvcascade.vllm.refusals import (
+    refuse_answers,
+    refuse_early_clearing,
+    refuse_gaps,
+    refuse_producers,
+    refuse_useless,
+)
 
 
 def engine(*, mla: bool, is_off: bool) -> Any:
@@ -74,6 +84,29 @@ def test_chunks_with_gaps_are_refused(spec: Any) -> None:
 def test_full_attention_has_chunks_of_any_size() -> None:
     both = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"l0": FULL, "l1": FULL})
     refuse_gaps([FULL, MLAAttentionSpec(**SHAPE), both], 4)
+
+
+@pytest.mark.parametrize("role", ["kv_both", "kv_consumer", "kv_producer"])
+def test_vllm_keeps_freed_blocks_for_connectors_that_load(role: Any) -> None:
+    transfer = KVTransferConfig(kv_connector="OffloadingConnector", kv_role=role)
+    if transfer.is_kv_consumer:
+        refuse_producers(SimpleNamespace(kv_transfer_config=transfer))
+        return
+    with pytest.raises(ConfigError, match='use "kv_both"'):
+        refuse_producers(SimpleNamespace(kv_transfer_config=transfer))
+
+
+@pytest.mark.parametrize("is_v2", [False, True])
+@pytest.mark.parametrize("spec", [FULL, STATE], ids=["attention", "state"])
+def test_blocks_that_are_cleared_before_they_are_stored_are_refused(spec: Any, is_v2: bool) -> None:
+    engine_config = SimpleNamespace(use_v2_model_runner=is_v2)
+    cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["l0"], spec)])
+    if not is_v2 or not getattr(cache, "needs_kv_cache_zeroing", False):
+        refuse_early_clearing(engine_config, cache)
+        return
+    assert spec is STATE
+    with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        refuse_early_clearing(engine_config, cache)
 
 
 @pytest.mark.parametrize("minor", [24, 25, 26, 27, 28, 29, 30, 33])

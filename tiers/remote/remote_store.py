@@ -345,6 +345,7 @@ class RemoteStore:
         """
         self._link.memory.clear()
         self._link.generation.reset(mark, is_new=is_new, known=known)
+        self._link.memory.clear()  # answers of the older generation may have come in between
         for ask in self._asks.values():
             self._end_ask(ask, [RemoteOutcome.ABSENT] * len(ask.keys))
         for job in self._jobs.values():

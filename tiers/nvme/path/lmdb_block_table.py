@@ -36,6 +36,7 @@ from pathlib import Path
 
 import lmdb
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from ....errors import CorruptionError, FormatError, KVCascadeError, os_errors
 from ....logs import get_logger
@@ -50,6 +51,8 @@ from .presence_table import Journal, hash_of, hashes_of
 
 TABLE_FORMAT = 3
 """Version of the layout above."""
+CHECK_SEED = 0
+"""Seed of the hash of a key in the check of its entry."""
 ENTRY_BYTES = 16
 SCAN_BATCH = 16_384
 """Entries read in one transaction of a scan."""
@@ -160,15 +163,17 @@ class LmdbBlockTable:
         after = b""
         while batch := self._batch_after(after, SCAN_BATCH):
             after = batch[-1][0]
-            hashes = hashes_of([key for key, _ in batch])
+            keys = [key for key, _ in batch]
             values = [value for _, value in batch]
             if set(map(len, values)) - {ENTRY_BYTES}:
                 values = [v if len(v) == ENTRY_BYTES else _NO_ENTRY for v in values]
             rows = np.frombuffer(b"".join(values), dtype=_ENTRY_ROW)
-            mixed = hashes ^ rows["checksum"] ^ rows["slot"] * np.uint64(_SLOT_FACTOR)
+            mixed = hashes_of(keys, CHECK_SEED) ^ rows["checksum"]
+            mixed ^= rows["slot"] * np.uint64(_SLOT_FACTOR)
             is_whole = mixed * np.uint64(_CHECK_FACTOR) >> np.uint64(32) == rows["check"]
             whole = rows[is_whole]
-            yield ScanBatch(hashes[is_whole], whole["slot"].astype(np.int32), whole["checksum"])
+            slots = whole["slot"].astype(np.int32)
+            yield ScanBatch(hashes_of(keys)[is_whole], slots, whole["checksum"])
 
     def day_totals(self) -> endurance.DayTotals:
         """See `BlockTable`."""
@@ -317,8 +322,7 @@ class _Commit:
         """Add blocks whose keys are absent, or present with a damaged entry."""
         txn, slots = self._txn, self._slots
         for position, (key, slot, checksum) in enumerate(puts):
-            hashed = hash_of(key)
-            value = _ENTRY.pack(slot, _check(hashed, slot, checksum), checksum)
+            value = _ENTRY.pack(slot, _check(key, slot, checksum), checksum)
             if not txn.put(key, value, overwrite=False):
                 if _parse_entry(key, txn.get(key)) is not None:
                     self.already.append(position)
@@ -330,7 +334,7 @@ class _Commit:
                 if former != key:
                     self._drop_former(former, slot)
                 txn.put(place, key, db=slots)
-            self._stored.append((hashed, slot, checksum))
+            self._stored.append((hash_of(key), slot, checksum))
 
     def journal(self, number: int, epoch: int) -> Journal | None:
         """Return the changes so far; None if there are none."""
@@ -449,9 +453,9 @@ def _reserve(file: Path, size: int, *, is_synced: bool = False) -> None:
         opened.close()
 
 
-def _check(hashed: int, slot: int, checksum: int) -> int:
+def _check(key: bytes, slot: int, checksum: int) -> int:
     """Return the check of an entry: the upper half of a product over its parts."""
-    mixed = hashed ^ checksum ^ (slot * _SLOT_FACTOR & _U64_MASK)
+    mixed = xxh3_64_intdigest(key, CHECK_SEED) ^ checksum ^ (slot * _SLOT_FACTOR & _U64_MASK)
     return (mixed * _CHECK_FACTOR & _U64_MASK) >> 32
 
 
@@ -459,7 +463,7 @@ def _parse_entry(key: bytes, value: bytes | None) -> Entry | None:
     if value is None or len(value) != ENTRY_BYTES:
         return None
     slot, check, checksum = _ENTRY.unpack(value)
-    return Entry(slot, checksum) if check == _check(hash_of(key), slot, checksum) else None
+    return Entry(slot, checksum) if check == _check(key, slot, checksum) else None
 
 
 def _pack_journal(journal: Journal) -> bytes:

@@ -21,7 +21,7 @@ import msgspec
 
 from ..segments.chains import HEAD_BYTES
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of these messages. A node and a writer of different versions refuse each other."""
 MAX_KEYS_PER_MESSAGE = 4096
 """Longest list of keys in one message. Senders split longer lists."""

@@ -4,7 +4,7 @@ The header is one page; `presence_table` describes the rest. All numbers are lit
 
 | offset | size | contents |
 | --- | --- | --- |
-| 0 | 8 | magic `KVCPRES1` |
+| 0 | 8 | magic `KVCPRES2` |
 | 8 | 8 | number of slots |
 | 16 | 64 | boot id of the machine, padded with zeros |
 | 80 | 8 | check: xxh3_64 over the first 80 bytes |
@@ -49,7 +49,7 @@ PRESENCE = "presence"
 """Name of the file in the directory of a namespace."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _TEMPORARY_SUFFIX = ".new"
-_MAGIC = b"KVCPRES1"
+_MAGIC = b"KVCPRES2"
 _HEAD = struct.Struct("<8sQ64s")
 _CHECK = struct.Struct("<Q")
 _CLEAN_WORD = 18

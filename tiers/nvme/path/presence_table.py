@@ -14,9 +14,9 @@ All numbers are little endian. The parts follow each other in this order:
 | homes | u32 × slots | low half of the hash of the key in the slot |
 
 `cells` is the first power of two from `CELLS_PER_SLOT` × slots on. The hash of a key is xxh3_64 of
-the whole key. Its high half is the tag, its low half the *home*. The position of a home is the
-remainder of its division by `cells`. A block lies in the first cell from its position on that was
-empty, less than `MAX_PROBES` cells away. The tail takes those beyond the last position.
+the whole key with `KEY_SEED`. Its high half is the tag, its low half the *home*. The position of a
+home is the remainder of its division by `cells`. A block lies in the first cell from its position
+on that was empty, less than `MAX_PROBES` cells away. The tail takes those beyond the last position.
 
 A removal moves the following cells back, so the table needs no tombstones. A reader that looks at
 the same time may miss a block that is moved. The writer sets checksum and home before the cell, and
@@ -41,6 +41,9 @@ MAX_PROBES = 512
 about 100."""
 TAIL_CELLS = MAX_PROBES
 CELLS_PER_SLOT = 2
+KEY_SEED = 1
+"""Seed of the hash of a key. Checksums of payloads are seeded with the hash of seed 0. So the block
+of another key with the same hash here is not served."""
 FEW_KEYS = 512
 """Number of keys up to which single searches are faster than a search with numpy."""
 SCAN_CELLS = 1 << 16
@@ -88,12 +91,13 @@ def _cells_for(slots: int) -> int:
 
 def hash_of(key: bytes) -> int:
     """Return the 64-bit hash by which a key is found."""
-    return xxh3_64_intdigest(key)
+    return xxh3_64_intdigest(key, KEY_SEED)
 
 
-def hashes_of(keys: Sequence[bytes]) -> Words:
-    """Return `hash_of` every key as uint64."""
-    return np.frombuffer(b"".join(map(xxh3_64_digest, keys)), dtype=">u8").astype(np.uint64)
+def hashes_of(keys: Sequence[bytes], seed: int = KEY_SEED) -> Words:
+    """Return the xxh3_64 of every key as uint64; with the default seed it is `hash_of`."""
+    digests = b"".join([xxh3_64_digest(key, seed) for key in keys])
+    return np.frombuffer(digests, dtype=">u8").astype(np.uint64)
 
 
 class PresenceTable:
@@ -128,7 +132,7 @@ class PresenceTable:
 
         32 bits of the hash are compared. A damaged cell may name a slot that does not exist.
         """
-        hashed = xxh3_64_intdigest(key)
+        hashed = xxh3_64_intdigest(key, KEY_SEED)
         first = hashed & self._mask
         cells = self._cells
         cell = cells[first]
@@ -172,7 +176,10 @@ class PresenceTable:
     def is_same(self, key: bytes, slot: int) -> bool:
         """Return True if the table says now that this slot holds the block; 64 bits are
         compared."""
-        if not 0 <= slot < self.slots or self._homes[slot] != xxh3_64_intdigest(key) & _LOW:
+        if (
+            not 0 <= slot < self.slots
+            or self._homes[slot] != hash_of(key) & _LOW
+        ):
             return False
         return self.find(key) == slot
 
@@ -200,11 +207,11 @@ class WritablePresence(PresenceTable):
 
     def insert(self, key: bytes, slot: int, checksum: int) -> bool:
         """Add a block that the table does not hold, in a slot that no cell names."""
-        return self._insert(xxh3_64_intdigest(key), slot, checksum)
+        return self._insert(hash_of(key), slot, checksum)
 
     def remove(self, key: bytes, slot: int) -> bool:
         """Remove a block. Return False if no cell says that this slot holds it."""
-        return self._remove(xxh3_64_intdigest(key), slot)
+        return self._remove(hash_of(key), slot)
 
     def clear(self, epoch: int) -> None:
         """Remove every block, and begin an epoch. Readers see the epoch first."""

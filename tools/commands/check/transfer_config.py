@@ -32,7 +32,7 @@ EXTRA = "kv_connector_extra_config"
 SPEC_KEY = "spec_name"
 MODULE_KEY = "spec_module_path"
 OUR_MODULE = "kvcascade.spec"
-ROLES = ("kv_both", "kv_producer", "kv_consumer")
+ROLES = ("kv_both", "kv_consumer")
 FAILURE_POLICIES = ("recompute", "fail")
 SPECS = (SPEC_NAME, TIERING_SPEC_NAME)
 TIER_MODULE = "kvcascade.vllm_tier"
@@ -59,7 +59,7 @@ OPTIONS = frozenset({*TIERING_KEYS, *CascadeConfig.__slots__, PATH_KEY} - {"key"
 def _one_of(words: Sequence[str], at: At, value: Any) -> str:
     if value not in words:
         known = " or ".join(f'"{word}"' for word in words)
-        raise at.wrong(value, f"is not known{did_you_mean(value, words)}; use {known}")
+        raise at.wrong(value, f"does not work{did_you_mean(value, words)}; use {known}")
     return str(value)
 
 
