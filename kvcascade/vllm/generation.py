@@ -7,6 +7,7 @@ the same names and behave differently. If vLLM is not installed, this module can
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum, StrEnum
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from ..errors import ConfigError
 
 _BASE = "vllm.v1.kv_offload"
+_RELEASE = re.compile(r"[0-9.]+(\.post[0-9]+)?(\+.*)?")
+"""Versions of releases, such as 0.32.1 and 0.32.1+cpu; 0.33.0rc1 and 0.33.0.dev7 are none."""
 
 State = TypeVar("State")
 
@@ -115,8 +118,21 @@ def _offers(module: str, *names: str) -> bool:
 
 def vllm_version() -> tuple[int, ...]:
     """Return major and minor version of the installed vLLM; (0, 0) if it does not say."""
-    parts = str(getattr(import_module("vllm"), "__version__", "0.0")).split(".")[:2]
+    parts = _full_version().split(".")[:2]
     return tuple(int(part) if part.isdigit() else 0 for part in parts)
+
+
+def version_of_blocks() -> str:
+    """Return what of vLLM's version is part of a fingerprint: major and minor of a release.
+
+    Other builds count with their whole version, because pages may change between two of them.
+    """
+    version = _full_version()
+    return ".".join(map(str, vllm_version())) if _RELEASE.fullmatch(version) else version
+
+
+def _full_version() -> str:
+    return str(getattr(import_module("vllm"), "__version__", "0.0"))
 
 
 def seeds_hashes_with_a_constant() -> bool:

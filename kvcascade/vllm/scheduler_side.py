@@ -15,7 +15,7 @@ from ..logs import get_logger, json_handler, wants_json
 from ..observe.tracing import TransferSpans
 from ..tiers.nvme.namespace import NamespaceKey
 from . import engine_facts, packing
-from .generation import span_maker, vllm_version
+from .generation import span_maker, version_of_blocks
 from .refusals import refuse_other_connectors, refuse_useless
 
 logger = get_logger(__name__)
@@ -69,8 +69,8 @@ def namespace_facts(
     `model`: the model's name or path for that case.
     `shape`: facts about blocks and parallelism from the generation's own configuration.
     """
-    version = ".".join(map(str, vllm_version()))
-    facts = {"vllm": version, "label": settings.label, **shape, **packing.machine_facts()}
+    facts = {"vllm": version_of_blocks(), "label": settings.label, **shape}
+    facts |= packing.machine_facts()
     if engine_config is None:
         return facts | {"weights": settings.weights_id or private_identity()}
     facts.update(engine_facts.model_facts(engine_config))

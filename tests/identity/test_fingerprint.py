@@ -419,6 +419,21 @@ class TestNamespaceFacts:
         assert not self.is_shared(None)
         assert self.is_shared(None, weights_id="mine")
 
+    @pytest.mark.parametrize(
+        ("version", "fact"),
+        [
+            *((release, "0.33") for release in ("0.33.0", "0.33.2+cpu", "0.33.1.post1")),
+            *((other, other) for other in ("0.33.0rc1", "0.33.1.dev7+g1a2b3c", "0.33.0rc2.dev5")),
+        ],
+    )
+    def test_only_releases_of_one_minor_version_share(
+        self, version: str, fact: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Pages may have another layout in the next development build."""
+        pytest.importorskip("vllm")
+        monkeypatch.setattr("vllm.__version__", version)
+        assert self.facts(engine())["vllm"] == fact
+
     def test_one_line_for_each_reason(self, caplog: pytest.LogCaptureFixture) -> None:
         common = pytest.importorskip("kvcascade.vllm.scheduler_side")
         config = with_media(0, enable_prefix_caching=False)

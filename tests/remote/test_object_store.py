@@ -123,6 +123,25 @@ class TestFolder(ObjectsContract):
         assert engine.counter("space/generation", None, LIMIT_S).value == 5000
         assert last.stat().st_mtime > days_ago_s + RENEW_AFTER_S
 
+    @pytest.mark.parametrize("kind", ["pipe", "link"])
+    def test_what_is_no_file_holds_up_nobody(self, engine: RemoteEngine, kind: str) -> None:
+        """Nobody would ever open the other end of such a pipe."""
+        assert engine.put(names(2), [an_object(1)] * 2, LIMIT_S) == [OK] * 2
+        odd, whole = (self.folder / name for name in names(2))
+        odd.unlink()
+        if kind == "pipe":
+            os.mkfifo(odd)
+        else:
+            odd.symlink_to(whole)
+        (self.folder / "kvcascade-check").mkdir()
+        os.mkfifo(self.folder / "kvcascade-check/explain")
+        assert engine.exist_many(names(2), LIMIT_S) == [OK] * 2
+        assert engine.get_into(names(2), buffers(2), LIMIT_S) == [RemoteOutcome.CORRUPT, OK]
+        assert engine.renew(names(2), [an_object(1)] * 2, LIMIT_S) == [EXISTS] * 2
+        assert isinstance(engine, ObjectStoreEngine) and engine.explain(LIMIT_S) is None
+        assert engine.remove(names(1), LIMIT_S) == [OK]
+        assert engine.exist_many(names(2), LIMIT_S) == [ABSENT, OK]
+
     def test_a_counter_of_many_values_is_found_out_at_last(
         self, engine: RemoteEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:

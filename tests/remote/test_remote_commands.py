@@ -41,6 +41,7 @@ from kvcascade.tools.commands.remote.collect_remote import (
     collect_remote,
 )
 from kvcascade.tools.commands.remote.open_remote import FAILED_CALLS_MAX, RemoteServer
+from kvcascade.tools.commands.remote.verify_remote import verify_remote
 
 OK = RemoteOutcome.OK
 SECRET = "hunter2-in-test"
@@ -255,6 +256,19 @@ def test_objects_that_are_too_short_to_be_any(place: Place) -> None:
     name = made.name(key(1), NOW)
     place.engine.put([name], [RemoteObject(bytes(192), memoryview(b""))], LIMIT_S)
     assert place.call("verify", "--json").document["damaged"] == [name]
+
+
+def test_what_is_larger_than_any_block_is_damaged_and_not_read(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    with open_remote.opened(tmp_path.as_uri(), None) as tier:
+        place = Place(tier.engine, [tmp_path.as_uri()])
+        names = place.fill(2)
+        os.truncate(tmp_path / names[0], 1 << 40)
+        taken: list[int] = []
+        found = verify_remote(tier, "", taken.append, sample=None, may_remove=False)
+        assert found.damaged == names[:1] and found.bytes_read == sum(taken) == SIZE
+        assert place.call("verify", "--remove").code == ExitCode.PROBLEMS
+        assert place.held(names) == [False, True]
 
 
 def test_a_sample(place: Place) -> None:

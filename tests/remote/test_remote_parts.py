@@ -31,7 +31,13 @@ from kvcascade.tiers.remote.lane import TokenBucket
 from kvcascade.tiers.remote.presence import ChainSearch, Presence, PresenceMemory
 from kvcascade.tiers.remote.remote_counters import Verb
 from kvcascade.tiers.remote.remote_options import open_remote_engine
-from kvcascade.tiers.remote.resp import Address, Login, RespConnection, RespError
+from kvcascade.tiers.remote.resp import (
+    Address,
+    Login,
+    RespBrokenError,
+    RespConnection,
+    RespError,
+)
 from kvcascade.tiers.remote.shared_generation import (
     GENERATION_FRESH_S,
     IN_USE_S,
@@ -40,6 +46,7 @@ from kvcascade.tiers.remote.shared_generation import (
 )
 from kvcascade.tiers.remote.uploads import Offer, OfferRule
 from kvcascade.tiers.remote.valkey import Nodes, ValkeyEngine, hash_slot
+from kvcascade.tiers.remote.valkey_questions import CLUSTER_SLOTS, slots_of
 
 
 @given(st.integers(1, 3000), st.integers(0, 3000), st.integers(0, 3000))
@@ -389,7 +396,7 @@ class _Connection(RespConnection):
     def send(self, *commands: object) -> None:
         """Nothing is sent."""
 
-    def reply(self) -> None:
+    def reply(self) -> Any:
         raise RespError(b"NOPERM")
 
     def close(self) -> None:
@@ -498,6 +505,26 @@ def test_nodes_that_left_a_cluster_are_forgotten() -> None:
         nodes.note_move(_Connection(), Address("seed", 1), 7, Address(f"node-{number}", 1))
         nodes.give_back(Address(f"node-{number}", 1), _Connection())
     assert len(nodes._known) == 2 and len(nodes._idle) == 1
+
+
+class _Telling(_Connection):
+    """A connection to a node that tells this of its cluster."""
+
+    def __init__(self, told: object) -> None:
+        super().__init__()
+        self._told = told
+
+    def reply(self) -> Any:
+        return self._told
+
+
+@pytest.mark.parametrize("begins", [(16382, 16383), (16383, 16382)])
+def test_ranges_of_slots_that_overlap_are_no_map(begins: tuple[int, int]) -> None:
+    """A map of all ranges that end at the last slot would fill in 134 million slots."""
+    told = [[begin, CLUSTER_SLOTS - 1, [b"h", 1]] for begin in begins]
+    assert len(slots_of(_Telling(told[:1]), Address(HOST, 1))) == CLUSTER_SLOTS - begins[0]
+    with pytest.raises(RespBrokenError):
+        slots_of(_Telling(told), Address(HOST, 1))
 
 
 def test_a_node_without_a_host_is_on_the_host_that_named_it() -> None:

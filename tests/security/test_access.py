@@ -10,14 +10,22 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from support.keys import key
 from support.path_cache import PER_SEGMENT, fill_path, held_in, try_engine_on
 from support.path_rig import PathRig, RigNode
+from support.remote_rig import PAYLOAD_BYTES
 from support.users import unprivileged
+from support.waiting import wait_until
 
+from kvcascade.assembly.node_parts import EngineFacts, SlotMemory
+from kvcascade.assembly.remote_parts import open_remote_tier
+from kvcascade.config.options import At
+from kvcascade.config.remote import parse_remote
 from kvcascade.errors import InUseError, TierIOError
 from kvcascade.tiers.cpu.arena import Arena, ArenaRole
-from kvcascade.tiers.cpu.header import ArenaGeometry
+from kvcascade.tiers.cpu.header import HEADER_BYTES, ArenaGeometry
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.path.writer.path_options import PATH_FOLDER
 from kvcascade.tools.commands.path_folders import folders_in
 
@@ -119,6 +127,36 @@ def test_an_arena_of_somebody_else_is_refused(tmp_path: Path) -> None:
         os.chown(arena.path, OTHER_USER, OTHER_USER)
         with pytest.raises(InUseError):
             Arena.open(geometry, "engine", ArenaRole.worker(1), arena_dir=str(tmp_path))
+
+
+def test_objects_in_a_folder_are_private(tmp_path: Path) -> None:
+    """Whatever the umask of the engine, from which its node inherits."""
+    pytest.importorskip("obstore")
+    folder, arena_fd = tmp_path / "share" / "kv", os.memfd_create("arena")
+    os.ftruncate(arena_fd, HEADER_BYTES + PAYLOAD_BYTES)
+    memory = SlotMemory(PAYLOAD_BYTES, 1, memoryview(b""), duplicate=lambda: os.dup(arena_fd))
+    facts = EngineFacts(NamespaceKey("model", {"weights": "w"}), memory, False, False, 10.0)
+    given = {"url": folder.as_uri(), "writes": "through", "deadline_s": 10.0}
+    before = os.umask(0)
+    try:
+        tier = open_remote_tier("remote", parse_remote(At("tiers[1]"), given), facts)
+    finally:
+        os.umask(before)
+
+    def has_stored() -> bool:
+        tier.port.maintain()
+        tier.port.poll()
+        tier.port.put(1, [key(1)], [0])
+        return any(path.stat().st_size > PAYLOAD_BYTES for path in folder.rglob("*"))
+
+    try:
+        wait_until(has_stored, 2000, 0.005)
+    finally:
+        tier.close()
+        os.close(arena_fd)
+    for path in (folder, *folder.rglob("*")):
+        mode = stat.S_IMODE(path.lstat().st_mode)
+        assert mode == (0o700 if path.is_dir() else 0o600), f"{path} has mode {mode:o}"
 
 
 def sources() -> Iterator[Path]:

@@ -16,12 +16,13 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -92,18 +93,22 @@ _CAUSES = {
     "AccessDenied": Cause.RIGHT,
     "AuthorizationPermissionMismatch": Cause.RIGHT,
     f"os error {errno.EACCES})": Cause.FOLDER,
+    f"[Errno {errno.EACCES}]": Cause.FOLDER,
     f"os error {errno.EROFS})": Cause.FOLDER,
     "peer certificate": Cause.CERTIFICATE,
     "169.254.169.254": Cause.NO_CREDENTIALS,
     "metadata.google.internal": Cause.NO_CREDENTIALS,
 }
-"""Words in an error of `obstore`. The last two are the places of roles, which are asked last."""
+"""Words in an error of `obstore` or of a folder.
+
+The last two are the places of roles, which are asked last."""
 _COUNTED = frozenset({RemoteOutcome.OK, RemoteOutcome.ABSENT, RemoteOutcome.CORRUPT})
 """Answers about a counter after which its next value is known."""
 _STAGED = re.compile(r"[0-9a-f]{32}/.+#\d+")
 """Names of files in which `obstore` writes objects of a namespace, until they are complete."""
 _GENERATION = re.compile(r"([0-9a-f]{32}/[0-9a-f]{1,16})(?:/[0-9a-f]{2})?")
 """Names of the folders of a generation."""
+_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _EXPLAINED = "kvcascade-check/explain"
 """Name of an object that is never there."""
 
@@ -212,7 +217,7 @@ class ObjectStoreEngine(RemoteEngine):
         self._threads = ThreadPoolExecutor(REQUESTS_AT_A_TIME, "kvcascade-remote-request")
 
     def exist_many(self, names: Sequence[str], limit_s: float) -> list[RemoteOutcome]:
-        return self._each(self._exists, names, limit_s)
+        return self._each(lambda name: self._tried(lambda: self._head(name)), names, limit_s)
 
     def get_into(
         self,
@@ -331,8 +336,11 @@ class ObjectStoreEngine(RemoteEngine):
         return swept
 
     def explain(self, limit_s: float) -> Cause | None:
-        try:  # the answer to a HEAD has no body, and with it no reason
-            self._obstore.get(self._store, _EXPLAINED)
+        try:
+            if self._folder is not None:
+                self._head(_EXPLAINED)
+            else:  # the answer to a HEAD has no body, and with it no reason
+                self._obstore.get(self._store, _EXPLAINED)
         except Exception as error:  # see `_asked`
             text = str(error)
             return next((cause for word, cause in _CAUSES.items() if word in text), None)
@@ -373,8 +381,14 @@ class ObjectStoreEngine(RemoteEngine):
         except (RuntimeError, CancelledError):  # closed meanwhile
             return [RemoteOutcome.IO_ERROR] * len(items)
 
-    def _exists(self, name: str) -> RemoteOutcome:
-        return self._tried(lambda: self._obstore.head(self._store, name))
+    def _head(self, name: str) -> Mapping[str, Any]:
+        """Return when an object was written. A file is not opened: see `_read_file`."""
+        store = self._store
+        if self._folder is None:
+            found: Mapping[str, Any] = self._obstore.head(store, name)
+            return found
+        written_s = os.lstat(os.path.join(self._folder, name)).st_mtime
+        return {"last_modified": datetime.fromtimestamp(written_s, UTC)}
 
     def _put(self, item: tuple[str, RemoteObject]) -> RemoteOutcome:
         name, made = item
@@ -382,7 +396,7 @@ class ObjectStoreEngine(RemoteEngine):
 
     def _renew(self, item: tuple[str, RemoteObject]) -> RemoteOutcome:
         name, made = item
-        outcome, found = self._asked(lambda: self._obstore.head(self._store, name))
+        outcome, found = self._asked(lambda: self._head(name))
         if outcome is RemoteOutcome.ABSENT:
             return self._put(item)
         if found is None:
@@ -484,12 +498,20 @@ class ObjectStoreEngine(RemoteEngine):
 def _read_file(path: str, buffer: PrivateBuffer) -> bool:
     """Read into the buffer's own memory, which is in the processor's cache from the last read.
 
-    `obstore` would allocate new memory for each object: that took twice as long at 512 KiB.
+    `obstore` would allocate new memory for each object: that took twice as long at 512 KiB. False
+    for what is no plain file. Whoever may write to a share can leave a link there, or a pipe, whose
+    opening could wait for ever.
     """
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        file = os.open(path, _READ_FLAGS)
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # a link
+            return False
+        raise
     try:
         n_bytes = HEADER_BYTES + buffer.payload_bytes
-        if os.fstat(file).st_size != n_bytes:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode) or found.st_size != n_bytes:
             return False
         if os.preadv(file, buffer.allocate(), 0) != n_bytes:
             raise OSError("the file became shorter while it was read")

@@ -40,10 +40,12 @@ def slots_of(connection: RespConnection, asked: Address) -> dict[int, Address]:
     found: dict[int, Address] = {}
     try:
         for first, last, (host, port, *_), *_ in connection.reply():
-            if not (0 <= first <= last < CLUSTER_SLOTS and 0 < port <= MAX_PORT) or first in found:
+            slots = range(first, last + 1)
+            is_range = 0 <= first <= last < CLUSTER_SLOTS and 0 < port <= MAX_PORT
+            if not is_range or not found.keys().isdisjoint(slots):
                 raise ValueError
             node = Address((host or b"").decode(), port).seen_from(asked)
-            found |= dict.fromkeys(range(first, last + 1), node)
+            found |= dict.fromkeys(slots, node)
     except (TypeError, ValueError, AttributeError):
         raise RespBrokenError("the server sent no map of a cluster") from None
     return found

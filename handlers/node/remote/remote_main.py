@@ -3,7 +3,8 @@
     python -m kvcascade.handlers.node.remote.remote_main SOCKET_FD ARENA_FD PARENT_PID
 
 The process ends when its socket is closed, so it never outlives the scheduler's process. It reads
-the secrets that the options name itself; no message holds one.
+the secrets that the options name itself; no message holds one. The files that it makes in a folder
+are for its user alone.
 
 Threads: the main thread runs `RemoteLoop`, the threads of the store call the server.
 """
@@ -47,4 +48,5 @@ def serve(connection: socket.socket, arena_fd: int) -> None:
 
 
 if __name__ == "__main__":
+    os.umask(0o077)  # `obstore` gives its files and folders the modes that the umask leaves
     os._exit(run_child(sys.argv[1:], "kvcascade remote", serve))  # without waiting for calls

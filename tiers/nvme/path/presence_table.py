@@ -176,10 +176,7 @@ class PresenceTable:
     def is_same(self, key: bytes, slot: int) -> bool:
         """Return True if the table says now that this slot holds the block; 64 bits are
         compared."""
-        if (
-            not 0 <= slot < self.slots
-            or self._homes[slot] != hash_of(key) & _LOW
-        ):
+        if not 0 <= slot < self.slots or self._homes[slot] != hash_of(key) & _LOW:
             return False
         return self.find(key) == slot
 

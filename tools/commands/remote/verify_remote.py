@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from ....tiers.nvme.disk.transfers import Throttle
+from ....tiers.nvme.segments.format import MAX_BLOCK_BYTES
 from ....tiers.remote.abilities import CanMeasure, RemoteEntry
 from ....tiers.remote.base import FAILURES, HEADER_BYTES, PrivateBuffer, RemoteOutcome
 from .examine_object import Verdict, examine, parse_name
@@ -17,6 +18,8 @@ from .open_remote import CALL_LIMIT_S, Advance, RemoteServer
 READ_AT_A_TIME = 64
 READ_AT_A_TIME_BYTES = 64 << 20
 """Memory for blocks that are read at a time, if none is larger."""
+MAX_OBJECT_BYTES = HEADER_BYTES + MAX_BLOCK_BYTES
+"""Size of the largest object that is read. A larger one is no block, and counts as damaged."""
 MAX_NAMED = 10_000
 """Limit on the damaged blocks that are named."""
 
@@ -71,7 +74,7 @@ def verify_remote(
     throttle = Throttle(bytes_per_s)
     blocks = _counted(tier.entries(namespace), report)
     for batch in _batches(blocks if sample is None else _drawn(blocks, sample)):
-        n_bytes = sum(entry.size_bytes for entry in batch)
+        n_bytes = sum(e.size_bytes for e in batch if e.size_bytes <= MAX_OBJECT_BYTES)
         throttle.take(n_bytes)
         damaged = _verify(tier, batch, report)
         advance(n_bytes)
@@ -122,7 +125,7 @@ def _verify(tier: RemoteServer, batch: list[RemoteEntry], report: RemoteVerified
     for name, size in sizes.items():
         if isinstance(size, RemoteOutcome):
             said[name] = size.value
-        elif size > HEADER_BYTES:
+        elif HEADER_BYTES < size <= MAX_OBJECT_BYTES:
             whole[name] = PrivateBuffer(size - HEADER_BYTES)
     outcomes = tier.engine.get_into([*whole], [*whole.values()], CALL_LIMIT_S)
     tier.note(outcomes)
