@@ -49,11 +49,6 @@ class BlockStatus(ctypes.Structure):
     ref_cnt: int
     block_id: int
 
-    @property
-    def is_ready(self) -> bool:
-        """Return True if the block's bytes are complete and may be read."""
-        return self.ref_cnt >= 0
-
 
 class BlockOutcome(Enum):
     """Outcome of one block of a transfer."""
@@ -136,9 +131,6 @@ class Backend(ABC):
 
         Busy slots stay allocated until `free`. The caller clears the policy.
         """
-
-    def close(self) -> None:  # noqa: B027 - optional for implementers
-        """Release all resources; idempotent. No other method may be called afterwards."""
 
 
 SlotMask = npt.NDArray[np.bool_]

@@ -23,7 +23,6 @@ class BackendContract:
         assert len({status.block_id for status in statuses}) == 5
         assert all(0 <= status.block_id < backend.capacity for status in statuses)
         assert [status.ref_cnt for status in statuses] == [NOT_READY] * 5
-        assert not any(status.is_ready for status in statuses)
         assert backend.get_num_free_blocks() == backend.capacity - 5
 
     def test_blocks_allocated_together_are_adjacent(self, backend: Backend) -> None:
@@ -53,7 +52,6 @@ class BackendContract:
     def test_a_status_is_a_live_view(self, backend: Backend) -> None:
         (status,) = backend.allocate_blocks(hashes(1))
         status.ref_cnt = 0
-        assert status.is_ready
         status.ref_cnt += 2
         assert status.ref_cnt == 2
 

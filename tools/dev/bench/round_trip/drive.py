@@ -85,7 +85,8 @@ class DrivenEngine:
             key = NamespaceKey("round-trip", {"block_bytes": geometry.slot_bytes})
             tier = open_bench_tier(folder, disk_bytes, key, SlotMemory.of(arena))
             undo.callback(tier.close)
-            top = Tier("cpu", CpuBackend.over(arena), create("lru", geometry.slots))
+            backend = CpuBackend(geometry.slot_bytes, geometry.slots)
+            top = Tier("cpu", backend, create("lru", geometry.slots))
             options = ManagerOptions(
                 write_mode=WriteMode.THROUGH, load_or_recompute=False, with_events=False
             )
