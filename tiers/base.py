@@ -63,25 +63,12 @@ class BlockOutcome(Enum):
     REFUSED = "refused"  # not written: no space for a moment, without a failure or a full tier
 
 
-class LoadStoreSpec(ABC):
-    """Places of a list of blocks in one medium; picklable, since it is sent to the workers."""
-
-    @staticmethod
-    @abstractmethod
-    def medium() -> str:
-        """Return the name of the medium, such as `"CPU"`."""
-
-
 @dataclass(frozen=True, slots=True)
-class SlotSpec(LoadStoreSpec):
-    """Places in a medium whose slots are addressed by number alone."""
+class LoadStoreSpec:
+    """Places of a list of blocks in one medium."""
 
     slots: SlotArray
     """Slot numbers in the order of the blocks."""
-
-    @staticmethod
-    def medium() -> str:
-        return "CPU"
 
 
 class Backend(ABC):

@@ -26,7 +26,6 @@ from ..base import (
     BlockStatus,
     LoadStoreSpec,
     RefCounts,
-    SlotSpec,
 )
 
 SORT_FROM_BLOCKS = 4
@@ -132,8 +131,8 @@ class CpuBackend(Backend):
         assert len(block_hashes) == n
         first = statuses[0].block_id if n else 0
         if self._statuses[first : first + n] == statuses:  # a prefix usually lies in adjacent slots
-            return SlotSpec(np.arange(first, first + n, dtype=np.int32))
-        return SlotSpec(np.fromiter(map(_block_id, statuses), np.int32, n))
+            return LoadStoreSpec(np.arange(first, first + n, dtype=np.int32))
+        return LoadStoreSpec(np.fromiter(map(_block_id, statuses), np.int32, n))
 
     def reset(self) -> list[BlockStatus]:
         is_busy = (self._taken_flags != 0) & (self._ref_counts != 0)
