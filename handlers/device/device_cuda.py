@@ -43,7 +43,7 @@ from .geometry import GroupRows, WorkerLayout
 from .hazards import Direction, HazardBoard
 from .host_register import HostRegistration, cuda_registration
 from .staging import STAGING_BYTES, StagedCopier, torch_layouts
-from .stream_feed import OUTSTANDING_MAX, Operations, StreamFeed, Work
+from .stream_feed import OUTSTANDING_MAX, Mark, Operations, StreamFeed, Work
 
 if TYPE_CHECKING:
     import torch
@@ -87,22 +87,6 @@ class _Lane:
     def last(self) -> Any:
         """Stream on which the ends of jobs are recorded."""
         return self.streams[1]
-
-
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """An event on each stream of a lane, behind everything that it was given."""
-
-    events: tuple[Any, ...]
-
-    def query(self) -> bool:
-        """Return True if all events have ended."""
-        return all(event.query() for event in self.events)
-
-    def synchronize(self) -> None:
-        """Block until all events have ended."""
-        for event in self.events:
-            event.synchronize()
 
 
 class CudaDeviceCopier(DeviceCopier):
@@ -291,12 +275,12 @@ class CudaDeviceCopier(DeviceCopier):
             while not job.is_handed_out:
                 lane.feed.push()
 
-    def _mark(self, streams: tuple[Any, Any]) -> _Mark:
+    def _mark(self, streams: tuple[Any, Any]) -> Mark:
         events = tuple(self._cuda.Event() for _ in streams)
         for event, stream in zip(events, streams, strict=True):
             with suppress(RuntimeError):  # the GPU is lost; an unrecorded event counts as ended
                 event.record(stream)
-        return _Mark(events)
+        return Mark(events)
 
     @contextmanager
     def _on(self, stream: Any) -> Iterator[None]:
