@@ -127,7 +127,13 @@ class CudaDeviceCopier(DeviceCopier):
         arena = torch.from_numpy(slots).view(torch.int8)
         batch = find_batch() if self._registration.is_pinned else None
         copier = partial(
-            StagedCopier, tensors, layout, arena, staging_bytes=staging_bytes, batch=batch
+            StagedCopier,
+            tensors,
+            layout,
+            arena,
+            cuda.Event,
+            staging_bytes=staging_bytes,
+            batch=batch,
         )
         store_max = OUTSTANDING_MAX if may_hold_back else sys.maxsize
         try:
