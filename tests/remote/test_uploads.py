@@ -114,7 +114,8 @@ class TestBlocksInUse:
     def test_a_block_that_was_written_is_renewed_though_answers_were_forgotten(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        rig, renewed = RemoteRig(), []
+        rig = RemoteRig()
+        renewed: list[str] = []
         rig.write(keys(1))
 
         def renew(names: Sequence[str], *given: Any) -> list[RemoteOutcome]:
