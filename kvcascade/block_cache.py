@@ -38,7 +38,6 @@ from .assembly.path_parts import (
 from .block_buffers import Bytes, checked_buffers, checked_keys
 from .block_moves import BlockMoves, GetMove, PutMove, RunningCalls
 from .config.options import At, deadline
-from .config.schema import DirectIO
 from .config.sizes import parse_bytes
 from .errors import ClosedError, ConfigError, InUseError, KVCascadeError, os_errors
 from .handlers.node.node_keeper import NodeKeeper, at_exit
@@ -442,7 +441,7 @@ def open(
     }
     given = {name: value for name, value in of_path.items() if value is not None}
     at = At("open")
-    fs = RealFileSystem(direct_io not in (False, DirectIO.OFF))
+    fs = RealFileSystem(direct_io is not False)
     parts = path_parts(
         fs, path, {**given, "io_threads": io_threads, "direct_io": direct_io}, "open"
     )
@@ -455,7 +454,7 @@ def open(
         deadline(at.below("timeout_s"), timeout_s),
         buffer_bytes,
         parts.tier.io_threads,
-        parts.tier.direct_io is not DirectIO.OFF,
+        parts.tier.direct_io,
         is_read_only=OWN_FIELD not in json.loads(spec.fields),
     )
     make_folders(parts.roots)

@@ -49,11 +49,6 @@ class BlockStatus(ctypes.Structure):
     ref_cnt: int
     block_id: int
 
-    @property
-    def is_ready(self) -> bool:
-        """Return True if the block's bytes are complete and may be read."""
-        return self.ref_cnt >= 0
-
 
 class BlockOutcome(Enum):
     """Outcome of one block of a transfer."""
@@ -68,25 +63,12 @@ class BlockOutcome(Enum):
     REFUSED = "refused"  # not written: no space for a moment, without a failure or a full tier
 
 
-class LoadStoreSpec(ABC):
-    """Places of a list of blocks in one medium; picklable, since it is sent to the workers."""
-
-    @staticmethod
-    @abstractmethod
-    def medium() -> str:
-        """Return the name of the medium, such as `"CPU"`."""
-
-
 @dataclass(frozen=True, slots=True)
-class SlotSpec(LoadStoreSpec):
-    """Places in a medium whose slots are addressed by number alone."""
+class LoadStoreSpec:
+    """Places of a list of blocks in one medium."""
 
     slots: SlotArray
     """Slot numbers in the order of the blocks."""
-
-    @staticmethod
-    def medium() -> str:
-        return "CPU"
 
 
 class Backend(ABC):
@@ -136,9 +118,6 @@ class Backend(ABC):
 
         Busy slots stay allocated until `free`. The caller clears the policy.
         """
-
-    def close(self) -> None:  # noqa: B027 - optional for implementers
-        """Release all resources; idempotent. No other method may be called afterwards."""
 
 
 SlotMask = npt.NDArray[np.bool_]

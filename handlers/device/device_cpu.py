@@ -20,7 +20,6 @@ from threading import Condition
 
 import numpy as np
 import numpy.typing as npt
-from numpy.lib.stride_tricks import as_strided
 
 from ...errors import ConfigError, TierIOError
 from ...logs import get_logger
@@ -42,8 +41,6 @@ WAIT_TIMEOUT_S = 600.0
 JOBS_AT_ONCE = 4
 """Limit of the queued jobs that one task copies together. A task waits for the interpreter lock
 before each copy and after it, up to 5 ms beside a busy scheduler."""
-FALLBACK_PIECE_BYTES = 8 << 20
-"""Size of the temporary array in a copy without `process_vm_writev`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +79,10 @@ class CpuDeviceCopier(DeviceCopier):
         executor: Executor,
         *,
         clock: Callable[[], float] = time.perf_counter,
-        use_vectored_copy: bool = True,
         switch_interval: SwitchInterval = SWITCH_INTERVAL,
     ) -> None:
         """`tensors` match `layout.tensors`; `slots` is `Arena.slots`; the executor stays the
-        caller's. `use_vectored_copy=False` copies with numpy alone.
+        caller's.
 
         Raises `ConfigError` if tensors, layout and arena do not fit together.
         """
@@ -95,11 +91,11 @@ class CpuDeviceCopier(DeviceCopier):
         if slots.shape != (layout.slots, layout.slot_bytes):
             raise ConfigError(f"the arena is {slots.shape}, the layout says {layout.slots} slots")
         self._tensors = list(tensors)
+        """Kept, because copies use their addresses."""
         self._layout = layout
         self._slots = slots
         self._executor = executor
         self._clock = clock
-        self._is_vectored = use_vectored_copy
         self._switch_interval = switch_interval
         self._bases: IntArray = np.array([t.ctypes.data for t in tensors], dtype=np.int64)
         blocks = max((tensor.num_blocks for tensor in layout.tensors), default=0)
@@ -229,12 +225,6 @@ class CpuDeviceCopier(DeviceCopier):
         ]
 
     def _copy(self, direction: Direction, rows: list[GroupRows]) -> None:
-        if self._is_vectored and self._copy_vectored(direction, rows):
-            return
-        for each in rows:
-            self._copy_by_tensor(direction, each)
-
-    def _copy_vectored(self, direction: Direction, rows: list[GroupRows]) -> bool:
         copies = self._layout.copy_list(rows)
         device, arena, size = merge_adjacent(
             self._bases[copies.tensor] + copies.device,
@@ -243,32 +233,4 @@ class CpuDeviceCopier(DeviceCopier):
         )
         is_store = direction is Direction.STORE
         target, source = (arena, device) if is_store else (device, arena)
-        if copy_scattered(target, source, size):
-            return True
-        logger.info("process_vm_writev is not allowed here; copying with numpy instead")
-        self._is_vectored = False
-        return False
-
-    def _copy_by_tensor(self, direction: Direction, rows: GroupRows) -> None:
-        """Copy with numpy's row indexing, in pieces of limited size."""
-        for ref in self._layout.groups[rows.group]:
-            pages = self._tensors[ref.tensor][:, : ref.page_bytes]
-            cells = self._cells(ref.tensor, ref.page_bytes)
-            step = max(1, FALLBACK_PIECE_BYTES // ref.page_bytes)
-            for first in range(0, len(rows.blocks), step):
-                at = slice(first, first + step)
-                blocks, slots, subs = rows.blocks[at], rows.slots[at], rows.subs[at]
-                if direction is Direction.STORE:
-                    cells[slots, subs] = pages[blocks]
-                else:
-                    pages[blocks] = cells[slots, subs]
-
-    def _cells(self, tensor: int, page_bytes: int) -> PageArray:
-        """View one tensor's pages in the arena, shape `(slots, blocks_per_chunk, page_bytes)`."""
-        layout = self._layout
-        first = self._slots[:, int(layout.tensor_offsets[tensor]) :].view(np.int8)
-        return as_strided(
-            first,
-            (layout.slots, layout.blocks_per_chunk, page_bytes),
-            (layout.slot_bytes, layout.tensors[tensor].page_bytes, 1),
-        )
+        copy_scattered(target, source, size)

@@ -43,7 +43,7 @@ from .geometry import GroupRows, WorkerLayout
 from .hazards import Direction, HazardBoard
 from .host_register import HostRegistration, cuda_registration
 from .staging import STAGING_BYTES, StagedCopier, torch_layouts
-from .stream_feed import OUTSTANDING_MAX, Operations, StreamFeed, Work
+from .stream_feed import OUTSTANDING_MAX, Mark, Operations, StreamFeed, Work
 
 if TYPE_CHECKING:
     import torch
@@ -89,22 +89,6 @@ class _Lane:
         return self.streams[1]
 
 
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """An event on each stream of a lane, behind everything that it was given."""
-
-    events: tuple[Any, ...]
-
-    def query(self) -> bool:
-        """Return True if all events have ended."""
-        return all(event.query() for event in self.events)
-
-    def synchronize(self) -> None:
-        """Block until all events have ended."""
-        for event in self.events:
-            event.synchronize()
-
-
 class CudaDeviceCopier(DeviceCopier):
     """Copies between the KV tensors of one GPU and the arena."""
 
@@ -143,7 +127,13 @@ class CudaDeviceCopier(DeviceCopier):
         arena = torch.from_numpy(slots).view(torch.int8)
         batch = find_batch() if self._registration.is_pinned else None
         copier = partial(
-            StagedCopier, tensors, layout, arena, staging_bytes=staging_bytes, batch=batch
+            StagedCopier,
+            tensors,
+            layout,
+            arena,
+            cuda.Event,
+            staging_bytes=staging_bytes,
+            batch=batch,
         )
         store_max = OUTSTANDING_MAX if may_hold_back else sys.maxsize
         try:
@@ -291,12 +281,12 @@ class CudaDeviceCopier(DeviceCopier):
             while not job.is_handed_out:
                 lane.feed.push()
 
-    def _mark(self, streams: tuple[Any, Any]) -> _Mark:
+    def _mark(self, streams: tuple[Any, Any]) -> Mark:
         events = tuple(self._cuda.Event() for _ in streams)
         for event, stream in zip(events, streams, strict=True):
             with suppress(RuntimeError):  # the GPU is lost; an unrecorded event counts as ended
                 event.record(stream)
-        return _Mark(events)
+        return Mark(events)
 
     @contextmanager
     def _on(self, stream: Any) -> Iterator[None]:

@@ -2,11 +2,10 @@
 
 `process_vm_writev` on our own process takes up to 1024 pieces per side and call, anywhere in
 memory. It runs without the interpreter lock, which a busy interpreter gives back only after up to
-5 ms. Some sandboxes forbid the call (seccomp). `copy_scattered` then returns False, and the caller
-copies otherwise.
+5 ms. Some sandboxes forbid the call (seccomp). Then numpy copies piece by piece.
 
 The kernel looks up every page of both sides. So a few long pieces, such as a prefix in adjacent
-slots, are copied by numpy.
+slots, are copied by numpy, too.
 
 Addresses are trusted: the caller has checked them and keeps the memory alive.
 """
@@ -15,11 +14,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
+from ...logs import get_logger
 from .geometry import IntArray
+
+logger = get_logger(__name__)
 
 FEW_PIECES = 4
 """Limit of the pieces that numpy copies, each of which waits for the interpreter lock once."""
@@ -42,15 +45,11 @@ _writev.argtypes = (
 _writev.restype = ctypes.c_ssize_t
 
 
-def copy_scattered(target: IntArray, source: IntArray, size: IntArray) -> bool:
-    """Copy `size[i]` bytes from address `source[i]` to `target[i]`, for all i.
-
-    Return False if the system refuses. Any part may have been copied then.
-    """
+def copy_scattered(target: IntArray, source: IntArray, size: IntArray) -> None:
+    """Copy `size[i]` bytes from address `source[i]` to `target[i]`, for all i."""
     if len(size) <= FEW_PIECES and size.min(initial=LONG_BYTES) >= LONG_BYTES:
-        for to, come, length in zip(target.tolist(), source.tolist(), size.tolist(), strict=True):
-            np.copyto(_memory(to, length), _memory(come, length))
-        return True
+        _copy_each(target, source, size)
+        return
     target, source, size = cut_long(target, source, size)
     to, come = _vectors(target, size), _vectors(source, size)
     pid = os.getpid()
@@ -60,8 +59,19 @@ def copy_scattered(target: IntArray, source: IntArray, size: IntArray) -> bool:
         asked = int(size[start:end].sum())
         done = _writev(pid, come[start:].ctypes.data, count, to[start:].ctypes.data, count, 0)
         if done != asked:
-            return False
-    return True
+            _note_refusal()
+            _copy_each(target[start:end], source[start:end], size[start:end])
+
+
+def _copy_each(target: IntArray, source: IntArray, size: IntArray) -> None:
+    for to, come, length in zip(target.tolist(), source.tolist(), size.tolist(), strict=True):
+        np.copyto(_memory(to, length), _memory(come, length))
+
+
+@cache
+def _note_refusal() -> None:
+    """Say once that the system refuses the call."""
+    logger.info("process_vm_writev is not allowed here; copying with numpy instead")
 
 
 def _memory(address: int, length: int) -> npt.NDArray[np.uint8]:

@@ -32,14 +32,13 @@ class NumberUploads:
         self,
         numbers: int,
         device: torch.device,
+        make_event: Callable[[], Any],
         *,
         host_buffers: int = HOST_BUFFERS,
-        make_event: Callable[[], Any] | None = None,
     ) -> None:
-        """An upload has at most `numbers` numbers. `make_event` defaults to the device's events."""
+        """An upload has at most `numbers` numbers. `make_event` makes an event of the device."""
         import torch
 
-        make_event = make_event or event_maker(device)
         self._device = torch.zeros(numbers, dtype=torch.int64, device=device)
         self._host = torch.zeros(
             (host_buffers, numbers), dtype=torch.int64, pin_memory=device.type == "cuda"
@@ -57,28 +56,3 @@ class NumberUploads:
         device.copy_(host, non_blocking=True)
         self._copied[at].record()
         return device
-
-
-def event_maker(device: torch.device) -> Callable[[], Any]:
-    """Return the constructor of CUDA's events, or on other devices of events that end at once."""
-    return _cuda_event if device.type == "cuda" else _NoEvent
-
-
-class _NoEvent:
-    """Event of a device whose copies have ended when they return."""
-
-    def record(self) -> None:
-        """Do nothing: no operation is pending."""
-
-    def wait(self) -> None:
-        """Do nothing: no operation is pending."""
-
-    def synchronize(self) -> None:
-        """Do nothing: no operation is pending."""
-
-
-def _cuda_event() -> Any:
-    import torch
-
-    cuda: Any = torch.cuda
-    return cuda.Event()

@@ -38,7 +38,7 @@ from .batched_copy import Batch, SourceOrder
 from .geometry import GroupRows, IntArray, TensorLayout, WorkerLayout, merge_adjacent
 from .hazards import Direction
 from .host_register import slots_per_piece
-from .number_uploads import UPLOAD_OPERATIONS, NumberUploads, event_maker
+from .number_uploads import UPLOAD_OPERATIONS, NumberUploads
 from .staging_plan import DIRECT_RUN_BYTES, Cell, Part, StagingPlan, Together, unit_types
 from .stream_feed import Operations, Work
 
@@ -136,6 +136,7 @@ class StagedCopier:
         tensors: Sequence[torch.Tensor],
         layout: WorkerLayout,
         arena: torch.Tensor,
+        make_event: Callable[[], Any],
         *,
         staging_bytes: int = STAGING_BYTES,
         direct_run_bytes: int = DIRECT_RUN_BYTES,
@@ -143,7 +144,10 @@ class StagedCopier:
         on_kernels: OnStream = nullcontext,
         on_copies: OnStream = nullcontext,
     ) -> None:
-        """`arena` is int8 of shape `(slots, slot_bytes)` in host memory, pinned for a `batch`."""
+        """`arena` is int8 of shape `(slots, slot_bytes)` in host memory, pinned for a `batch`.
+
+        `make_event` makes an event of the device.
+        """
         import torch
 
         # The variant with an output gathers into the staging buffer, whatever its strides are.
@@ -164,12 +168,11 @@ class StagedCopier:
         parts = [part for group in self._groups for part in group]
         staged = max((part.rows * part.row_bytes for part in parts), default=0)
         halves = torch.zeros((2, round_up(staged, 8)), dtype=torch.int8, device=device)
-        make_event = event_maker(device)
         self._halves = [_Half(half, make_event(), make_event()) for half in halves]
         chunk = layout.blocks_per_chunk
         starts = max((len(part.together.starts) for part in parts if part.together), default=0)
         numbers = max((part.uploaded for part in parts), default=0) * chunk + starts
-        self._uploads = NumberUploads(numbers, device)
+        self._uploads = NumberUploads(numbers, device, make_event)
         joined = [part.uploaded * chunk * len(part.cells) for part in parts if part.together]
         self._rows = torch.zeros(max(joined, default=0), dtype=torch.int64, device=device)
         """Rows of `Together.pages` for the blocks of an upload."""

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 OUTSTANDING_MAX = 896
 """Limit of the operations in the queue of each stream. The last step of a turn may exceed it."""
@@ -35,17 +36,22 @@ Work = Iterator[Operations]
 """Enqueues operations as it is iterated, a few at each step."""
 
 
-class Mark(Protocol):
+@dataclass(frozen=True, slots=True)
+class Mark:
     """Place behind everything that the streams were given. Both calls raise `RuntimeError` if the
     GPU is lost; nothing is under way then."""
 
+    events: tuple[Any, ...]
+    """Event on each stream."""
+
     def query(self) -> bool:
         """Return True if everything before the mark has ended."""
-        ...
+        return all(event.query() for event in self.events)
 
     def synchronize(self) -> None:
         """Block until everything before the mark has ended."""
-        ...
+        for event in self.events:
+            event.synchronize()
 
 
 class StreamFeed:

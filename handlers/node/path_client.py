@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -62,7 +62,7 @@ def node_thread(
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.setblocking(False)
         loop = NodeLoop(theirs, following.setup, arena, fs)
-        return Connection(ThreadChild(loop), ours)
+        return Connection(ThreadChild(partial(loop.run, waits_for_io=True)), ours)
 
     return client_of(start, from_node_process.decode, following.note, options)
 
@@ -86,17 +86,6 @@ class _Following:
         self._on_note(message)
 
 
-class Loop(Protocol):
-    """What a node on a thread runs."""
-
-    def run(self, *, waits_for_io: bool = False) -> None:
-        """Serve until the scheduler closes its socket.
-
-        With `waits_for_io`, return only when no other thread uses the arena any more.
-        """
-        ...
-
-
 class ThreadChild:
     """The `Child` of a node on a thread. It ends when its socket is closed.
 
@@ -105,9 +94,8 @@ class ThreadChild:
 
     pid = 0
 
-    def __init__(self, loop: Loop) -> None:
-        """Start the thread."""
-        run = partial(loop.run, waits_for_io=True)
+    def __init__(self, run: Callable[[], None]) -> None:
+        """Start the thread. `run` returns only when no other thread uses the arena any more."""
         self._thread = threading.Thread(target=run, name="kvcascade-node", daemon=True)
         self._thread.start()
 

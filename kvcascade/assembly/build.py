@@ -250,7 +250,7 @@ def open_cascade(
         undo.callback(arena.close)
         digests = [d.hex() if d else "none" for d in arena.layout_digests()]
         key = replace(key, fields={**key.fields, "tensors": ",".join(digests)})
-        backend = CpuBackend.over(arena)
+        backend = CpuBackend(arena.geometry.slot_bytes, arena.geometry.slots)
         table = arena.slot_table() if arena.geometry.kept else None
         below: list[OpenBelow] = []
         epoch_of = partial(epoch_below, below)

@@ -16,7 +16,7 @@ from time import monotonic
 from typing import Any
 
 from ..config.machine import Machine
-from ..config.schema import DirectIO, Movers, NvmeTierOptions
+from ..config.schema import Movers, NvmeTierOptions
 from ..errors import ConfigError
 from ..handlers.node.node_keeper import KeeperOptions, NodeKeeper
 from ..handlers.node.path_client import node_process, node_thread
@@ -206,7 +206,7 @@ def _node(
         HEADER_BYTES,
         memory.slots,
         options.io_threads,
-        options.direct_io is not DirectIO.OFF,
+        options.direct_io,
         engine.has_prefault,
         memory.is_huge,
     )

@@ -137,20 +137,10 @@ class Movers(StrEnum):
     THREADS = "threads"
 
 
-class DirectIO(StrEnum):
-    """Whether block payload bypasses the page cache."""
-
-    AUTO = "auto"
-    ON = "on"
-    OFF = "off"
-
-
-def _direct_io(at: At, value: Any) -> DirectIO:
-    if isinstance(value, bool):
-        return DirectIO.ON if value else DirectIO.OFF
-    if value != "auto":
-        raise at.wrong(value, 'is not known; use "auto", true or false')
-    return DirectIO.AUTO
+def _direct_io(at: At, value: Any) -> bool:
+    if isinstance(value, bool) or value == "auto":
+        return bool(value)
+    raise at.wrong(value, 'is not known; use "auto", true or false')
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +213,9 @@ class NvmeTierOptions:
     movers: Annotated[Movers, choice(Movers)] = Movers.PROCESS
     """Mover of blocks to and from the CPU tier: a small process of its own, which a busy scheduler
     does not slow down, or threads of the scheduler's process."""
-    direct_io: Annotated[DirectIO, _direct_io] = DirectIO.AUTO
-    """Whether payload bypasses the page cache: if the file system supports it (`"auto"`, and
-    `true`), or never (`false`)."""
+    direct_io: Annotated[bool, _direct_io] = True
+    """Whether payload bypasses the page cache if the file system supports it. `"auto"` means the
+    same as `true`."""
     segment_size: Annotated[Bytes | None, optional(sized(sizes.parse_bytes))] = None
     """Approximate size of one file. The default is about 1 GiB: smaller in small tiers, larger in
     large ones."""

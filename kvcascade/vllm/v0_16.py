@@ -39,7 +39,7 @@ from ..errors import ConfigError
 from ..handlers.node.node_keeper import at_exit
 from ..logs import get_logger
 from ..manager.promotion.anonymous import AnonymousManager
-from ..tiers.base import SlotSpec
+from ..tiers.base import SlotArray
 from . import engine_facts, kv_pages
 from .copy_handler import CascadeHandler
 from .kv_layers import group_specs
@@ -77,7 +77,7 @@ class CascadeManagerV16(OffloadingManager):
         return self._requests.lookup(block_hashes)
 
     def prepare_load(self, block_hashes: Iterable[Any]) -> LoadStoreSpec:
-        return _to_vllm(self._requests.prepare_load(block_hashes))
+        return _to_vllm(self._requests.prepare_load(block_hashes).slots)
 
     def touch(self, block_hashes: Iterable[Any]) -> None:
         self._requests.touch(block_hashes)
@@ -91,7 +91,7 @@ class CascadeManagerV16(OffloadingManager):
             return None
         return PrepareStoreOutput(
             block_hashes_to_store=output.block_hashes_to_store,
-            store_spec=_to_vllm(output.store_spec),
+            store_spec=_to_vllm(output.store_spec.slots),
             block_hashes_evicted=output.block_hashes_evicted,
         )
 
@@ -269,9 +269,8 @@ def _at_exit(close: Callable[[], None]) -> None:
     at_exit(lambda: close() if os.getpid() == pid else None)
 
 
-def _to_vllm(spec: object) -> LoadStoreSpec:
-    assert isinstance(spec, SlotSpec)
-    return CascadeLoadStoreSpecV16(spec.slots.tolist())
+def _to_vllm(slots: SlotArray) -> LoadStoreSpec:
+    return CascadeLoadStoreSpecV16(slots.tolist())
 
 
 __all__ = ["CascadeManagerV16", "CascadeOffloadingSpec"]

@@ -37,7 +37,7 @@ from ..handlers.device.copier import GpuBlocks
 from ..manager.base import HIT, MISS, PENDING, BlockEvent
 from ..manager.promotion.standstill import Standstill
 from ..manager.request import Request
-from ..tiers.base import GROUP_BYTES, BlockHash, SlotSpec
+from ..tiers.base import GROUP_BYTES, BlockHash, SlotArray
 from . import engine_facts, offload_metrics
 from .generation import (
     Locality,
@@ -215,7 +215,7 @@ class CascadeManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         self._note_progress()
         request = self._request_of(req_context)
-        return _to_vllm(self._manager.prepare_load(_hashes(keys), request))
+        return _to_vllm(self._manager.prepare_load(_hashes(keys), request).slots)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._manager.complete_load(cast(Collection[BlockHash], keys))
@@ -235,7 +235,7 @@ class CascadeManager(OffloadingManager):
             return None
         return PrepareStoreOutput(
             keys_to_store=cast(list[OffloadKey], output.block_hashes_to_store),
-            store_spec=_to_vllm(output.store_spec),
+            store_spec=_to_vllm(output.store_spec.slots),
             evicted_keys=cast(list[OffloadKey], output.block_hashes_evicted),
         )
 
@@ -555,10 +555,9 @@ def _gpu_blocks(spec: GPULoadStoreSpec) -> GpuBlocks:
     return GpuBlocks(spec.block_ids, tuple(spec.group_sizes), tuple(spec.block_indices))
 
 
-def _to_vllm(spec: object) -> LoadStoreSpec:
-    assert isinstance(spec, SlotSpec)
+def _to_vllm(slots: SlotArray) -> LoadStoreSpec:
     translated = CascadeLoadStoreSpec([])
-    translated.block_ids = np.ascontiguousarray(spec.slots, dtype=np.int32)
+    translated.block_ids = np.ascontiguousarray(slots, dtype=np.int32)
     return translated
 
 

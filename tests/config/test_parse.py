@@ -22,7 +22,6 @@ from kvcascade.config.schema import (
     VLLM_KEYS,
     AdmissionMode,
     CascadeConfig,
-    DirectIO,
     Durability,
     Movers,
     OnReset,
@@ -89,7 +88,7 @@ def test_defaults() -> None:
     assert (nvme.durability, nvme.admission) == (Durability.PROCESS, AdmissionMode.ALL)
     assert (nvme.write_budget, nvme.io_threads) == (None, 3)
     assert nvme.min_free == Share(Fraction(5, 100))
-    assert (nvme.direct_io, nvme.segment_size) == (DirectIO.AUTO, None)
+    assert (nvme.direct_io, nvme.segment_size) == (True, None)
     assert nvme.min_share is None
     assert nvme.movers is Movers.PROCESS
     assert (config.write_mode, config.on_reset) == (None, OnReset.INVALIDATE)
@@ -137,9 +136,9 @@ def test_defaults() -> None:
         ("nvme.min_share", None, None),
         ("nvme.io_threads", 64, 64),
         ("nvme.movers", "threads", Movers.THREADS),
-        ("nvme.direct_io", True, DirectIO.ON),
-        ("nvme.direct_io", False, DirectIO.OFF),
-        ("nvme.direct_io", "auto", DirectIO.AUTO),
+        ("nvme.direct_io", True, True),
+        ("nvme.direct_io", False, False),
+        ("nvme.direct_io", "auto", True),
         ("nvme.segment_size", "64MiB", Bytes(64 * 2**20)),
     ],
 )

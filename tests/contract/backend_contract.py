@@ -23,7 +23,6 @@ class BackendContract:
         assert len({status.block_id for status in statuses}) == 5
         assert all(0 <= status.block_id < backend.capacity for status in statuses)
         assert [status.ref_cnt for status in statuses] == [NOT_READY] * 5
-        assert not any(status.is_ready for status in statuses)
         assert backend.get_num_free_blocks() == backend.capacity - 5
 
     def test_blocks_allocated_together_are_adjacent(self, backend: Backend) -> None:
@@ -53,14 +52,14 @@ class BackendContract:
     def test_a_status_is_a_live_view(self, backend: Backend) -> None:
         (status,) = backend.allocate_blocks(hashes(1))
         status.ref_cnt = 0
-        assert status.is_ready
         status.ref_cnt += 2
         assert status.ref_cnt == 2
 
-    def test_spec_names_the_medium(self, backend: Backend) -> None:
-        some = hashes(2)
-        spec = backend.get_load_store_spec(some, backend.allocate_blocks(some))
-        assert isinstance(spec.medium(), str) and spec.medium()
+    def test_a_spec_has_the_slots_in_the_order_of_the_blocks(self, backend: Backend) -> None:
+        some = hashes(3)
+        statuses = backend.allocate_blocks(some)[::-1]
+        spec = backend.get_load_store_spec(some, statuses)
+        assert spec.slots.tolist() == [status.block_id for status in statuses]
 
     def test_reset_frees_idle_slots_and_returns_busy_ones(self, backend: Backend) -> None:
         arriving, idle, read = backend.allocate_blocks(hashes(3))

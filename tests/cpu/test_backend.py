@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -11,10 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from support.keys import keys
 
 from kvcascade.errors import NoSpaceError
-from kvcascade.tiers.base import NOT_READY, BlockStatus, SlotSpec
-from kvcascade.tiers.cpu.arena import Arena, ArenaRole
+from kvcascade.tiers.base import NOT_READY, BlockStatus
 from kvcascade.tiers.cpu.cpu_backend import CpuBackend
-from kvcascade.tiers.cpu.header import ArenaGeometry
 
 CAPACITY = 24
 
@@ -94,17 +90,6 @@ def test_spec_has_the_slots_in_the_order_of_the_blocks() -> None:
     backend = CpuBackend(64, 8)
     statuses = backend.allocate_blocks(keys(3))
     spec = backend.get_load_store_spec(keys(3), statuses[::-1])
-    assert isinstance(spec, SlotSpec)
-    assert spec.medium() == backend.medium == "CPU"
+    assert backend.medium == "CPU"
     assert spec.slots.dtype == np.int32
     assert spec.slots.tolist() == [2, 1, 0]
-
-
-def test_over_an_arena(tmp_path: Path) -> None:
-    role = ArenaRole.scheduler(expect_workers=False)
-    arena = Arena.open(ArenaGeometry(5, 100, 1), "e", role, arena_dir=str(tmp_path))
-    backend = CpuBackend.over(arena)
-    assert (backend.block_size, backend.capacity) == (4096, 5)
-    backend.close()
-    backend.close()
-    assert list(tmp_path.iterdir()) == []

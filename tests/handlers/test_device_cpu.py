@@ -23,7 +23,7 @@ from support.kv_layouts import (
 )
 
 from kvcascade.errors import ConfigError
-from kvcascade.handlers.device import device_cpu
+from kvcascade.handlers.device import memcopy
 from kvcascade.handlers.device.copier import GpuBlocks
 from kvcascade.handlers.device.device_cpu import JOBS_AT_ONCE, CpuDeviceCopier
 from kvcascade.handlers.device.hazards import Direction
@@ -57,11 +57,11 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
-def round_trip(case: Case, seed: int, executor: Executor, is_vectored: bool) -> None:
+def round_trip(case: Case, seed: int, executor: Executor) -> None:
     rng = np.random.default_rng(seed)
     tensors, arena = case.tensors(rng), case.arena(rng)
     want_tensors, want_arena = [tensor.copy() for tensor in tensors], arena.copy()
-    copier = CpuDeviceCopier(tensors, case.layout, arena, executor, use_vectored_copy=is_vectored)
+    copier = CpuDeviceCopier(tensors, case.layout, arena, executor)
     for job_id in range(4):
         job = make_job(case, rng)
         is_store = bool(rng.integers(0, 2))
@@ -77,17 +77,21 @@ def round_trip(case: Case, seed: int, executor: Executor, is_vectored: bool) -> 
         assert (tensor == want).all()
 
 
-@pytest.mark.parametrize("is_vectored", [True, False])
+@pytest.mark.parametrize("is_refused", [False, True])
 @pytest.mark.parametrize("name", NAMED_CASES)
-def test_moves_exactly_the_pages(name: str, is_vectored: bool, pool: ThreadPoolExecutor) -> None:
+def test_moves_exactly_the_pages(
+    name: str, is_refused: bool, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_refused:
+        monkeypatch.setattr(memcopy, "_writev", lambda *given: -1)
     for seed in range(6):
-        round_trip(NAMED_CASES[name], seed, pool, is_vectored)
+        round_trip(NAMED_CASES[name], seed, pool)
 
 
-@given(cases(), st.integers(0, 2**32), st.booleans())
-def test_moves_exactly_the_pages_of_any_layout(case: Case, seed: int, is_vectored: bool) -> None:
+@given(cases(), st.integers(0, 2**32))
+def test_moves_exactly_the_pages_of_any_layout(case: Case, seed: int) -> None:
     with ThreadPoolExecutor(2) as executor:
-        round_trip(case, seed, executor, is_vectored)
+        round_trip(case, seed, executor)
 
 
 CASE = one_group(16)
@@ -129,8 +133,7 @@ def test_jobs_of_a_direction_end_in_the_order_of_submission(pool: ThreadPoolExec
     assert finished_ids(copier) == list(range(50))
 
 
-@pytest.mark.parametrize("is_vectored", [True, False])
-def test_jobs_that_wait_together_are_copied_together(is_vectored: bool) -> None:
+def test_jobs_that_wait_together_are_copied_together() -> None:
     executor, rng = ManualExecutor(), np.random.default_rng(0)
     tensors, arena = CASE.tensors(rng), CASE.arena(rng)
     ticks = iter(range(0, 1000, 8))
@@ -140,7 +143,6 @@ def test_jobs_that_wait_together_are_copied_together(is_vectored: bool) -> None:
         arena,
         executor,
         clock=lambda: float(next(ticks)),
-        use_vectored_copy=is_vectored,
     )
     jobs = JOBS_AT_ONCE + 2
     for job_id in range(jobs - 1):
@@ -299,22 +301,6 @@ def test_a_task_that_was_queued_although_no_thread_could_be_started_runs_once() 
     assert finished_ids(copier) == [1], "it is done at once"
     executor.run_all()
     assert not finished_ids(copier) and not copier._lanes[Direction.STORE].is_running
-
-
-def test_a_system_that_forbids_the_vectored_copy_gets_the_plain_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls = []
-
-    def refuse(*arguments: object) -> bool:
-        calls.append(arguments)
-        return False
-
-    monkeypatch.setattr(device_cpu, "copy_scattered", refuse)
-    with ThreadPoolExecutor(1) as one:  # two threads may both try before either knows
-        for seed in range(4):
-            round_trip(NAMED_CASES["three_groups"], seed, one, is_vectored=True)
-    assert len(calls) == 4, "once per copier, then never again"
 
 
 def test_tensors_and_layout_must_agree() -> None:

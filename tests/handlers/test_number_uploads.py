@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from support.cuda_twin import TwinCuda, TwinEvent, TwinStream, twin_of_cuda
+from support.cuda_twin import NoEvent, TwinCuda, TwinEvent, TwinStream, twin_of_cuda
 
 from kvcascade.handlers.device.number_uploads import HOST_BUFFERS, UPLOAD_OPERATIONS, NumberUploads
 from kvcascade.handlers.device.stream_feed import OUTSTANDING_MAX
@@ -20,7 +20,7 @@ def numbers(*values: int) -> np.typing.NDArray[np.int64]:
 
 
 def test_what_was_uploaded_is_there_until_the_next_one() -> None:
-    uploads = NumberUploads(4, CPU)
+    uploads = NumberUploads(4, CPU, NoEvent)
     first = uploads.upload(numbers(1, 2, 3))
     assert first.tolist() == [1, 2, 3]
     second = uploads.upload(numbers(7, 8, 9, 10))
@@ -31,7 +31,7 @@ def test_what_was_uploaded_is_there_until_the_next_one() -> None:
 def test_a_host_buffer_is_used_again_only_after_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     with twin_of_cuda(monkeypatch) as cuda:
         stream = TwinStream()
-        uploads = NumberUploads(1, CPU, host_buffers=3, make_event=TwinEvent)
+        uploads = NumberUploads(1, CPU, TwinEvent, host_buffers=3)
         seen: list[list[int]] = []
 
         def use(uploaded: torch.Tensor) -> None:
@@ -50,7 +50,7 @@ def test_a_short_queue_is_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
     """A piece is three more operations at least, so no more uploads fit into the queue."""
     with twin_of_cuda(monkeypatch) as cuda:
         stream = TwinStream()
-        uploads = NumberUploads(1, CPU, make_event=TwinEvent)
+        uploads = NumberUploads(1, CPU, TwinEvent)
         with cuda.on(stream):
             while stream.outstanding < OUTSTANDING_MAX:
                 uploads.upload(numbers(1))

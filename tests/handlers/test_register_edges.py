@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.cuda_twin import operations
+from support.cuda_twin import NoEvent, operations
 from support.kv_layouts import NAMED_CASES, Case
 
 from kvcascade.handlers.device import host_register
@@ -62,6 +62,7 @@ def test_runs_of_slots_are_cut_where_a_registration_ends(
         [torch.from_numpy(tensor) for tensor in case.tensors(rng)],
         case.layout,
         torch.from_numpy(arena).view(torch.int8),
+        NoEvent,
         direct_run_bytes=direct_run_bytes,
     )
     copy = torch.Tensor.copy_

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.cuda_twin import batch, operations
+from support.cuda_twin import NoEvent, batch, operations
 from support.drawn_layouts import cases
 from support.kv_layouts import (
     NAMED_CASES,
@@ -65,6 +65,7 @@ def round_trip(
         devices,
         layout,
         torch.from_numpy(arena).view(torch.int8),
+        NoEvent,
         staging_bytes=staging_bytes,
         direct_run_bytes=direct_run_bytes,
         batch=batch,
@@ -158,7 +159,9 @@ def test_sleep_mode_may_discard_what_the_copier_took(name: str, is_one: bool) ->
     seen, ours = Memory(), {t.untyped_storage().data_ptr() for t in devices}
     ours.add(arena.ctypes.data)
     with tensor_operations(seen.watch):
-        copier = StagedCopier(devices, case.layout, torch.from_numpy(arena).view(torch.int8))
+        copier = StagedCopier(
+            devices, case.layout, torch.from_numpy(arena).view(torch.int8), NoEvent
+        )
         copier.warm_up()
     for address, size in seen.bytes_at.items():
         if address not in ours:
@@ -197,7 +200,7 @@ def open_copier(
     given = {tensor.untyped_storage().data_ptr() for tensor in (*tensors, arena)}
     seen = Memory()
     with tensor_operations(seen.watch):
-        copier = StagedCopier(tensors, case.layout, arena, **options)
+        copier = StagedCopier(tensors, case.layout, arena, NoEvent, **options)
     return copier, given, {at: n for at, n in seen.bytes_at.items() if at not in given}
 
 
@@ -304,7 +307,7 @@ def test_warming_up_changes_no_byte() -> None:
     tensors, arena = case.tensors(rng), case.arena(rng)
     before = [tensor.copy() for tensor in (*tensors, arena)]
     devices = [torch.from_numpy(tensor) for tensor in tensors]
-    StagedCopier(devices, case.layout, torch.from_numpy(arena).view(torch.int8)).warm_up()
+    StagedCopier(devices, case.layout, torch.from_numpy(arena).view(torch.int8), NoEvent).warm_up()
     for tensor, was in zip((*tensors, arena), before, strict=True):
         assert (tensor == was).all()
 

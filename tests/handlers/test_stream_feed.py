@@ -7,6 +7,7 @@ import pytest
 from kvcascade.handlers.device.stream_feed import (
     OUTSTANDING_MAX,
     TURN_OPERATIONS,
+    Mark,
     Operations,
     StreamFeed,
     Work,
@@ -35,7 +36,7 @@ class Queue:
 
     def mark(self) -> Mark:
         self.given.append("mark")
-        return Mark(self)
+        return Mark((Event(self),))
 
     def names(self) -> list[str]:
         """Whose operations were given, without repetition."""
@@ -43,7 +44,7 @@ class Queue:
         return [name for at, name in enumerate(found) if at == 0 or found[at - 1] != name]
 
 
-class Mark:
+class Event:
     def __init__(self, queue: Queue) -> None:
         self._queue = queue
         self._position = len(queue.given)

@@ -40,7 +40,7 @@ def store(cascade: Cascade, requests: AnonymousManager, hashes: list[BlockHash])
     assert output is not None
     for block_hash, slot in zip(
         output.block_hashes_to_store,
-        output.store_spec.slots.tolist(),  # type: ignore[attr-defined]
+        output.store_spec.slots.tolist(),
         strict=True,
     ):
         cascade.write_top(slot, block_bytes(block_hash))
@@ -52,7 +52,7 @@ def store(cascade: Cascade, requests: AnonymousManager, hashes: list[BlockHash])
 
 def load(cascade: Cascade, requests: AnonymousManager, hashes: list[BlockHash]) -> None:
     """Load what was answered as hits, and compare every byte."""
-    slots = requests.prepare_load(once(hashes)).slots.tolist()  # type: ignore[attr-defined]
+    slots = requests.prepare_load(once(hashes)).slots.tolist()
     assert [cascade.read_top(slot) for slot in slots] == [block_bytes(h) for h in hashes]
     requests.complete_load(set(hashes))
 

@@ -14,7 +14,7 @@ from kvcascade.manager.below.port import Put
 from kvcascade.manager.counters import Reason
 from kvcascade.manager.promotion.claim_queue import HOLD_DEADLINES
 from kvcascade.manager.request import Request
-from kvcascade.tiers.base import BlockOutcome
+from kvcascade.tiers.base import NOT_READY, BlockOutcome
 
 HIT, MISS, PENDING = LookupState.HIT, LookupState.MISS, LookupState.PENDING
 
@@ -194,7 +194,7 @@ def test_the_background_takes_in_no_failed_read_while_a_request_is_asking() -> N
     assert engine.ask(asks, [key(9)]) == [MISS]
     engine.manager.maintain()
     status = engine.policy.get(key(0))
-    assert status is not None and not status.is_ready, "still on its way"
+    assert status is not None and status.ref_cnt == NOT_READY, "still on its way"
     engine.manager.end_step()
     assert engine.policy.get(key(0)) is None and engine.ask(waits, keys(1)) == [MISS]
 

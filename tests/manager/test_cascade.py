@@ -344,7 +344,7 @@ class TestPromotion:
         cascade.run_transfers()
         assert states(cascade, request, keys(0, 3)) == [HIT, HIT, HIT]
         spec = cascade.manager.prepare_load(keys(0, 3), request)
-        slots = spec.slots.tolist()  # type: ignore[attr-defined]
+        slots = spec.slots.tolist()
         assert [cascade.read_top(slot) for slot in slots] == list(map(block_bytes, keys(0, 3)))
         assert request.sources == dict.fromkeys(keys(0, 3), "M1")
         assert cascade.manager.counters.loaded_blocks == [0, 3]

@@ -26,7 +26,7 @@ from kvcascade.manager.below.node_tier import NodeTier
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.level import Pairs
 from kvcascade.manager.request import Request
-from kvcascade.tiers.base import BlockHash, BlockOutcome, LoadStoreSpec, SlotSpec
+from kvcascade.tiers.base import BlockHash, BlockOutcome, LoadStoreSpec
 
 SEEDS = 40
 STEPS = 120
@@ -70,11 +70,6 @@ class WorkerJob:
     slots: list[int]
     is_load: bool
     steps_left: int
-
-
-def slots_of(spec: LoadStoreSpec) -> list[int]:
-    assert isinstance(spec, SlotSpec)
-    return [int(slot) for slot in spec.slots]
 
 
 class Engine:
@@ -213,7 +208,7 @@ class Engine:
         self, prompt: Prompt, hashes: list[BlockHash], spec: LoadStoreSpec, is_load: bool
     ) -> None:
         """A worker begins; nobody but readers may share its slots."""
-        slots = slots_of(spec)
+        slots = spec.slots.tolist()
         for job in self.jobs + self.lost:
             if not (is_load and job.is_load):
                 assert not set(job.slots) & set(slots), "another transfer still uses them"

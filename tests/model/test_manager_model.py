@@ -18,18 +18,13 @@ from kvcascade.config.schema import OnReset, WriteMode
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.request import Request
-from kvcascade.tiers.base import BlockHash, BlockOutcome, LoadStoreSpec, SlotSpec
+from kvcascade.tiers.base import BlockHash, BlockOutcome
 
 KEYS = st.integers(0, 40)
 PREFIXES = st.tuples(st.integers(0, 30), st.integers(1, 9)).map(
     lambda p: [key(i) for i in range(p[0], p[0] + p[1])]
 )
 FATES = st.sampled_from(list(BlockOutcome))
-
-
-def slots_of(spec: LoadStoreSpec) -> list[int]:
-    assert isinstance(spec, SlotSpec)
-    return [int(slot) for slot in spec.slots]
 
 
 @dataclasses.dataclass
@@ -85,7 +80,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 is_waiting = True
         if hits and not is_waiting and loads:
             spec = self.manager.prepare_load(hits, request)
-            self.loads.append(LoadJob(hits, slots_of(spec), self.epoch))
+            self.loads.append(LoadJob(hits, spec.slots.tolist(), self.epoch))
 
     @rule(hashes=PREFIXES, fates=st.lists(FATES, min_size=1, max_size=4))
     def serve(self, hashes: list[BlockHash], fates: list[BlockOutcome]) -> None:
@@ -104,7 +99,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.manager.end_step()
         if hits:
             spec = self.manager.prepare_load(hashes[:hits], request)
-            for block_hash, slot in zip(hashes, slots_of(spec), strict=False):
+            for block_hash, slot in zip(hashes, spec.slots.tolist(), strict=False):
                 assert self.cascade.read_top(slot) == block_bytes(block_hash), "wrong bytes"
             self.manager.complete_load(set(hashes[:hits]))
         self.store(hashes, request)
@@ -120,7 +115,7 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         stored = output.block_hashes_to_store
         assert stored == [h for h in hashes if h in set(stored)], "order of the offer is kept"
-        slots = slots_of(output.store_spec)
+        slots = output.store_spec.slots.tolist()
         assert len(slots) == len(stored)
         if stored:
             self.stores.append(StoreJob(stored, slots, self.epoch))

@@ -24,7 +24,7 @@ from kvcascade.config.schema import WriteMode
 from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
 from kvcascade.manager.level import Tier
 from kvcascade.manager.request import Request
-from kvcascade.tiers.base import BlockHash, LoadStoreSpec, SlotSpec
+from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.policies import create
 from kvcascade.tiers.remote.base import FAILURES
 from kvcascade.tiers.remote.remote_store import StoreOptions
@@ -33,11 +33,6 @@ METHODS = ("exist_many", "get_into", "put", "remove", "counter", "advance")
 SLOTS, BLOCKS, PROMPT_BLOCKS = 12, 30, 8
 MAX_STEPS = 60
 """Steps of 0.2 s after which a request must have its answer: deadlines of question and reads."""
-
-
-def slots_of(spec: LoadStoreSpec) -> list[int]:
-    assert isinstance(spec, SlotSpec)
-    return [int(slot) for slot in spec.slots]
 
 
 class Host:
@@ -72,7 +67,7 @@ class Host:
             self.manager.end_step()
         assert hits is not None, "it waits for ever"
         if hits:
-            slots = slots_of(self.manager.prepare_load(prompt[:hits], request))
+            slots = self.manager.prepare_load(prompt[:hits], request).slots.tolist()
             for block_hash, slot in zip(prompt, slots, strict=False):
                 self._check(block_hash, slot)
             self.from_server += len(request.sources)
@@ -93,7 +88,7 @@ class Host:
         if output is None:
             return
         stored = output.block_hashes_to_store
-        for block_hash, slot in zip(stored, slots_of(output.store_spec), strict=True):
+        for block_hash, slot in zip(stored, output.store_spec.slots.tolist(), strict=True):
             self.rig.arena.view(slot)[:] = content(block_hash, next(self._world.stores))
         self.manager.complete_store(set(stored), True, request)
 

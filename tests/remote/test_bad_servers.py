@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -46,24 +45,17 @@ ROUNDS, PAUSE_S = 2000, 0.005
 HELD = key(1)
 
 
-@dataclass(frozen=True)
-class Program:
-    """The node's program, on a thread."""
-
-    connection: socket.socket
-    arena_fd: int
-
-    def run(self, *, waits_for_io: bool = False) -> None:
-        serve(self.connection, self.arena_fd)
-        os.close(self.arena_fd)
-
-
 def launch_here(setup: msgspec.Struct, arena_fd: int, module: str) -> Connection:
     """Start a node in this process, whose log the test reads."""
     ours, theirs = socket.socketpair()
     ours.sendall(frame(setup))
     ours.setblocking(False)
-    return Connection(ThreadChild(Program(theirs, arena_fd)), ours)
+
+    def run() -> None:
+        serve(theirs, arena_fd)
+        os.close(arena_fd)
+
+    return Connection(ThreadChild(run), ours)
 
 
 def has_ended() -> bool:

@@ -331,7 +331,7 @@ def test_a_share_that_stops_in_mid_file_and_goes_on_reaches_nobody(
     engine = open_object_store(tmp_path.as_uri(), 10.0, 10.0)
     with ThreadPoolExecutor(4) as threads:
         rig = RemoteRig(engine, threads)
-        ticket, _ = rig.begin_write(keys(2))
+        ticket = rig.begin_write(keys(2))
         wait_until(lambda: [e.ticket for e in rig.store.poll()] == [ticket], 1000, 0.005)
         monkeypatch.setattr(os, "preadv", stalling)
         slots = rig.slots(1)

@@ -31,7 +31,6 @@ from kvcascade.tiers.remote.presence import Presence
 from kvcascade.tiers.remote.remote_counters import Verb
 from kvcascade.tiers.remote.remote_store import RemoteEnded
 from kvcascade.tiers.remote.resp import Address, Login
-from kvcascade.tiers.remote.uploads import Offer
 from kvcascade.tiers.remote.valkey import ValkeyEngine
 from kvcascade.tools.dev.other_host import OtherHost
 
@@ -159,7 +158,7 @@ def test_the_lines_of_the_page_open_a_store(redis: ServerProcess) -> None:
     store = names["store"]
     found: list[RemoteEnded] = []
     block = memoryview(bytes(512 << 10))
-    assert store.offer(1, [key(1)], [block]) == [Offer.QUEUED]
+    store.put(1, [key(1)], [block])
 
     def has_ended() -> bool:
         found.extend(store.poll())
@@ -215,7 +214,7 @@ def test_a_killed_server_costs_misses(server: ServerProcess, opened: Open) -> No
     for start in range(0, 400, 100):
         assert not {OK, TIMED_OUT} & {*host.look(keys(start + 100, start + 104))}
     assert OK not in host.read(keys(8))
-    assert {*host.begin_write(keys(50, 60))[1]} <= {Offer.QUEUED, Offer.RESTING}
+    host.begin_write(keys(50, 60))
     server.start()
     host.store.poll()
     host.clock.advance(31.0)  # beyond rests and what is remembered
@@ -240,8 +239,7 @@ def test_a_server_that_is_killed_while_it_sends_serves_no_wrong_byte(
         # A write that waited may have reached the new server.
         assert set(host.write(everything)) <= {OK, RemoteOutcome.EXISTS}
         assert host.read(everything) == [OK] * 8
-        writing, answers = host.begin_write(keys(100 * (number + 1), 100 * (number + 1) + 4))
-        assert answers == [Offer.QUEUED] * 4
+        writing = host.begin_write(keys(100 * (number + 1), 100 * (number + 1) + 4))
         reads: dict[int, tuple[Sequence[BlockHash], list[memoryview]]] = {}
         for _ in range(6):
             wanted, slots = draw.sample(everything, 4), host.slots(4)

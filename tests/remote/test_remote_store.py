@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from support.executors import SteppingExecutor
 from support.keys import key, keys
-from support.remote_rig import PAYLOAD_BYTES, THROUGH, WALL_S, RemoteRig, check, content
+from support.remote_rig import PAYLOAD_BYTES, WALL_S, RemoteRig, check, content
 from support.remote_twin import RemoteTwin
 
-from kvcascade.config.remote import WriteWhen
 from kvcascade.tiers.base import RESET_TICKS_PER_S
 from kvcascade.tiers.breaker import REST_S
 from kvcascade.tiers.remote.base import HEADER_BYTES, RemoteOutcome
@@ -18,7 +15,7 @@ from kvcascade.tiers.remote.objects import SECRET_BYTES, GcmSeal, MacSeal
 from kvcascade.tiers.remote.presence import Presence
 from kvcascade.tiers.remote.remote_counters import Verb
 from kvcascade.tiers.remote.remote_store import StoreOptions
-from kvcascade.tiers.remote.uploads import Offer, UploadJob
+from kvcascade.tiers.remote.uploads import UploadJob
 
 OK, ABSENT = RemoteOutcome.OK, RemoteOutcome.ABSENT
 TIMED_OUT, RESTING = RemoteOutcome.TIMED_OUT, RemoteOutcome.RESTING
@@ -53,7 +50,7 @@ class TestLookups:
         assert ended[4] == [OK] * 3 + [ABSENT] * 6 and ended[0] == [OK]
 
     def test_nothing_is_asked_twice_while_the_answer_is_fresh(self) -> None:
-        rig = RemoteRig(options=StoreOptions(absent_s=5.0, held_s=30.0, when=WriteWhen.THROUGH))
+        rig = RemoteRig(absent_s=5.0, held_s=30.0)
         assert rig.look(keys(3)) == [ABSENT] * 3
         for _ in range(3):
             assert rig.look(keys(3)) == [ABSENT] * 3
@@ -280,19 +277,6 @@ class TestReads:
 
 
 class TestWrites:
-    def test_second_touch_is_the_default(self) -> None:
-        rig = RemoteRig(options=StoreOptions())
-        assert rig.begin_write(keys(3))[1] == [Offer.FIRST_TOUCH] * 3
-        assert not rig.twin.held
-        assert rig.write(keys(3)) == [OK] * 3
-        assert rig.begin_write(keys(3))[1] == [Offer.HELD] * 3
-
-    def test_off_writes_nothing(self) -> None:
-        rig = RemoteRig(when=WriteWhen.OFF)
-        for _ in range(3):
-            assert rig.begin_write(keys(3))[1] == [Offer.OFF] * 3
-        assert not rig.twin.calls
-
     def test_what_another_host_wrote_is_left_alone(self) -> None:
         rig = RemoteRig()
         rig.write(keys(3))
@@ -300,32 +284,23 @@ class TestWrites:
         assert rig.host().write(keys(4)) == [RemoteOutcome.EXISTS] * 3 + [OK]
         assert {name: rig.twin.held[name] for name in held} == held
 
-    def test_an_overfull_queue_drops_tails_and_takes_them_at_the_next_use(self) -> None:
-        stepping = SteppingExecutor()
-        rig = RemoteRig(executor=stepping, queue_bytes=5 * PAYLOAD_BYTES)
-        ticket, answers = rig.begin_write(keys(8))
-        assert answers == [Offer.QUEUED] * 5 + [Offer.FULL] * 3
-        assert rig.borrowed_bytes == 5 * PAYLOAD_BYTES
-        assert rig.store.counters.unsent[Offer.FULL] == 3
-        assert rig.begin_write(keys(8))[1] == [Offer.HELD] * 5 + [Offer.FULL] * 3
-        stepping.run_all()
-        assert rig.ended(ticket, WRITE) == [OK] * 5 and rig.borrowed_bytes == 0
-        assert rig.begin_write(keys(8))[1] == [Offer.HELD] * 5 + [Offer.QUEUED] * 3
+    def test_no_blocks_no_call(self) -> None:
+        rig = RemoteRig()
+        assert rig.write([]) == [] and not rig.twin.calls["put"]
 
     def test_what_waits_too_long_is_dropped(self) -> None:
         stepping = SteppingExecutor()
         rig = RemoteRig(executor=stepping, queue_s=10.0)
-        ticket, _ = rig.begin_write(keys(6))
+        ticket = rig.begin_write(keys(6))
         rig.clock.advance(10.1)
         assert rig.ended(ticket, WRITE) == [DROPPED] * 6
-        assert rig.borrowed_bytes == 0 and rig.store.counters.unsent[DROPPED] == 6
+        assert rig.store.counters.unsent[DROPPED] == 6
         stepping.run_all()
         assert not rig.twin.held
-        assert rig.begin_write(keys(6))[1] == [Offer.QUEUED] * 6, "offered again"
 
     def test_a_rate_is_kept(self) -> None:
         rig = RemoteRig(write_bytes_per_s=4.0 * PAYLOAD_BYTES, queue_s=100.0)
-        ticket, _ = rig.begin_write(keys(40))
+        rig.begin_write(keys(40))
         for _ in range(200):
             rig.clock.advance(0.1)
             if rig.store.poll():
@@ -450,7 +425,7 @@ class TestBreakers:
             raise BaseException
 
         rig.twin.before = panic
-        ticket, _ = rig.begin_write(keys(2))
+        ticket = rig.begin_write(keys(2))
         stepping.run_all()
         assert rig.ended(ticket, WRITE) == [IO_ERROR] * 2
         assert rig.store.close(0.0), "its thread is free again"
@@ -523,7 +498,7 @@ class TestResets:
         other.store.ask(1, keys(3))
         other.store.send()
         other.store.get(2, keys(3), slots)
-        ticket, _ = other.begin_write(keys(20, 23))
+        ticket = other.begin_write(keys(20, 23))
         other.store.reset()
         ended = {e.ticket: set(e.outcomes) for e in other.store.poll()}
         assert ended == {1: {ABSENT}, 2: {ABSENT}, ticket: {DROPPED}}
@@ -560,9 +535,7 @@ class TestResets:
         assert rig.known(key(0)) is Presence.UNKNOWN
         ticket = rig.ticket()
         payloads = [memoryview(content(h)) for h in keys(2)]
-        assert (
-            rig.store.offer(ticket, keys(2), payloads, rig.store.state().mark) == [Offer.QUEUED] * 2
-        ), "else other hosts would not find them"
+        rig.store.put(ticket, keys(2), payloads, rig.store.state().mark)
         assert rig.ended(ticket, WRITE) == [OK] * 2
 
     def test_who_sees_half_a_reset_carries_out_the_rest(self) -> None:
@@ -649,7 +622,7 @@ class TestFigures:
         rig = RemoteRig(executor=stepping)
         rig.store.ask(1, keys(2))
         rig.store.send()
-        ticket, _ = rig.begin_write(keys(2))
+        ticket = rig.begin_write(keys(2))
         rig.store.get(3, keys(2), rig.slots(2))
         assert not rig.store.close(0.0), "threads are still to come"
         assert rig.twin.is_closed
@@ -659,4 +632,4 @@ class TestFigures:
         assert rig.store.close(0.0) and not rig.twin.held
 
     def test_options_are_frozen(self) -> None:
-        assert replace(THROUGH).threads == 8
+        assert StoreOptions().threads == 8

@@ -143,7 +143,7 @@ class Cascade:
         output = self.manager.prepare_store(hashes)
         if output is None:
             return []
-        slots = output.store_spec.slots.tolist()  # type: ignore[attr-defined]
+        slots = output.store_spec.slots.tolist()
         for block_hash, slot in zip(output.block_hashes_to_store, slots, strict=True):
             self.write_top(slot, block_bytes(block_hash))
         self.manager.complete_store(set(output.block_hashes_to_store))

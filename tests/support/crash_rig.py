@@ -34,7 +34,7 @@ from kvcascade.config.schema import CascadeConfig, parse
 from kvcascade.handlers.device.copier import GpuBlocks
 from kvcascade.handlers.node.path_io import SEGMENTS
 from kvcascade.manager.request import Request
-from kvcascade.tiers.base import BlockHash, BlockOutcome, SlotSpec
+from kvcascade.tiers.base import BlockHash, BlockOutcome, LoadStoreSpec
 from kvcascade.tiers.nvme.disk.filesystem import FileLock, RealFileSystem
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.path.block_reader import BlockReader
@@ -235,8 +235,7 @@ class Scheduler:
         wait_until(has_ended, ROUNDS_MAX, ROUND_S)
         return answers[0]
 
-    def _run(self, is_store: bool, keys: Sequence[BlockHash], spec: object) -> None:
-        assert isinstance(spec, SlotSpec)
+    def _run(self, is_store: bool, keys: Sequence[BlockHash], spec: LoadStoreSpec) -> None:
         self._jobs += 1
         for worker in self._workers:
             worker.send((self._jobs, is_store, self._version, list(keys), spec.slots.tolist()))

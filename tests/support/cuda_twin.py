@@ -16,7 +16,6 @@ import pytest
 import torch
 from support.tensor_operations import tensor_operations
 
-from kvcascade.handlers.device import number_uploads
 from kvcascade.handlers.device.batched_copy import Addresses, SourceOrder
 from kvcascade.handlers.device.host_register import HostRegistration
 from kvcascade.handlers.device.stream_feed import Work
@@ -151,6 +150,19 @@ class TwinEvent:
         return 250.0
 
 
+class NoEvent:
+    """An event of a device whose copies have ended when they return."""
+
+    def record(self) -> None:
+        """No operation is pending."""
+
+    def wait(self) -> None:
+        """No operation is pending."""
+
+    def synchronize(self) -> None:
+        """No operation is pending."""
+
+
 class TwinCuda:
     """The part of torch.cuda that is used."""
 
@@ -238,6 +250,5 @@ def twin_of_cuda(
     patch.setattr(torch.cuda, "current_stream", lambda device: twin.compute)
     patch.setattr(torch.cuda, "stream", twin.on)
     patch.setattr(torch.cuda, "device", twin.device)
-    patch.setattr(number_uploads, "_NoEvent", TwinEvent)
     with tensor_operations(_later):
         yield twin

@@ -12,7 +12,7 @@ from kvcascade.tiers.base import (
     Backend,
     BlockHash,
     BlockStatus,
-    SlotSpec,
+    LoadStoreSpec,
 )
 
 
@@ -49,8 +49,8 @@ class MemoryBackend(Backend):
 
     def get_load_store_spec(
         self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
-    ) -> SlotSpec:
-        return SlotSpec(np.array([status.block_id for status in statuses], dtype=np.int32))
+    ) -> LoadStoreSpec:
+        return LoadStoreSpec(np.array([status.block_id for status in statuses], dtype=np.int32))
 
     def reset(self) -> list[BlockStatus]:
         used = (s for s in self._statuses if s.block_id not in self._free)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 
-from kvcascade.tiers.base import BlockOutcome, LoadStoreSpec, SlotSpec
+from kvcascade.tiers.base import BlockOutcome, LoadStoreSpec
 
 from .memory_backend import MemoryBackend
 
@@ -70,7 +70,6 @@ class MemoryHandler:
         if job_id is None or job_id not in self._queued:
             return
         source, target = self._queued.pop(job_id)
-        assert isinstance(source, SlotSpec) and isinstance(target, SlotSpec)
         pairs = zip(source.slots.tolist(), target.slots.tolist(), strict=True)
         outcomes = tuple(self._copy(a, b) for a, b in pairs)
         self._finished.append(EndedTransfer(job_id, outcomes))

@@ -20,7 +20,7 @@ from kvcascade.handlers.node.path_wire import (
     pack_outcomes,
     unpack_slots,
 )
-from kvcascade.tiers.base import BlockHash, BlockOutcome, BlockStatus, CachePolicy, SlotSpec
+from kvcascade.tiers.base import BlockHash, BlockOutcome, BlockStatus, CachePolicy, LoadStoreSpec
 from kvcascade.tiers.nvme.path.path_messages import (
     Epoch,
     KeysListed,
@@ -191,7 +191,7 @@ class MemoryNode:
         target = self._backend.get_load_store_spec(
             [keys[at] for at, _ in granted], [status for _, status in granted]
         )
-        return self.down.transfer_async(order.ticket, (SlotSpec(sources), target))
+        return self.down.transfer_async(order.ticket, (LoadStoreSpec(sources), target))
 
     def _commit(self, blocks: Sequence[tuple[BlockHash, BlockStatus, BlockOutcome]]) -> None:
         """Take in the blocks of a put that arrived, and free the slots of the others."""
@@ -255,7 +255,7 @@ class MemoryNode:
         source = self._backend.get_load_store_spec(
             [keys[at] for at, _ in found], [status for _, status in found]
         )
-        target = SlotSpec(slots[[at for at, _ in found]])
+        target = LoadStoreSpec(slots[[at for at, _ in found]])
         return self.up.transfer_async(order.ticket, (source, target))
 
     # -- inside ----------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from kvcascade.tiers.remote.objects import ObjectFormat, Seal
 from kvcascade.tiers.remote.presence import Presence
 from kvcascade.tiers.remote.remote_counters import Verb
 from kvcascade.tiers.remote.remote_store import RemoteStore, StoreOptions
-from kvcascade.tiers.remote.uploads import Offer
 
 from .clock import ManualClock
 from .executors import InlineExecutor
@@ -90,11 +89,6 @@ class RemoteRig:
         """Return the presence of a block as the store remembers it."""
         return self.store._link.memory.of(block_hash)
 
-    @property
-    def borrowed_bytes(self) -> int:
-        """Payload bytes that wait to be written or are being written."""
-        return self.store._uploads._rule.borrowed_bytes
-
     def look(self, hashes: Sequence[BlockHash]) -> list[RemoteOutcome]:
         """Ask for a chain, and wait."""
         ticket = self.ticket()
@@ -110,17 +104,16 @@ class RemoteRig:
         check(hashes, slots, outcomes, self.weights)
         return outcomes
 
-    def begin_write(self, hashes: Sequence[BlockHash]) -> tuple[int, list[Offer]]:
-        """Offer blocks; returns the ticket and the answers."""
+    def begin_write(self, hashes: Sequence[BlockHash]) -> int:
+        """Begin to write blocks; returns the ticket."""
         ticket = self.ticket()
         payloads = [memoryview(content(h, self.payload_bytes, self.weights)) for h in hashes]
-        return ticket, self.store.offer(ticket, hashes, payloads)
+        self.store.put(ticket, hashes, payloads)
+        return ticket
 
     def write(self, hashes: Sequence[BlockHash]) -> list[RemoteOutcome]:
-        """Offer blocks that are all taken, and wait."""
-        ticket, answers = self.begin_write(hashes)
-        assert answers == [Offer.QUEUED] * len(hashes)
-        return self.ended(ticket, Verb.WRITE)
+        """Write blocks, and wait."""
+        return self.ended(self.begin_write(hashes), Verb.WRITE)
 
     def host(self, **changes: object) -> RemoteRig:
         """Another host at the same server, with the same clock."""

@@ -8,12 +8,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from kvcascade.config.remote import WriteWhen
 from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST, LISTEN_INTERVAL_S
 from kvcascade.handlers.node.remote.remote_node import RemoteNode, SlotParts
 from kvcascade.handlers.node.remote.remote_wire import from_remote_node, to_remote_node
@@ -78,8 +76,7 @@ class RemoteTierRig:
         """A new node; what an earlier one had is lost."""
         self.answers.clear()
         self.calls = SteppingExecutor()
-        options = replace(self.options, when=WriteWhen.THROUGH)
-        host = RemoteRig(self.twin, self.calls, options, clock=self.clock)
+        host = RemoteRig(self.twin, self.calls, self.options, clock=self.clock)
         memory = memoryview(self.arena.data)
         self.node = RemoteNode(host.store, memory, self.parts, self._tell, self.clock)
         host.store.begin()

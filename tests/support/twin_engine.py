@@ -10,7 +10,7 @@ from kvcascade.manager.below.port import Below
 from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
 from kvcascade.manager.level import Tier
 from kvcascade.manager.request import Request
-from kvcascade.tiers.base import BlockHash, SlotSpec
+from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.policies import create
 
 from .below_twin import BelowTwin
@@ -52,7 +52,6 @@ class TwinEngine:
         output = self.manager.prepare_store(hashes)
         if output is None:
             return None
-        assert isinstance(output.store_spec, SlotSpec)
         taken = output.block_hashes_to_store
         for block_hash, slot in zip(taken, output.store_spec.slots.tolist(), strict=True):
             self.top.view(slot)[:] = block_bytes(block_hash)
@@ -81,7 +80,6 @@ class TwinEngine:
     def loads(self, request: Request, hashes: list[BlockHash]) -> None:
         """Blocks that are hits have the right bytes."""
         spec = self.manager.prepare_load(hashes, request)
-        assert isinstance(spec, SlotSpec)
         for block_hash, slot in zip(hashes, spec.slots.tolist(), strict=True):
             assert bytes(self.top.view(slot)) == block_bytes(block_hash), "wrong bytes"
         self.manager.complete_load(hashes)

@@ -26,9 +26,7 @@ from ..base import (
     BlockStatus,
     LoadStoreSpec,
     RefCounts,
-    SlotSpec,
 )
-from .arena import Arena
 
 SORT_FROM_BLOCKS = 4
 """Allocations of at least this many blocks sort free slots first, to get adjacent ones."""
@@ -57,10 +55,9 @@ def collector_paused() -> Iterator[None]:
 class CpuBackend(Backend):
     """Allocates slots of the CPU arena. Its medium is `"CPU"`."""
 
-    def __init__(self, block_size: int, capacity: int, arena: Arena | None = None) -> None:
-        """Create a backend of `capacity` slots of `block_size` bytes. `close` closes the arena."""
+    def __init__(self, block_size: int, capacity: int) -> None:
+        """Create a backend of `capacity` slots of `block_size` bytes."""
         super().__init__(block_size, "CPU", capacity)
-        self.arena = arena
         table = (BlockStatus * capacity)()
         fields = np.frombuffer(memoryview(table), np.int32).reshape(capacity, 2)
         fields[:, 1] = np.arange(capacity, dtype=np.int32)
@@ -71,11 +68,6 @@ class CpuBackend(Backend):
         self._taken_flags: npt.NDArray[np.uint8] = np.frombuffer(self._taken, dtype=np.uint8)
         self._free = list(range(capacity - 1, -1, -1))
         self._unsorted = False
-
-    @classmethod
-    def over(cls, arena: Arena) -> CpuBackend:
-        """Return the backend of a mapped arena. Closing the backend closes the arena."""
-        return cls(arena.geometry.slot_bytes, arena.geometry.slots, arena)
 
     @property
     def ref_counts(self) -> RefCounts:
@@ -139,8 +131,8 @@ class CpuBackend(Backend):
         assert len(block_hashes) == n
         first = statuses[0].block_id if n else 0
         if self._statuses[first : first + n] == statuses:  # a prefix usually lies in adjacent slots
-            return SlotSpec(np.arange(first, first + n, dtype=np.int32))
-        return SlotSpec(np.fromiter(map(_block_id, statuses), np.int32, n))
+            return LoadStoreSpec(np.arange(first, first + n, dtype=np.int32))
+        return LoadStoreSpec(np.fromiter(map(_block_id, statuses), np.int32, n))
 
     def reset(self) -> list[BlockStatus]:
         is_busy = (self._taken_flags != 0) & (self._ref_counts != 0)
@@ -148,11 +140,6 @@ class CpuBackend(Backend):
         self._free = np.flatnonzero(~is_busy)[::-1].tolist()
         self._unsorted = False
         return [self._statuses[slot] for slot in np.flatnonzero(is_busy).tolist()]
-
-    def close(self) -> None:
-        if self.arena is not None:
-            self.arena.close()
-            self.arena = None
 
     def _sort_tail(self, window: int) -> None:
         """Sort the free slots at the end, which are allocated next, in descending order."""

@@ -1,8 +1,9 @@
 """`RemoteStore`: blocks by key in a remote engine, for one owner that never waits.
 
-The owner is one thread. It looks blocks up (`ask`), reads (`get`), offers blocks
-(`offer`), and collects the outcomes (`poll`). Calls of the engine run on an executor. One deadline
-covers lookup and read: an owner that waited for a lookup gives its read the remaining time.
+The owner is one thread. It looks blocks up (`ask`), reads (`get`), writes (`put`), and collects the
+outcomes (`poll`). Calls of the engine run on an executor. One deadline covers lookup and read: an
+owner that waited for a lookup gives its read the remaining time. The owner chooses and bounds what
+it writes, as with `OfferRule`.
 
 A payload arrives in private memory, is verified, and is then copied into the destination. The copy
 is made under the lock of its read, and never after the read has ended, because the destination may
@@ -31,7 +32,7 @@ from .reads import Reads, RemoteRead
 from .remote_counters import RemoteCounters, Verb
 from .remote_job import RemoteJob
 from .shared_generation import SharedGeneration
-from .uploads import Offer, OfferRule, UploadJob, Uploads
+from .uploads import UploadJob, Uploads
 
 _Job = TypeVar("_Job", bound=RemoteJob)
 
@@ -42,7 +43,7 @@ CLOSE_ROUND_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """Limits of a store."""
+    """Limits of a store, and of the rule by which its owner writes."""
 
     deadline_s: float = 2.0
     """Longest time that an answer takes, and a read unless its caller says less."""
@@ -51,14 +52,16 @@ class StoreOptions:
     absent_s: float = 5.0
     """Time for which a block that was absent is not asked for again."""
     renew_after_s: float = 0.0
-    """Time after which a block that is there and in use is written again, lest it expire."""
+    """Time after which `OfferRule` wants a block that is there and in use again, lest it expire."""
     reads_at_a_time: int = 4
     writes_at_a_time: int = 2
     read_bytes_per_s: float | None = None
     write_bytes_per_s: float | None = None
     when: WriteWhen = WriteWhen.SECOND_TOUCH
+    """Use at which `OfferRule` wants a block."""
     queue_bytes: int = 256 << 20
-    """Limit on the payload bytes of blocks that wait to be written or are being written."""
+    """Limit of `OfferRule` on the payload bytes of blocks that wait to be written or are being
+    written."""
     queue_s: float = 10.0
     """Longest time that a block waits to be written."""
 
@@ -70,13 +73,13 @@ class StoreOptions:
 
 @dataclass(frozen=True, slots=True)
 class RemoteEnded:
-    """The end of one call of `ask`, `get` or `offer`; each is reported once."""
+    """The end of one call of `ask`, `get` or `put`; each is reported once."""
 
     ticket: int
     kind: Verb
     """`LOOKUP`, `READ` or `WRITE`."""
     outcomes: Sequence[RemoteOutcome]
-    """One outcome for each block of the call; for `offer`, for each block that was queued."""
+    """One outcome for each block of the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,17 +143,7 @@ class RemoteStore:
             engine, objects, generation, memory, counters, RoundTripTime(), clock
         )
         self._lookups, self._reads = RemoteLookups(self._link), Reads(self._link)
-        self._uploads = Uploads(
-            self._link,
-            OfferRule(
-                options.when,
-                options.queue_bytes,
-                objects.payload_bytes,
-                self._link.memory,
-                options.renew_after_s,
-                clock,
-            ),
-        )
+        self._uploads = Uploads(self._link)
 
         stall_s = max(options.deadline_s, engine.timeout_s)
         # A write that ends well may take its limit, and a request that began within it.
@@ -252,38 +245,30 @@ class RemoteStore:
 
     # -- writes ------------------------------------------------------------------------------
 
-    def offer(
+    def put(
         self,
         ticket: int,
         keys: Sequence[BlockHash],
         payloads: Sequence[memoryview],
         mark: int | None = None,
-    ) -> list[Offer]:
-        """Offer blocks in prefix order at the end of a request, while their bytes are in memory.
+    ) -> None:
+        """Write blocks in prefix order, while their bytes are in memory.
 
         `mark` is the mark of the last reset before the blocks were stored. None stands for the last
         `reset` of this store, or for the last one before its start. After a later reset the blocks
         are dropped.
 
-        Payloads of `QUEUED` blocks must not change until `poll` has reported the ticket; it is
-        reported only if a block was queued.
+        Payloads must not change until `poll` has reported the ticket.
         """
-        answers = self._uploads.answer(keys, self._writing.is_open)
-        taken = [number for number, answer in enumerate(answers) if answer is Offer.QUEUED]
-        if not taken:
-            return answers
-        job = UploadJob(
-            ticket,
-            [keys[number] for number in taken],
-            [payloads[number] for number in taken],
-            self._clock() + self._options.queue_s,
-            epoch=self._link.memory.epoch,
-            mark=mark,
-        )
+        ends_s, epoch = self._clock() + self._options.queue_s, self._link.memory.epoch
+        job = UploadJob(ticket, keys, payloads, ends_s, epoch=epoch, mark=mark)
         uploads = self._uploads
-        is_stale = partial(uploads.is_stale, job)
-        self._begin(self._writing, job, uploads.write, uploads.give_up, is_stale)
-        return answers
+        if keys and self._writing.is_open:
+            is_stale = partial(uploads.is_stale, job)
+            self._begin(self._writing, job, uploads.write, uploads.give_up, is_stale)
+        else:
+            uploads.give_up(job, range(len(keys)), RemoteOutcome.RESTING)
+            self._report(job)
 
     # -- jobs --------------------------------------------------------------------------------
 

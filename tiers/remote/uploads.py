@@ -1,8 +1,11 @@
-"""Uploads of a remote tier: choice of the blocks that are written, and the calls of the engine."""
+"""Uploads of a remote tier: choice of the blocks that are written, and the calls of the engine.
+
+The scheduler's process chooses and bounds what is written (`OfferRule`). The store of its node
+writes all that it gets (`Uploads`).
+"""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -48,7 +51,7 @@ class UploadJob(RemoteJob):
 
 
 class OfferRule:
-    """Decides which offered blocks are written, and bounds those under way. Any thread."""
+    """Decides which offered blocks are written, and bounds those under way. One thread."""
 
     def __init__(
         self,
@@ -70,7 +73,6 @@ class OfferRule:
         self._queue_bytes = queue_bytes
         self._payload_bytes = payload_bytes
         self._memory = memory
-        self._lock = threading.Lock()
         self._coming: dict[BlockHash, int] = {}
         """Blocks under way, each with the epoch in which it was offered."""
         self._touched: dict[BlockHash, None] = {}
@@ -100,58 +102,44 @@ class OfferRule:
         """Decide about one block. One that is `QUEUED` counts as borrowed from now on."""
         if self._when is WriteWhen.OFF:
             return Offer.OFF
-        with self._lock:
-            if self._is_there(key):
-                return Offer.HELD
-            if self._when is WriteWhen.SECOND_TOUCH and key not in self._touched:
-                self._touched[key] = None
-                drop_oldest(self._touched)
-                return Offer.FIRST_TOUCH
-            if not is_open:
-                return Offer.RESTING
-            if self.borrowed_bytes + self._payload_bytes > self._queue_bytes:
-                return Offer.FULL
-            self._coming[key] = self._memory.epoch
-            return Offer.QUEUED
+        if self._is_there(key):
+            return Offer.HELD
+        if self._when is WriteWhen.SECOND_TOUCH and key not in self._touched:
+            self._touched[key] = None
+            drop_oldest(self._touched)
+            return Offer.FIRST_TOUCH
+        if not is_open:
+            return Offer.RESTING
+        if self.borrowed_bytes + self._payload_bytes > self._queue_bytes:
+            return Offer.FULL
+        self._coming[key] = self._memory.epoch
+        return Offer.QUEUED
 
     def end(self, keys: Sequence[BlockHash], is_there: Sequence[bool], epoch: int) -> None:
         """End blocks that were `QUEUED` in `epoch`; those that are there now start anew if they
         vanish. One that was queued again after a reset goes on."""
-        with self._lock:
-            arrived = list(compress(keys, is_there))
-            self._memory.note_arrivals(epoch, arrived)
-            for key in keys:
-                if self._coming.get(key) == epoch:
-                    del self._coming[key]
-            for key in arrived:
-                self._touched.pop(key, None)
+        arrived = list(compress(keys, is_there))
+        self._memory.note_arrivals(epoch, arrived)
+        for key in keys:
+            if self._coming.get(key) == epoch:
+                del self._coming[key]
+        for key in arrived:
+            self._touched.pop(key, None)
 
 
 class Uploads:
-    """Makes the calls for offered blocks. Any thread."""
+    """Makes the calls that write blocks. Any thread."""
 
-    def __init__(self, link: RemoteLink, rule: OfferRule) -> None:
+    def __init__(self, link: RemoteLink) -> None:
         self._link = link
-        self._rule = rule
-
-    def answer(self, keys: Sequence[BlockHash], is_open: bool) -> list[Offer]:
-        """Decide about blocks in prefix order, so that an overfull queue drops tails.
-
-        What is `QUEUED` counts as borrowed from now on. Owner's thread.
-        """
-        answers = [self._rule.answer(key, is_open) for key in keys]
-        for offer in (Offer.FULL, Offer.RESTING):
-            if offer in answers:
-                self._link.counters.note_unsent(offer, answers.count(offer))
-        return answers
 
     def give_up(self, job: UploadJob, numbers: Sequence[int], outcome: RemoteOutcome) -> None:
         """End blocks that were not sent."""
         self._link.counters.note_unsent(outcome, len(numbers))
-        self._end(job, numbers, [outcome] * len(numbers))
+        job.settle(numbers, [outcome] * len(numbers))
 
     def is_stale(self, job: UploadJob) -> bool:
-        """Return True if a reset came after the offer."""
+        """Return True if a reset came after the call of `put`."""
         return job.epoch != self._link.memory.epoch
 
     def write(self, job: UploadJob, numbers: Sequence[int]) -> RemoteOutcome:
@@ -179,12 +167,6 @@ class Uploads:
         outcomes = link.call(Verb.WRITE, lambda: write(names, objects, limit_s), trips)
         held = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome in THERE]
         link.memory.note(job.epoch, held, ())
-        self._end(job, numbers, outcomes)
-        return worst_of(outcomes)
-
-    def _end(
-        self, job: UploadJob, numbers: Sequence[int], outcomes: Sequence[RemoteOutcome]
-    ) -> None:
-        keys, is_there = [job.keys[n] for n in numbers], [outcome in THERE for outcome in outcomes]
-        self._rule.end(keys, is_there, job.epoch)
+        link.memory.note_arrivals(job.epoch, held)
         job.settle(numbers, outcomes)
+        return worst_of(outcomes)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import NoSpaceError
-from ...tiers.base import NOT_READY, Backend, BlockHash, BlockStatus, SlotSpec
+from ...tiers.base import NOT_READY, Backend, BlockHash, BlockStatus, LoadStoreSpec
 
 NEVER_S = math.inf
 
@@ -95,8 +95,8 @@ class SlotBackend(Backend):
 
     def get_load_store_spec(
         self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
-    ) -> SlotSpec:
-        return SlotSpec(np.array([status.block_id for status in statuses], dtype=np.int32))
+    ) -> LoadStoreSpec:
+        return LoadStoreSpec(np.array([status.block_id for status in statuses], dtype=np.int32))
 
     def reset(self) -> list[BlockStatus]:
         raise AssertionError("a replay resets nothing")

@@ -7,11 +7,9 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import replace
 
 import msgspec
 
-from ....config.remote import WriteWhen
 from ....logs import get_logger
 from ....tiers.remote.base import RemoteEngine
 from ....tiers.remote.objects import ObjectFormat
@@ -98,7 +96,6 @@ class RemoteLoop:
         `problem` asks the server, and returns a sentence about why it is of no use, or None.
         `was_reset`: the engine was reset since its start.
         """
-        options = replace(options, when=WriteWhen.THROUGH)
         self._selector = selectors.DefaultSelector()
         self._waker = Waker(self._selector, lambda: None)
         self._scheduler = FrameSocket(

@@ -18,7 +18,6 @@ from ....tiers.base import BlockHash, BlockOutcome
 from ....tiers.remote.base import RemoteOutcome
 from ....tiers.remote.remote_counters import Verb
 from ....tiers.remote.remote_store import RemoteEnded, RemoteState, RemoteStore
-from ....tiers.remote.uploads import Offer
 from ..path_wire import JobDone, PutJob, pack_outcomes, unpack_slots
 from .remote_wire import (
     AskJob,
@@ -44,13 +43,6 @@ _OF_REMOTE = {
     RemoteOutcome.IO_ERROR: BlockOutcome.IO_ERROR,
     RemoteOutcome.RESTING: BlockOutcome.CANCELLED,
     RemoteOutcome.DROPPED: BlockOutcome.REFUSED,
-}
-_OF_OFFER = {
-    Offer.HELD: BlockOutcome.HELD,
-    Offer.FULL: BlockOutcome.REFUSED,
-    Offer.RESTING: BlockOutcome.REFUSED,
-    Offer.FIRST_TOUCH: BlockOutcome.REFUSED,
-    Offer.OFF: BlockOutcome.REFUSED,
 }
 
 
@@ -160,17 +152,8 @@ class RemoteNode:
 
     def _put(self, order: PutJob) -> None:
         keys = [BlockHash(key) for key in order.keys]
-        job, number = self._job(order.ticket, len(keys), 0), next(self._numbers)
-        views = self._views(order.arena_slots, 1)
-        answers = self._store.offer(number, keys, views, order.epoch)
-        queued = [at for at, answer in enumerate(answers) if answer is Offer.QUEUED]
-        for at, answer in enumerate(answers):
-            job.outcomes[at] = _OF_OFFER.get(answer, BlockOutcome.CANCELLED)
-        if queued:
-            job.left = 1
-            self._calls[number] = _Call(job, queued)
-        else:
-            self._answer(job)
+        number = self._call(self._job(order.ticket, len(keys), 1), range(len(keys)))
+        self._store.put(number, keys, self._views(order.arena_slots, 1), order.epoch)
 
     def _job(self, ticket: int, keys: int, calls: int) -> _Job:
         return _Job(ticket, [BlockOutcome.CANCELLED] * keys, calls, self._clock())

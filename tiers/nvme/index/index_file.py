@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 
 import lmdb
@@ -20,13 +22,23 @@ _HEAD_BYTES = 128 << 10
 _PAGE_SIZES = (4096, 8192, 16384, 32768, 65536)
 _META_MAGIC = 0xBEEFC0DE
 _META_VERSION = 1
-_META_HEAD = struct.Struct("<II")
-_META_TAIL = struct.Struct("<QQ")
-_META_PAGES = 2
-_META_HEAD_OFFSET = 16
-_META_PAGE_SIZE_OFFSET = 40
-_META_TAIL_OFFSET = 136
+_META = struct.Struct("<16xII16x96sQQ")
+"""Magic, version, records of two trees, last page in use and transaction."""
+_PAGE_SIZE_OFFSET = 40
+META_PAGES = 2
 MAX_ERRNO = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class MetaPage:
+    """The newer one of the pages that name the trees."""
+
+    page_bytes: int
+    trees: bytes
+    """Records of the tree of free pages and of the main tree."""
+    last_page: int
+    """Number of the last page in use."""
+    transaction: int
 
 
 def check_file(path: Path, map_bytes: int) -> None:
@@ -40,8 +52,9 @@ def check_file(path: Path, map_bytes: int) -> None:
         head = bytearray(min(size, _HEAD_BYTES))
         if head:
             file.preadv([memoryview(head)], 0)
-        needed = _bytes_needed(head)
-        if needed is None or size > MAX_FILE_BYTES or needed > MAX_FILE_BYTES:
+        meta = newest_meta(head)
+        needed = 0 if meta is None else (meta.last_page + 1) * meta.page_bytes
+        if meta is None or size > MAX_FILE_BYTES or needed > MAX_FILE_BYTES:
             raise CorruptionError(damaged(path, "it is no LMDB file"))
         if needed > size + MAX_MISSING_BYTES:
             raise CorruptionError(damaged(path, "it is cut short"))
@@ -52,27 +65,18 @@ def check_file(path: Path, map_bytes: int) -> None:
         file.close()
 
 
-def _bytes_needed(head: bytearray) -> int | None:
-    """Return the bytes up to the last page that the newer meta page names; None if neither is
-    valid."""
-    if len(head) < _META_TAIL_OFFSET + _META_TAIL.size:
+def newest_meta(data: bytearray | mmap.mmap) -> MetaPage | None:
+    """Return the newer meta page of a file, or of its beginning; None if one is invalid."""
+    page_bytes = int.from_bytes(data[_PAGE_SIZE_OFFSET : _PAGE_SIZE_OFFSET + 4], "little")
+    if page_bytes not in _PAGE_SIZES or len(data) < page_bytes + _META.size:
         return None
-    page_bytes = int.from_bytes(head[_META_PAGE_SIZE_OFFSET : _META_PAGE_SIZE_OFFSET + 4], "little")
-    if page_bytes not in _PAGE_SIZES:
-        return None
-    newest: tuple[int, int] | None = None
-    for page in range(_META_PAGES):
-        start = page * page_bytes
-        if len(head) < start + _META_TAIL_OFFSET + _META_TAIL.size:
-            return None
-        magic, version = _META_HEAD.unpack_from(head, start + _META_HEAD_OFFSET)
+    found: list[MetaPage] = []
+    for page in range(META_PAGES):
+        magic, version, *fields = _META.unpack_from(data, page * page_bytes)
         if (magic, version) != (_META_MAGIC, _META_VERSION):
             return None
-        last_page, number = _META_TAIL.unpack_from(head, start + _META_TAIL_OFFSET)
-        if newest is None or number > newest[0]:
-            newest = (number, last_page)
-    assert newest is not None
-    return int(newest[1] + 1) * page_bytes
+        found.append(MetaPage(page_bytes, *fields))
+    return max(found, key=lambda meta: meta.transaction)
 
 
 def damaged(path: Path, why: str) -> str:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from ....errors import CorruptionError
 from ..namespace import INDEX_FILE
 from .clean_close import read_mark
-from .index_file import damaged
+from .index_file import META_PAGES, damaged, newest_meta
 
 ALWAYS_CHECKED_BYTES = 16 << 20
 """Largest file that is checked completely even after a clean close; it takes some tens of
@@ -41,13 +41,9 @@ _OVERFLOW_HEAD = struct.Struct("<Q2xHI")
 """Number, kind and pages. LMDB leaves the two bytes between as the last use of the page did."""
 _NODE_BYTES = 8
 _DB = struct.Struct("<IHHQQQQQ")
-_META_DBS_OFFSET = 40
-_META_TAIL_OFFSET = 136
-_META_TAIL = struct.Struct("<QQ")
 _BRANCH, _LEAF, _OVERFLOW = 1, 2, 4
 _IS_BIG, _IS_TREE = 1, 2
 _NO_PAGE = (1 << 64) - 1
-_META_PAGES = 2
 
 _BATCH_PAGES = 512
 """Pages checked together, in the order of the file, which is many times as fast as one by one."""
@@ -109,19 +105,16 @@ class _Walk:
     def __init__(self, data: mmap.mmap, size: int) -> None:
         self._data = data
         self._size = size
-        self._page_bytes = int.from_bytes(data[_META_DBS_OFFSET : _META_DBS_OFFSET + 4], "little")
-        metas = [page * self._page_bytes for page in range(_META_PAGES)]
-        start = max(metas, key=lambda at: _META_TAIL.unpack_from(data, at + _META_TAIL_OFFSET)[1])
-        tail = _META_TAIL.unpack_from(data, start + _META_TAIL_OFFSET)
-        self._last_page, self.transaction = tail[0], int(tail[1])
-        """Last page in use, and the newest transaction."""
-        at = start + _META_DBS_OFFSET
-        self._free = _Tree.parse(data[at : at + _DB.size])
-        self._main = _Tree.parse(data[at + _DB.size : at + 2 * _DB.size])
+        meta = newest_meta(data)
+        if meta is None:
+            raise _Damage("it is no LMDB file")
+        self._page_bytes, self.transaction = meta.page_bytes, meta.transaction
+        self._free = _Tree.parse(meta.trees[: _DB.size])
+        self._main = _Tree.parse(meta.trees[_DB.size :])
         pages = size // self._page_bytes
         shorts = np.frombuffer(data, "<u2", pages * self._page_bytes // 2)
         self._pages = shorts.reshape(pages, self._page_bytes // 2)
-        self._in_use = np.zeros(min(self._last_page + 1, pages), dtype=np.bool_)
+        self._in_use = np.zeros(min(meta.last_page + 1, pages), dtype=np.bool_)
 
     def run(self, is_trusted: bool) -> None:
         """Check every tree; if `is_trusted`, only the small ones of a large file."""
@@ -154,7 +147,7 @@ class _Walk:
 
     def _take(self, numbers: Longs) -> None:
         """Mark these pages, in ascending order, as used; raise if one is used already."""
-        is_wrong = (numbers < _META_PAGES) | (numbers >= len(self._in_use))
+        is_wrong = (numbers < META_PAGES) | (numbers >= len(self._in_use))
         is_wrong[1:] |= numbers[1:] == numbers[:-1]
         if not is_wrong.any():
             is_wrong = self._in_use[numbers]

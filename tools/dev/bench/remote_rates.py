@@ -35,7 +35,6 @@ from typing import Any
 
 import numpy as np
 
-from ....config.remote import WriteWhen
 from ....tiers.base import BlockHash
 from ....tiers.remote.base import RemoteEngine, RemoteOutcome
 from ....tiers.remote.object_store import ObjectStoreEngine, open_object_store
@@ -133,8 +132,6 @@ class Ours:
             deadline_s=TIMEOUT_S,
             reads_at_a_time=threads,
             writes_at_a_time=threads,
-            when=WriteWhen.THROUGH,
-            queue_bytes=1 << 40,
             queue_s=TIMEOUT_S,
         )
         self.threads = ThreadPoolExecutor(options.threads)
@@ -158,7 +155,7 @@ class Ours:
 
     def write(self, keys: Sequence[BlockHash], payloads: Sequence[memoryview]) -> None:
         """Write all blocks, which are new."""
-        self.store.offer(self._next(), keys, payloads)
+        self.store.put(self._next(), keys, payloads)
         assert {*self._wait().outcomes} == {RemoteOutcome.OK}
 
     def read(self, keys: Sequence[BlockHash], targets: Sequence[memoryview]) -> None:

@@ -19,7 +19,6 @@ from ....config.schema import (
     TIER_TYPES,
     VLLM_KEYS,
     CascadeConfig,
-    DirectIO,
     TierConfig,
     options_class,
 )
@@ -43,7 +42,6 @@ _VALUES: dict[Any, str] = {
     DriveWrites: "drive writes per day",
     DeviceShare: "",
     FreeShare: "",
-    DirectIO: '`"auto"`, `true`, `false`',
 }
 
 

@@ -22,7 +22,7 @@ from .....handlers.device.geometry import WorkerLayout
 from .....manager.cascading import CascadingOffloadingManager, ManagerOptions, WriteMode
 from .....manager.level import Tier
 from .....manager.request import Request
-from .....tiers.base import BlockHash, SlotArray, SlotSpec
+from .....tiers.base import BlockHash, LoadStoreSpec, SlotArray
 from .....tiers.cpu.arena import Arena, ArenaRole
 from .....tiers.cpu.cpu_backend import CpuBackend
 from .....tiers.cpu.header import ArenaGeometry
@@ -85,7 +85,8 @@ class DrivenEngine:
             key = NamespaceKey("round-trip", {"block_bytes": geometry.slot_bytes})
             tier = open_bench_tier(folder, disk_bytes, key, SlotMemory.of(arena))
             undo.callback(tier.close)
-            top = Tier("cpu", CpuBackend.over(arena), create("lru", geometry.slots))
+            backend = CpuBackend(geometry.slot_bytes, geometry.slots)
+            top = Tier("cpu", backend, create("lru", geometry.slots))
             options = ManagerOptions(
                 write_mode=WriteMode.THROUGH, load_or_recompute=False, with_events=False
             )
@@ -112,7 +113,6 @@ class DrivenEngine:
             output = self._manager.prepare_store(part.keys, request)
             if output is None or len(output.block_hashes_to_store) != len(part.keys):
                 raise BenchError("the CPU tier did not take all blocks")
-            assert isinstance(output.store_spec, SlotSpec)
             self._submit(self._copier.submit_store, part, request, output.store_spec)
         ended: list[_Job] = []
         for _ in _until(lambda: not self._jobs, "stores from the device"):
@@ -161,7 +161,6 @@ class DrivenEngine:
         if hits < len(keys):
             raise BenchError(f"{len(keys) - hits} blocks that were stored are in no tier")
         source = self._manager.prepare_load(keys, job.request)
-        assert isinstance(source, SlotSpec)
         self._submit(self._copier.submit_load, job.part, job.request, source)
         return True
 
@@ -170,7 +169,7 @@ class DrivenEngine:
         start: Callable[[int, GpuBlocks, SlotArray], bool],
         part: RequestPart,
         request: Request,
-        spec: SlotSpec,
+        spec: LoadStoreSpec,
     ) -> None:
         job_id = next(self._job_ids)
         blocks = GpuBlocks.of(part.device_blocks, [len(part.device_blocks)], [0])
