@@ -6,7 +6,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import replace
 
 import msgspec
@@ -18,6 +18,7 @@ from ....tiers.remote.objects import ObjectFormat
 from ....tiers.remote.remote_store import RemoteStore, StoreOptions
 from ..path_link import FrameSocket, Waker
 from ..path_wire import NodeReady
+from ..started_pool import started_pool
 from .remote_node import RemoteNode, SlotParts
 from .remote_wire import to_remote_node
 
@@ -96,7 +97,7 @@ class RemoteLoop:
         """`arena` holds the slots, one block each. The scheduler decides what is written.
 
         `problem` asks the server, and returns a sentence about why it is of no use, or None.
-        `was_reset`: the engine was reset since its start.
+        `was_reset`: the engine was reset since its start. Raises `TierIOError` for want of threads.
         """
         options = replace(options, when=WriteWhen.THROUGH)
         self._selector = selectors.DefaultSelector()
@@ -105,7 +106,7 @@ class RemoteLoop:
             scheduler, to_remote_node.decode, self._selector, self._ordered
         )
         # One thread more than the store needs, so that questions of the log hold up nobody.
-        self._threads = ThreadPoolExecutor(options.threads + 1, "kvcascade-remote")
+        self._threads = started_pool(options.threads + 1, "kvcascade-remote")
         self._complaints = Complaints(problem, self._threads)
         self._store = RemoteStore(
             engine,
