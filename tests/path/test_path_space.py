@@ -13,6 +13,7 @@ from support.executors import SteppingExecutor
 from support.path_rig import BLOCK_BYTES, ROOT, PathRig, RigNode, key_of, slots_in
 
 from kvcascade.errors import TierIOError
+from kvcascade.tiers.nvme.path.block_table import ApplyOutcome
 from kvcascade.tiers.nvme.path.path_messages import (
     Committed,
     Grant,
@@ -24,9 +25,10 @@ from kvcascade.tiers.nvme.path.path_messages import (
 )
 from kvcascade.tiers.nvme.path.writer.namespace.namespace_home import NamespaceHome
 from kvcascade.tiers.nvme.path.writer.namespace.namespace_openings import BeingOpenedError
-from kvcascade.tiers.nvme.path.writer.path_capacity import RETRY_AFTER_S
+from kvcascade.tiers.nvme.path.writer.path_capacity import PATH_REST_S, RETRY_AFTER_S
 from kvcascade.tiers.nvme.path.writer.path_namespaces import PathNamespaces
 from kvcascade.tiers.nvme.path.writer.path_plan import plan_segments
+from kvcascade.tiers.nvme.path.writer.path_writer import FIGURES_EVERY_S
 from kvcascade.tiers.nvme.segments.format import segment_name, segment_number
 from kvcascade.tiers.nvme.segments.segment_files import SegmentFiles
 
@@ -218,6 +220,21 @@ def test_a_segment_that_cannot_be_deleted_is_tried_again_after_a_pause(
     rig.step(50, seconds=RETRY_AFTER_S / 40)
     assert space.own_bytes(0) <= goal
     assert caplog.text.count("could not be deleted") == 1
+
+
+def test_a_segment_whose_blocks_cannot_be_removed_is_tried_again_after_a_pause() -> None:
+    rig = PathRig(6)
+    fill(RigNode(rig, "m"), range(0, 48))
+    space, (disk,) = rig.writer.path.space, rig.disks.values()
+    goal = space.own_bytes(0) - 100_000
+    options = space.capacity.options
+    space.capacity.options = msgspec.structs.replace(options, capacity_bytes=goal)
+    disk.failures = [ApplyOutcome.IO_ERROR] * 3
+    rig.step(50, seconds=PATH_REST_S / 100)
+    assert space.own_bytes(0) > goal and len(disk.failures) == 2
+    assert rig.writer.wait_s == FIGURES_EVERY_S, "it does nothing until then"
+    rig.step(200, seconds=PATH_REST_S / 40)
+    assert space.own_bytes(0) <= goal and not disk.failures
 
 
 def test_a_segment_for_which_memory_lacks_is_made_later(monkeypatch: pytest.MonkeyPatch) -> None:
