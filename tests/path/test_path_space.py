@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import random
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from support.path_rig import BLOCK_BYTES, ROOT, PathRig, RigNode, key_of, slots_
 from kvcascade.errors import TierIOError
 from kvcascade.tiers.nvme.path.block_table import ApplyOutcome
 from kvcascade.tiers.nvme.path.path_messages import (
+    Ask,
     Committed,
     Grant,
     Release,
@@ -127,12 +130,40 @@ def test_a_path_that_shrinks_takes_a_min_share_last() -> None:
     assert order == ["old", "warm", "warm", "warm", "old", "old"], "one of old is beyond its share"
 
 
-def test_a_namespace_that_nobody_has_open_gives_its_segments_and_is_removed() -> None:
+def look_at(rig: PathRig, node: RigNode) -> None:
+    """Ask about the namespace that a node had open, like a tool, and leave."""
+    client = next(rig.numbers)
+    rig.inboxes[client] = deque()
+    body = json.dumps({"name": node.welcome.folder}).encode()  # type: ignore[union-attr]
+    rig.writer.connect(client)
+    rig.send(client, Ask(1, "namespace", body))
+    rig.step(2)
+    assert node.welcome.folder in rig.writer.namespaces  # type: ignore[union-attr]
+    rig.writer.disconnect(client)
+
+
+def test_a_namespace_without_blocks_is_there_after_a_tool_has_looked_at_it() -> None:
+    rig = PathRig()
+    node = RigNode(rig)
+    rig.close()
+    rig.start()
+    look_at(rig, node)
+    rig.step(10, seconds=1.0)
+    assert rig.fs.exists(ROOT / node.welcome.folder)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("is_looked_at", [False, True])
+def test_a_namespace_that_nobody_has_open_gives_its_segments_and_is_removed(
+    is_looked_at: bool,
+) -> None:
+    """A tool that only looks at a namespace does not keep it for ever."""
     rig = shared()
     old = RigNode(rig, "old")
     fill(old, range(0, 240))
     rig.close()
     rig.start()
+    if is_looked_at:
+        look_at(rig, old)
     new = RigNode(rig, "new")
     fill(new, range(1000, 2000))
     rig.step(10, seconds=1.0)
