@@ -85,11 +85,15 @@ def test_a_namespace_that_needs_room_takes_the_coldest_segments_of_another() -> 
     assert [m.numbers for m in rig.take(old.client, SegmentsRemoved)]
 
 
-def test_a_warm_namespace_loses_nothing_to_one_that_is_warm_itself() -> None:
+@pytest.mark.parametrize("was_ahead_s", [0.0, 1e6], ids=["right clock", "clock was ahead"])
+def test_a_warm_namespace_loses_nothing_to_one_that_is_warm_itself(was_ahead_s: float) -> None:
+    """A use that a wrong clock put into the future makes no other namespace cold."""
     rig = shared()
     warm, other = RigNode(rig, "warm"), RigNode(rig, "other")
     fill(warm, range(0, 640))
+    rig.wall.advance(was_ahead_s)
     fill(other, range(1000, 1008))
+    rig.wall.advance(-was_ahead_s)
     keys = warm.held(list(range(640)))
     counts = segments(rig)
     for start in range(2000, 2100, 4):

@@ -299,6 +299,8 @@ class PathSpace:
         paths = ready or paths
         self._ranked_at_s[name] = now_s
         age_s = namespace.recency.coldest_age_s()
+        if age_s is not None and age_s < 0.0:
+            return  # the clock was set back: nobody knows who is colder
         if self.take_coldest(name, paths, -np.inf if age_s is None else age_s):
             self._taken_for = name, now_s
 
