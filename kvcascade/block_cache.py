@@ -178,6 +178,7 @@ class BlockCache:
             is_direct=options.is_direct,
             is_arena_huge=has_huge_pages(),
             patience_s=options.timeout_s / 2,
+            wants_changes=False,
         )
         self._client: NodeKeeper = node_thread(setup, self._moves.memory, fs, self._note)
         _open_caches.add(self)
@@ -313,7 +314,7 @@ class BlockCache:
             case None:
                 self._state = NodeState.JOINING
             case _:
-                """Events and figures of the tier."""
+                """It is ready, or the namespace was reset."""
 
     def _join(self) -> None:
         self._client.start()

@@ -6,7 +6,6 @@ perhaps CUDA. It may also be a daemon, to which `multiprocessing` allows no chil
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import subprocess
@@ -26,12 +25,12 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 SEND_LIMIT_S = 5.0
 """Time limit for sending the setup. It fits into the buffer of any socket."""
 MINUTE_S = 60.0
+DAY_S = 24 * 3600.0
 STARTS_PER_MINUTE = 3
-STARTS_AT_MOST = 200
-"""Limit of the starts in the life of one tier."""
+STARTS_PER_DAY = 200
 MAX_PAUSE_S = 1800.0
-"""Longest pause between two starts. After `STARTS_PER_MINUTE` starts without a ready node, the
-pause doubles with each further one."""
+"""Longest pause after a start that brought nothing. After `STARTS_PER_MINUTE` starts without an
+answered job, the pause doubles with each further one."""
 
 
 class Child(Protocol):
@@ -122,22 +121,19 @@ class StartLimits:
     """When a process that died may be started again. Used under the lock of its `NodeKeeper`."""
 
     def __init__(self) -> None:
-        self._starts_s: deque[float] = deque(maxlen=STARTS_PER_MINUTE)
+        self._starts_s: deque[float] = deque(maxlen=STARTS_PER_DAY)
         self._fruitless = 0
-        """Number of starts since a node was last ready."""
+        """Number of starts since a node last answered a job."""
         self.starts = 0
         """Number of processes that were started."""
 
     def wait_s(self, now_s: float) -> float:
-        """Return the seconds until a process may be started; infinite if none is started again."""
+        """Return the seconds until a process may be started."""
         starts_s = self._starts_s
-        if self.starts >= STARTS_AT_MOST:
-            return math.inf
-        if not starts_s:
-            return 0.0
-        next_s = starts_s[-1] + self._pause_s
-        if len(starts_s) == STARTS_PER_MINUTE:
-            next_s = max(next_s, starts_s[0] + MINUTE_S)
+        next_s = starts_s[-1] + self._pause_s if starts_s else now_s
+        for most, span_s in ((STARTS_PER_MINUTE, MINUTE_S), (STARTS_PER_DAY, DAY_S)):
+            if len(starts_s) >= most:
+                next_s = max(next_s, starts_s[-most] + span_s)
         return max(0.0, next_s - now_s)
 
     def note_start(self, now_s: float) -> None:
@@ -146,8 +142,8 @@ class StartLimits:
         self._fruitless += 1
         self.starts += 1
 
-    def note_ready(self) -> None:
-        """Forget the starts that brought nothing: a process became ready."""
+    def note_answer(self) -> None:
+        """Forget the starts that brought nothing: a process answered a job."""
         self._fruitless = 0
 
     @property

@@ -321,14 +321,13 @@ class NodeKeeper:
             return
         on_end(message)
         del self._jobs[ticket]
+        self._limits.note_answer()
 
     def _take_note(self, stream: NodeStream, message: Any) -> None:
         """The first message without a ticket says that the process is ready."""
         if self._options.on_note is not None:
             self._options.on_note(message)
-        if not stream.is_ready:
-            stream.is_ready = True
-            self._limits.note_ready()
+        stream.is_ready = True
 
     def _bury(self, stream: NodeStream) -> None:
         """Kill the process of a closed connection. Once it is dead, fail its jobs and restart."""
@@ -379,13 +378,6 @@ class NodeKeeper:
         if starts == self._starts_noted:
             return
         self._starts_noted = starts
-        if wait_s == math.inf:
-            _log.error(
-                "the process that moves blocks ended %d times and is not started again: its "
-                "tier does nothing until the engine is started anew",
-                starts,
-            )
-            return
         _log.warning(
             "the process that moves blocks ended %d times; its tier rests, and the next start is "
             "in %.0f s; its own lines above say why it ended, and status -9 without one is often "

@@ -18,7 +18,7 @@ import msgspec
 from ...tiers.cpu.huge_pages import has_huge_pages
 from ...tiers.nvme.disk.filesystem import FileSystem
 from ...tiers.nvme.path.frames import WireError
-from ...tiers.nvme.path.path_messages import FromNode, from_writer
+from ...tiers.nvme.path.path_messages import FromNode, Removed, Stored, TierFigures, from_writer
 from .path_io import IOThreads
 from .path_link import FrameSocket, Waker
 from .path_node import PathNode
@@ -46,6 +46,10 @@ class NodeLoop:
         self._posted: deque[Callable[[], None]] = deque()
         self._scheduler = FrameSocket(scheduler, to_node.decode, self._selector, self._ordered)
         self._writer: FrameSocket | None = None
+        self._unwanted: tuple[type, ...] = (Stored, Removed, TierFigures)
+        """Types of messages that the scheduler does not get."""
+        if setup.wants_changes:
+            self._unwanted = ()
         self._search = WriterSearch(
             fs,
             roots,
@@ -114,7 +118,8 @@ class NodeLoop:
 
     def tell(self, message: msgspec.Struct) -> None:
         """See `NodeMeans`."""
-        self._scheduler.send(message)
+        if not isinstance(message, self._unwanted):
+            self._scheduler.send(message)
 
     # -- events --------------------------------------------------------------------------------
 

@@ -13,13 +13,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from pathlib import Path
 
-from ...errors import KVCascadeError, TierIOError, os_errors
+from ...errors import KVCascadeError, os_errors
 from ...logs import get_logger
 from ...tiers.nvme.disk.filesystem import FileLock, FileSystem
 from ...tiers.nvme.path.frames import hang_up
@@ -32,6 +31,7 @@ from ...tiers.nvme.path.writer.namespace.waiting_grants import Reply
 from ...tiers.nvme.path.writer.path_writer import PathWriter
 from ...tiers.nvme.path.writer_note import note_of_this_process, save_note
 from .path_link import FrameSocket, Waker
+from .started_pool import no_thread, started_pool
 
 PLACE_CHECK_INTERVAL_S = 1.0
 """Time between two checks that the lock and the folder of the path are still in place."""
@@ -168,7 +168,7 @@ class WriterService:
             held.callback(lock.release)
             self._door = PathDoor(roots[0])
             held.callback(self._door.close)
-            executor = _started(IO_THREADS)
+            executor = started_pool(IO_THREADS, "kvcascade-segments")
             held.callback(executor.shutdown)
             save_note(fs, roots[0], note_of_this_process(name))
             listener = self._door.listen()
@@ -207,7 +207,7 @@ class WriterService:
             try:
                 self._thread.start()
             except RuntimeError as error:
-                raise _no_thread(error) from error
+                raise no_thread(error) from error
             if_failed.pop_all()
 
     # -- on its own thread ---------------------------------------------------------------------
@@ -251,26 +251,3 @@ class WriterService:
             _log.exception("the writer of the path failed at its end in a way it should not")
         self._held.close()
         self._clients.close()  # last: a client that sees it may lead at once
-
-
-def _started(threads: int) -> ThreadPoolExecutor:
-    """Return an executor all of whose threads run. Raises `TierIOError` if one cannot be started.
-
-    An executor queues a job before it starts a thread for it. So a job that was refused for want of
-    a thread would still run later. This one never starts a thread later.
-    """
-    executor, gate = ThreadPoolExecutor(threads, "kvcascade-segments"), threading.Event()
-    try:
-        for _ in range(threads):  # each job keeps its thread busy, so the next one gets another
-            executor.submit(gate.wait)
-    except RuntimeError as error:
-        gate.set()
-        executor.shutdown()
-        raise _no_thread(error) from error
-    gate.set()
-    return executor
-
-
-def _no_thread(error: RuntimeError) -> TierIOError:
-    text = f"no thread can write the path ({error}); raise the limit of processes"
-    return TierIOError(None, text)

@@ -75,6 +75,9 @@ class NodeSetup(msgspec.Struct, frozen=True, array_like=True, tag=64):
     """True if the arena lies in huge pages. Direct I/O then needs no bounce buffers."""
     patience_s: float = math.inf
     """Time without a writer after which the scheduler's process wants to know the reason."""
+    wants_changes: bool = True
+    """False if changes of the tier and its figures are not passed on, because the scheduler's
+    process may receive no message for hours."""
 
 
 class PutJob(msgspec.Struct, frozen=True, array_like=True, tag=65):

@@ -6,6 +6,7 @@ reads it in mapped memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from functools import partial
@@ -34,6 +35,9 @@ Find = Callable[[bytes], int]
 MapTable = Callable[[str, int], PresenceTable]
 """Function that maps the presence table in a folder, for a number of slots. May raise."""
 
+MAP_AGAIN_AFTER_S = 5.0
+"""Pause after a presence table could not be mapped; then it is tried again."""
+
 _log = get_logger(__name__)
 
 
@@ -45,19 +49,32 @@ def find_nothing(key: bytes) -> int:
 class MappedPresence:
     """The presence table of a tier, mapped by an executor."""
 
-    def __init__(self, name: str, map_table: MapTable, executor: Executor) -> None:
+    def __init__(
+        self, name: str, map_table: MapTable, executor: Executor, clock: Callable[[], float]
+    ) -> None:
+        """`clock` returns monotonic seconds."""
         self.table: PresenceTable | None = None
         """The table that was mapped last; None before the first one."""
         self.name = name
         """Name of the tier."""
         self._map_table = map_table
         self._executor = executor
+        self._clock = clock
         self._mapping: Future[PresenceTable] | None = None
+        self._wanted = "", 0
+        """Folder and number of slots of the last mapping."""
+        self._again_s = math.inf
+        """Time of the next attempt; infinite if the last one has not failed."""
 
     def begin(self, folder: str, slots: int) -> Future[PresenceTable]:
         """Begin to map the table in a folder; `end` takes what is returned."""
+        self._wanted, self._again_s = (folder, slots), math.inf
         self._mapping = self._executor.submit(self._map_table, folder, slots)
         return self._mapping
+
+    def begin_again(self) -> Future[PresenceTable] | None:
+        """Do so once more, some time after it failed; else return None."""
+        return self.begin(*self._wanted) if self._clock() >= self._again_s else None
 
     def end(self, mapping: Future[PresenceTable]) -> PresenceTable | None:
         """Take in the table; return None if mapping it failed, or the node has joined again."""
@@ -67,6 +84,7 @@ class MappedPresence:
             self.table = mapping.result()
         except (KVCascadeError, OSError) as error:
             _log.warning("tier %s: its blocks are not found: %s", self.name, error)
+            self._again_s = self._clock() + MAP_AGAIN_AFTER_S
             return None
         return self.table
 
@@ -75,9 +93,16 @@ class NodeFeed(NodeInbox):
     """Notes of a node, and the presence table of its namespace."""
 
     def __init__(
-        self, name: str, medium: str, map_table: MapTable, executor: Executor, with_events: bool
+        self,
+        name: str,
+        medium: str,
+        map_table: MapTable,
+        executor: Executor,
+        clock: Callable[[], float],
+        *,
+        with_events: bool,
     ) -> None:
-        """`executor` runs `map_table`."""
+        """`executor` runs `map_table`; `clock` returns monotonic seconds."""
         super().__init__()
         self.find: Find = find_nothing
         """Search in the presence table."""
@@ -95,7 +120,7 @@ class NodeFeed(NodeInbox):
         self.lost: list[BlockHash] = []
         self.events = NodeEvents(name, medium, is_wanted=with_events)
         self.departures = Departures()
-        self._presence = MappedPresence(name, map_table, executor)
+        self._presence = MappedPresence(name, map_table, executor, clock)
         self._epoch: int | None = None
         self._is_resetting = False
         self._names_changes = True
@@ -140,6 +165,12 @@ class NodeFeed(NodeInbox):
         """Epoch of this engine's blocks; None if it is that of a reset that was not answered."""
         return None if self._is_resetting else self._epoch
 
+    def maintain(self) -> None:
+        """Map the presence table again if that failed; called now and then."""
+        mapping = self._presence.begin_again()
+        if mapping is not None:
+            self._follow(mapping)
+
     def was_reset(self) -> bool:
         """Return True once after another engine reset the namespace."""
         table = self._presence.table
@@ -175,8 +206,7 @@ class NodeFeed(NodeInbox):
                 self._enter(message.state)
                 self.folder = Path(message.folder)
                 self.events.joined()
-                mapping = self._presence.begin(message.folder, message.slots)
-                mapping.add_done_callback(partial(self.end, self._mapped))
+                self._follow(self._presence.begin(message.folder, message.slots))
             case NodeNote():
                 if message.text:
                     _log.warning("tier %s: %s", self._presence.name, message.text)
@@ -206,6 +236,9 @@ class NodeFeed(NodeInbox):
         self.can_read = self.state in CAN_READ
         is_found = self.can_read and not self._is_resetting
         self.find = table.find if is_found and table is not None else find_nothing
+
+    def _follow(self, mapping: Future[PresenceTable]) -> None:
+        mapping.add_done_callback(partial(self.end, self._mapped))
 
     def _mapped(self, mapping: Future[PresenceTable]) -> None:
         table = self._presence.end(mapping)

@@ -178,7 +178,12 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
         """
         facts = options.facts
         feed = NodeFeed(
-            facts.name, facts.medium, options.map_table, options.executor, options.with_events
+            facts.name,
+            facts.medium,
+            options.map_table,
+            options.executor,
+            clock,
+            with_events=options.with_events,
         )
         client = client_of(feed.take)
         super().__init__(client, feed, facts, feed.departures, clock)
@@ -262,6 +267,7 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
     def maintain(self) -> int:
         """See `Below`. Jobs and notes of the step are sent together here."""
         self._listen()
+        self.feed.maintain()
         events = self.feed.events
         if events.listed_to is not None and (question := events.question()) is not None:
             self._client.tell(question)

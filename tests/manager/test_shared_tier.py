@@ -2,18 +2,54 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from typing import Any
+
+import pytest
+from support import node_rig
 from support.cascade import Cascade
 from support.inside import demoters
 from support.keys import key, keys
 
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.chain import PASS_ON_AFTER_S
+from kvcascade.manager.below.node_feed import MAP_AGAIN_AFTER_S
 from kvcascade.manager.below.port import Put
 from kvcascade.manager.flow import MAX_EVENT_BLOCKS
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome
+from kvcascade.tiers.nvme.path.presence_file import map_presence
+from kvcascade.tiers.nvme.path.presence_table import PresenceTable
 
 DAY_S = 86400
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_a_presence_table_that_cannot_be_mapped_for_a_moment_is_mapped_later(
+    monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    tries = 0
+
+    def limited(*given: Any) -> PresenceTable:
+        nonlocal tries
+        tries += 1
+        if tries <= failures:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return map_presence(*given)
+
+    monkeypatch.setattr(node_rig, "map_presence", limited)
+    rig = node_rig.NodesRig()
+    tier = rig.add().tier
+    for _ in range(10):
+        tier.maintain()
+        assert (tries, tier.takes_puts) == (1, False), "not at every step"
+    for number in range(failures):
+        rig.clock.advance(MAP_AGAIN_AFTER_S)
+        tier.maintain()  # this begins
+        tier.maintain()  # this takes in what came of it
+        assert (tries, tier.takes_puts) == (number + 2, number + 1 == failures)
+    assert tier.feed.find(key(1)) < 0 and tier.feed.epoch is not None
 
 
 def reset_by_another(cascade: Cascade) -> None:

@@ -30,11 +30,13 @@ from kvcascade.errors import ClosedError, ConfigError, FormatError, InUseError, 
 from kvcascade.handlers.node.node_keeper import SILENCE_LIMIT_S, KeeperOptions
 from kvcascade.handlers.node.path_client import node_thread
 from kvcascade.handlers.node.path_io import IOThreads
+from kvcascade.handlers.node.path_wire import NodeJoined
 from kvcascade.tiers.nvme.disk.filesystem import RealFile, RealFileSystem
 from kvcascade.tiers.nvme.path.path_lock import PathDoor, try_lead
-from kvcascade.tiers.nvme.path.path_messages import PathOptions
+from kvcascade.tiers.nvme.path.path_messages import PathOptions, Removed, Stored, TierFigures
 from kvcascade.tiers.nvme.path.writer.path_options import load_record
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
+from kvcascade.tools.commands.path_session import open_session
 
 BLOCK = 4096
 SMALL: dict[str, Any] = {"capacity": "64MiB", "min_free": 0}
@@ -277,6 +279,32 @@ def test_an_engines_namespace_is_read_by_name(
         own = open_cache(tmp_path, block_bytes=BLOCK)
         assert own.put([key(0)], [content(0)]) == [STORED], "beside the engine, in its own"
         assert engine.holds(range(10)) == list(range(8))
+    finally:
+        engine.close()
+
+
+def test_changes_by_others_do_not_pile_up_for_an_idle_cache(
+    open_cache: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody receives them between two calls. Its node would end at `MAX_UNSENT_BYTES`."""
+    heard: list[type] = []
+    note = kvcascade.BlockCache._note
+
+    def hear(cache: kvcascade.BlockCache, message: object) -> None:
+        heard.append(type(message))
+        note(cache, message)
+
+    monkeypatch.setattr(kvcascade.BlockCache, "_note", hear)
+    engine = engine_at(tmp_path)
+    try:
+        engine.put(range(8))
+        cache = open_cache(tmp_path, namespace=namespace_in(tmp_path))
+        with open_session(RealFileSystem(), tmp_path) as session:
+            rows = session.ask("blocks", name=cache.name)["blocks"]
+            assert session.ask("drop", name=cache.name, blocks=rows[:4]) == {"dropped": 4}
+        engine.until(lambda: len(engine.tier.feed.lost) == 4)
+        assert sum(block is not None for block in cache.get([key(n) for n in range(8)])) == 4
+        assert NodeJoined in heard and not {Removed, Stored, TierFigures}.intersection(heard)
     finally:
         engine.close()
 

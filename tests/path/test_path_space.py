@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import random
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +15,9 @@ from support.executors import SteppingExecutor
 from support.path_rig import BLOCK_BYTES, ROOT, PathRig, RigNode, key_of, slots_in
 
 from kvcascade.errors import TierIOError
+from kvcascade.tiers.nvme.path.block_table import ApplyOutcome
 from kvcascade.tiers.nvme.path.path_messages import (
+    Ask,
     Committed,
     Grant,
     Release,
@@ -24,9 +28,10 @@ from kvcascade.tiers.nvme.path.path_messages import (
 )
 from kvcascade.tiers.nvme.path.writer.namespace.namespace_home import NamespaceHome
 from kvcascade.tiers.nvme.path.writer.namespace.namespace_openings import BeingOpenedError
-from kvcascade.tiers.nvme.path.writer.path_capacity import RETRY_AFTER_S
+from kvcascade.tiers.nvme.path.writer.path_capacity import PATH_REST_S, RETRY_AFTER_S
 from kvcascade.tiers.nvme.path.writer.path_namespaces import PathNamespaces
 from kvcascade.tiers.nvme.path.writer.path_plan import plan_segments
+from kvcascade.tiers.nvme.path.writer.path_writer import FIGURES_EVERY_S
 from kvcascade.tiers.nvme.segments.format import segment_name, segment_number
 from kvcascade.tiers.nvme.segments.segment_files import SegmentFiles
 
@@ -80,11 +85,15 @@ def test_a_namespace_that_needs_room_takes_the_coldest_segments_of_another() -> 
     assert [m.numbers for m in rig.take(old.client, SegmentsRemoved)]
 
 
-def test_a_warm_namespace_loses_nothing_to_one_that_is_warm_itself() -> None:
+@pytest.mark.parametrize("was_ahead_s", [0.0, 1e6], ids=["right clock", "clock was ahead"])
+def test_a_warm_namespace_loses_nothing_to_one_that_is_warm_itself(was_ahead_s: float) -> None:
+    """A use that a wrong clock put into the future makes no other namespace cold."""
     rig = shared()
     warm, other = RigNode(rig, "warm"), RigNode(rig, "other")
     fill(warm, range(0, 640))
+    rig.wall.advance(was_ahead_s)
     fill(other, range(1000, 1008))
+    rig.wall.advance(-was_ahead_s)
     keys = warm.held(list(range(640)))
     counts = segments(rig)
     for start in range(2000, 2100, 4):
@@ -125,12 +134,40 @@ def test_a_path_that_shrinks_takes_a_min_share_last() -> None:
     assert order == ["old", "warm", "warm", "warm", "old", "old"], "one of old is beyond its share"
 
 
-def test_a_namespace_that_nobody_has_open_gives_its_segments_and_is_removed() -> None:
+def look_at(rig: PathRig, node: RigNode) -> None:
+    """Ask about the namespace that a node had open, like a tool, and leave."""
+    client = next(rig.numbers)
+    rig.inboxes[client] = deque()
+    body = json.dumps({"name": node.welcome.folder}).encode()  # type: ignore[union-attr]
+    rig.writer.connect(client)
+    rig.send(client, Ask(1, "namespace", body))
+    rig.step(2)
+    assert node.welcome.folder in rig.writer.namespaces  # type: ignore[union-attr]
+    rig.writer.disconnect(client)
+
+
+def test_a_namespace_without_blocks_is_there_after_a_tool_has_looked_at_it() -> None:
+    rig = PathRig()
+    node = RigNode(rig)
+    rig.close()
+    rig.start()
+    look_at(rig, node)
+    rig.step(10, seconds=1.0)
+    assert rig.fs.exists(ROOT / node.welcome.folder)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("is_looked_at", [False, True])
+def test_a_namespace_that_nobody_has_open_gives_its_segments_and_is_removed(
+    is_looked_at: bool,
+) -> None:
+    """A tool that only looks at a namespace does not keep it for ever."""
     rig = shared()
     old = RigNode(rig, "old")
     fill(old, range(0, 240))
     rig.close()
     rig.start()
+    if is_looked_at:
+        look_at(rig, old)
     new = RigNode(rig, "new")
     fill(new, range(1000, 2000))
     rig.step(10, seconds=1.0)
@@ -218,6 +255,21 @@ def test_a_segment_that_cannot_be_deleted_is_tried_again_after_a_pause(
     rig.step(50, seconds=RETRY_AFTER_S / 40)
     assert space.own_bytes(0) <= goal
     assert caplog.text.count("could not be deleted") == 1
+
+
+def test_a_segment_whose_blocks_cannot_be_removed_is_tried_again_after_a_pause() -> None:
+    rig = PathRig(6)
+    fill(RigNode(rig, "m"), range(0, 48))
+    space, (disk,) = rig.writer.path.space, rig.disks.values()
+    goal = space.own_bytes(0) - 100_000
+    options = space.capacity.options
+    space.capacity.options = msgspec.structs.replace(options, capacity_bytes=goal)
+    disk.failures = [ApplyOutcome.IO_ERROR] * 3
+    rig.step(50, seconds=PATH_REST_S / 100)
+    assert space.own_bytes(0) > goal and len(disk.failures) == 2
+    assert rig.writer.wait_s == FIGURES_EVERY_S, "it does nothing until then"
+    rig.step(200, seconds=PATH_REST_S / 40)
+    assert space.own_bytes(0) <= goal and not disk.failures
 
 
 def test_a_segment_for_which_memory_lacks_is_made_later(monkeypatch: pytest.MonkeyPatch) -> None:

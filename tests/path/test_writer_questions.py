@@ -172,6 +172,22 @@ def test_blocks_by_the_start_of_their_hash() -> None:
     assert "error" in tool.ask("blocks", name=name, start="0")
 
 
+def test_a_namespace_that_a_tool_empties_is_there_until_the_tool_leaves() -> None:
+    rig = PathRig(120)
+    folder = filled(rig, 16).welcome.folder  # type: ignore[union-attr]
+    rig.close()
+    rig.start()
+    tool = Tool(rig)
+    assert tool.ask("namespace", steps=2, name=folder)["blocks"] == 16
+    numbers = sorted(rig.writer.path.space.files.numbers(folder))
+    assert tool.ask("take", steps=20, name=folder, segments=numbers)["taken"] == numbers
+    rig.step(10, seconds=1.0)
+    assert tool.ask("namespace", name=folder)["blocks"] == 0
+    rig.writer.disconnect(tool.client)
+    rig.step(2, seconds=1.0)
+    assert not rig.fs.exists(ROOT / folder)
+
+
 def test_engines_and_grants_of_a_namespace() -> None:
     rig = PathRig(120)
     node, other = RigNode(rig), RigNode(rig, "other")

@@ -6,7 +6,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 
 import msgspec
 
@@ -16,6 +16,7 @@ from ....tiers.remote.objects import ObjectFormat
 from ....tiers.remote.remote_store import RemoteStore, StoreOptions
 from ..path_link import FrameSocket, Waker
 from ..path_wire import NodeReady
+from ..started_pool import started_pool
 from .remote_node import RemoteNode, SlotParts
 from .remote_wire import to_remote_node
 
@@ -94,7 +95,7 @@ class RemoteLoop:
         """`arena` holds the slots, one block each. The scheduler decides what is written.
 
         `problem` asks the server, and returns a sentence about why it is of no use, or None.
-        `was_reset`: the engine was reset since its start.
+        `was_reset`: the engine was reset since its start. Raises `TierIOError` for want of threads.
         """
         self._selector = selectors.DefaultSelector()
         self._waker = Waker(self._selector, lambda: None)
@@ -102,7 +103,7 @@ class RemoteLoop:
             scheduler, to_remote_node.decode, self._selector, self._ordered
         )
         # One thread more than the store needs, so that questions of the log hold up nobody.
-        self._threads = ThreadPoolExecutor(options.threads + 1, "kvcascade-remote")
+        self._threads = started_pool(options.threads + 1, "kvcascade-remote")
         self._complaints = Complaints(problem, self._threads)
         self._store = RemoteStore(
             engine,

@@ -33,7 +33,7 @@ from ..path_messages import PathOptions
 from .path_plan import SMALL_FILES_BYTES
 
 PATH_REST_S = 5.0
-"""Rest of a path after a failed write; then it is tried again."""
+"""Rest of a path, or of an index, after a failed write; then it is tried again."""
 RETRY_AFTER_S = 30.0
 """Pause after a segment could not be made or deleted in a path."""
 BUDGET_LOCK = ".kvcascade.lock"

@@ -81,7 +81,8 @@ class PathNamespaces:
         idle.find(in_force.capacity_bytes, with_days=in_force.write_budget_bytes is not None)
         capacity = PathCapacity(means.fs, roots, in_force, clock)
         self._looked_at: set[str] = set()
-        """Namespaces that are open for a tool only; they stay, even without segments."""
+        """Namespaces that a tool had opened and that had no segment then. They stay, because nobody
+        took their room."""
         self.openings = NamespaceOpenings(
             means, roots, in_force.policy, executor, self._lacking, clock
         )
@@ -349,6 +350,8 @@ class PathNamespaces:
         except KVCascadeError as error:
             namespace.abandon()
             return error
+        if self.space.files.numbers(opening.name):
+            self._looked_at.discard(opening.name)
         namespace.min_share_bytes = self.record.min_shares.get(opening.name, 0)
         return None
 

@@ -26,7 +26,7 @@ from ..block_table import MAX_COMMIT_BLOCKS
 from .idle_namespaces import IdleNamespaces
 from .namespace.namespace_openings import NamespaceOpenings
 from .namespace.namespace_writer import NamespaceWriter
-from .path_capacity import RETRY_AFTER_S, PathCapacity
+from .path_capacity import PATH_REST_S, RETRY_AFTER_S, PathCapacity
 from .segment_jobs import SegmentJobs
 
 PATIENCE_S = 5.0
@@ -81,6 +81,8 @@ class PathSpace:
         self.idle = idle
         self.taking: TakenSegment | None = None
         """Segment that loses its blocks now."""
+        self._take_from_s = -np.inf
+        """Time from which it loses more blocks; later than now after the index refused that."""
         self.deleted: list[TakenSegment] = []
         """Segments whose files were deleted, for the nodes that may have them open."""
         self.files = SegmentJobs(capacity, executor, clock, self._after_deletion)
@@ -111,7 +113,7 @@ class PathSpace:
     @property
     def has_jobs(self) -> bool:
         """True while a segment is being made, emptied or deleted, or a namespace opened."""
-        return self.files.is_busy or self.taking is not None or len(self._openings) > 0
+        return self.files.is_busy or self._is_emptying or len(self._openings) > 0
 
     def own_bytes(self, path: int) -> int:
         """Return the bytes of our namespaces in a path, all that they may take without asking."""
@@ -229,7 +231,7 @@ class PathSpace:
         cannot be removed now.
         """
         taken = self.taking
-        if taken is None:
+        if taken is None or not self._is_emptying:
             return None
         namespace = self.namespaces[taken.name]
         slots = namespace.space.used_in(taken.number)[:MAX_COMMIT_BLOCKS].tolist()
@@ -237,6 +239,7 @@ class PathSpace:
         if slots:
             removed = namespace.remove_slots(slots)
             if removed is None:
+                self._take_from_s = self._clock() + PATH_REST_S
                 return None
         is_empty = not len(namespace.space.used_in(taken.number))
         if not is_empty and not removed:  # slots that the index does not know
@@ -248,6 +251,11 @@ class PathSpace:
         return taken, removed or []
 
     # -- inside --------------------------------------------------------------------------------
+
+    @property
+    def _is_emptying(self) -> bool:
+        """True if a segment loses its blocks, and the index need not rest."""
+        return self.taking is not None and self._clock() >= self._take_from_s
 
     def _coldest(
         self, spared: str | None, paths: set[int], *, is_forced: bool
@@ -291,6 +299,8 @@ class PathSpace:
         paths = ready or paths
         self._ranked_at_s[name] = now_s
         age_s = namespace.recency.coldest_age_s()
+        if age_s is not None and age_s < 0.0:
+            return  # the clock was set back: nobody knows who is colder
         if self.take_coldest(name, paths, -np.inf if age_s is None else age_s):
             self._taken_for = name, now_s
 

@@ -259,6 +259,7 @@ class PathWriter:
         self._send_figures()
 
     def _ask(self, client: Client, message: Ask) -> None:
+        client.is_tool = True
         answer = self._questions.ask(client.number, message)
         if answer is not None:
             self._send(client.number, answer)
@@ -336,7 +337,8 @@ class PathWriter:
                 if namespace.clients:
                     namespace.home.note_use(self.path.fs)
         self._out += self._held.signs_of_life()
-        self.path.remove_empty()
+        if not any(client.is_tool for client in self._clients.values()):
+            self.path.remove_empty()  # a tool may have more questions about one
         self._send_figures()
 
     def _send_figures(self) -> None:

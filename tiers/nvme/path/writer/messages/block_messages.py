@@ -52,6 +52,8 @@ class Client:
     """True if it stores nothing, and is no engine."""
     has_metrics: bool = True
     """True if it exports metrics."""
+    is_tool: bool = False
+    """True if it has asked a question of a tool."""
     figures: TierFigures | None = None
     """Last figures that were sent to this client."""
 

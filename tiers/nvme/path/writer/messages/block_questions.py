@@ -14,7 +14,8 @@ A block is its hash, slot, checksum and the time of its last use in seconds sinc
 the first three. Hashes are hexadecimal. `after` is the last `next`, or empty. With `start`, only
 blocks whose hash begins with it are named.
 
-A namespace that no node has open is opened, and stays open with its writer.
+A namespace that no node has open is opened. It stays open with its writer, unless its room is
+needed.
 """
 
 from __future__ import annotations
