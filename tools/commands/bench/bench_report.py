@@ -12,7 +12,7 @@ from rich.status import Status
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from .bench_results import CONTENDERS, LIMIT, LMCACHE, NONE, OURS, PAGES, VLLM, Row, Table
+from .bench_results import CLIENT, CONTENDERS, LIMIT, LMCACHE, NONE, OURS, PAGES, VLLM, Row, Table
 
 PLAIN_WIDTH = 150
 """Width in columns if the output is not a terminal."""
@@ -22,6 +22,7 @@ TITLES = {
     OURS: "ours",
     VLLM: "vLLM",
     LMCACHE: "LMCache",
+    CLIENT: CLIENT,
     PAGES: "per page",
     LIMIT: "limit",
     NONE: "none",

@@ -12,10 +12,10 @@ FORMAT = 1
 """Version of the JSON document."""
 
 OURS, VLLM, LMCACHE = "ours", "vllm", "lmcache"
-PAGES, LIMIT, NONE = "pages", "limit", "none"
-CONTENDERS = (OURS, VLLM, LMCACHE, PAGES, LIMIT, NONE)
-"""Contenders: kvcascade, vLLM's own offloading, LMCache, batched copies of single pages, the limit
-of the machine, and an engine without offloading."""
+CLIENT, PAGES, LIMIT, NONE = "client", "pages", "limit", "none"
+CONTENDERS = (OURS, VLLM, LMCACHE, CLIENT, PAGES, LIMIT, NONE)
+"""Contenders: kvcascade, vLLM's own offloading, LMCache, a client of Valkey, batched copies of
+single pages, the limit of the machine, and an engine without the tier that is measured."""
 
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
