@@ -122,14 +122,15 @@ def document(tables: Sequence[Table], facts: Mapping[str, Any]) -> dict[str, Any
                 "name": table.name,
                 "title": table.title,
                 "note": table.note,
-                "rows": [_row(row) for row in table.rows],
+                "rows": [row_facts(row) for row in table.rows],
             }
             for table in tables
         ],
     }
 
 
-def _row(row: Row) -> dict[str, Any]:
+def row_facts(row: Row) -> dict[str, Any]:
+    """Return a row as it is in the JSON document."""
     there = [contender for contender in CONTENDERS if row.samples.get(contender)]
     return {
         "case": row.case,
