@@ -28,11 +28,11 @@ from ....manager.request import Request
 from ....tiers.base import BlockHash
 from ....tiers.nvme.namespace import NamespaceKey
 from ....tiers.policies import known_names
-from ...commands.bench.bench_results import NONE, OURS, BenchError, Goal, Quantity
+from ...commands.bench.bench_results import NONE, OURS, Goal, Quantity
 from ...commands.bench.bench_tier import new_keys
 from ..remote_server import HOST, listening, valkey_binary, valkey_command
 from ..server import free_port
-from .measurement import Case, Figures, Measurement, MeasurementSetup
+from .measurement import Case, Figures, Measurement, MeasurementSetup, until
 
 BLOCK_BYTES = 4096
 BLOCKS = 1000
@@ -50,15 +50,6 @@ TIER_ROWS = tuple(
 
 Keys = Sequence[BlockHash]
 _requests = count()
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait for a condition, `LIMIT_S` at most."""
-    ends_s = time.monotonic() + LIMIT_S
-    while not holds():
-        if time.monotonic() > ends_s:
-            raise BenchError("the machine is too slow, or something does not answer")
-        time.sleep(PAUSE_S)
 
 
 def opened(folder: Path, port: int | None) -> Cascade:
@@ -123,7 +114,8 @@ def answered(cascade: Cascade, key: BlockHash) -> None:
         with cascade.manager.lock:
             return remote.may_hold(key, None, "bench") != ASKING
 
-    wait_until(is_known)
+    for _ in until(is_known, "a question to the server", LIMIT_S):
+        time.sleep(PAUSE_S)
 
 
 def look_in_tier(cascade: Cascade) -> Figures:
@@ -188,7 +180,8 @@ def _cases(
     def look_for_new(engine: Cascade) -> Figures:
         return look(engine, new_keys(BLOCKS))
 
-    wait_until(is_ready)
+    for _ in until(is_ready, "the start of the remote tier", LIMIT_S):
+        time.sleep(PAUSE_S)
     yield Case("in the remote tier", {OURS: partial(look_in_tier, ours)}, TIER_ROWS, rounds)
     for engine in engines.values():
         store(engine, held)
