@@ -10,7 +10,7 @@ from kvcascade.tools.dev.demo.workload import Turn
 
 def reply(number: int, cached: int = 64, ttft_s: float = 0.25) -> Reply:
     """An answer to a prompt of 100 tokens."""
-    return Reply(Turn(0, number), 100, cached, ttft_s, (5, 6, 7))
+    return Reply(100, cached, ttft_s, (5, 6, 7), Turn(0, number))
 
 
 def phase(key: str, **changes: Any) -> Phase:

@@ -15,6 +15,7 @@ from support.bench_file import write_bench
 from kvcascade.errors import FormatError
 from kvcascade.tools.__main__ import main
 from kvcascade.tools.commands.command_line import SCHEMA_VERSION, ExitCode
+from kvcascade.tools.commands.progress import counting
 from kvcascade.tools.replay.rates import (
     ASSUMED_CPU,
     ASSUMED_READ,
@@ -24,7 +25,6 @@ from kvcascade.tools.replay.rates import (
     rates_of_bench,
     with_rates,
 )
-from kvcascade.tools.replay.replay_command import progress_bar
 from kvcascade.tools.replay.tier_options import parse_tier
 from kvcascade.tools.replay.virtual import Rate, RateSource
 
@@ -72,7 +72,8 @@ def test_json(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_bar_shows_the_progress_on_a_terminal_only() -> None:
     for is_terminal in (True, False):
         shown = StringIO()
-        with progress_bar(4, Console(file=shown, force_terminal=is_terminal)) as advance:
+        console = Console(file=shown, force_terminal=is_terminal)
+        with counting("replay", "requests", total=4, console=console) as advance:
             for _ in range(3):
                 advance(1)
         assert ("75%" in shown.getvalue()) is is_terminal

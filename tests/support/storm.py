@@ -25,6 +25,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     NamespaceSpec,
 )
 from kvcascade.tiers.policies import create
+from kvcascade.tools.replay.tier_options import TierOptions
 from kvcascade.tools.replay.virtual import Rate, SlotBackend, VirtualClock
 from kvcascade.tools.replay.virtual_node import (
     ROOT,
@@ -99,7 +100,9 @@ class Storm:
         top = SlotBackend(size, machine.cpu_bytes // size, "CPU")
         distinct = {h for asker in askers for h in asker.hashes[: asker.below]}
         rate = Rate(machine.disk_bytes_per_s)
-        options = VirtualTierOptions("nvme", len(distinct) + 4096, "lru", size, size, rate, rate)
+        slots = len(distinct) + 4096
+        tier = TierOptions("nvme", slots * size, "lru", rate, rate)
+        options = VirtualTierOptions(tier, slots, size, size)
         port, self._node = open_virtual_tier(options, self.clock)
         _fill(self._node.path, sorted(distinct))
         self.manager = CascadingOffloadingManager(

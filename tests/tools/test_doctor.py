@@ -34,9 +34,7 @@ GOOD = Facts(
 
 
 def worst(facts: Facts) -> dict[str, Severity]:
-    return {
-        each.subject: each.severity for each in findings(facts) if each.severity is not Severity.OK
-    }
+    return {each.subject: each.level for each in findings(facts) if each.level is not Severity.OK}
 
 
 def test_nothing_is_wrong_with_a_good_machine() -> None:
@@ -66,7 +64,7 @@ def test_one_thing_is_wrong(change: dict[str, object], subject: str, severity: S
     facts = replace(GOOD, **change)  # type: ignore[arg-type]
     assert worst(facts) == {subject: severity}
     for each in findings(facts):
-        if each.severity is not Severity.OK and each.subject not in ("configuration", "vLLM"):
+        if each.level is not Severity.OK and each.subject not in ("configuration", "vLLM"):
             assert each.remedy, "a finding says what to do"
 
 

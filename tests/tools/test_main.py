@@ -182,8 +182,8 @@ def test_what_is_completed() -> None:
     assert completed("bash", "complete_bash", **words).split() == ["inspect"]
     words = {"COMP_WORDS": "kvcascade import --ma", "COMP_CWORD": "2"}
     assert completed("bash", "complete_bash", **words).split() == ["--make-room"]
-    words = {"COMP_WORDS": "kvcascade bench --only re", "COMP_CWORD": "3"}
-    assert completed("bash", "complete_bash", **words).split() == ["reopening", "restart"]
+    words = {"COMP_WORDS": "kvcascade bench --only f", "COMP_CWORD": "3"}
+    assert completed("bash", "complete_bash", **words).split() == ["faults", "first_token"]
 
 
 def completed(shell: str, what: str, **more: str) -> str:

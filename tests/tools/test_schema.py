@@ -13,6 +13,7 @@ from demo.demo_phases import phase
 from kvcascade.tiers.remote.base import FAILURES
 from kvcascade.tools.commands.bench.bench_results import Quantity, Row, Table
 from kvcascade.tools.commands.bench.bench_results import document as bench_document
+from kvcascade.tools.commands.block_scan import DAMAGED
 from kvcascade.tools.commands.carry.export_writer import ExportReport
 from kvcascade.tools.commands.carry.import_report import ImportReport
 from kvcascade.tools.commands.check.config_check import CheckReport, TierReport
@@ -29,7 +30,7 @@ from kvcascade.tools.commands.remote.remote_contents import (
 )
 from kvcascade.tools.commands.remote.verify_remote import RemoteVerified
 from kvcascade.tools.commands.top.top_frame import Frame, TierFrame
-from kvcascade.tools.commands.verify.verify_report import BlockProblem, Problem, VerifyReport
+from kvcascade.tools.commands.verify.verify_report import BlockProblem, VerifyReport
 from kvcascade.tools.dev.demo.demo_results import document as demo_document
 from kvcascade.tools.replay.replay_report import BreakEven, Quantiles, ReplayedTier, ReplayReport
 
@@ -55,7 +56,7 @@ def test_every_field_is_described(section: str, document: type[Any]) -> None:
 def test_statuses_problems_and_version() -> None:
     for code in ExitCode:
         assert f"| {code.value} | `{code.name.lower()}` |" in DOCS
-    for problem in Problem:
+    for problem in DAMAGED:
         assert f"| `{problem}` |" in SECTIONS["verify"]
     for state in GenerationState:
         assert f"| `{state}` |" in SECTIONS["remote"]

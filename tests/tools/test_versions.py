@@ -13,10 +13,8 @@ from kvcascade.tools.dev.versions import (
     BEGIN,
     END,
     FEATURES,
-    GPU_RUNS,
     RELEASES,
     Feature,
-    GpuRun,
     Proof,
     VllmRelease,
     files_for,
@@ -47,20 +45,6 @@ def test_the_status_line_covers_every_version_that_was_run_and_no_other() -> Non
     covered = {n for first, last in spans for n in range(int(first), int(last or first) + 1)}
     run = {int(row.version.split(".")[1]) for row in RELEASES if row.proof is Proof.ENGINE}
     assert covered == run
-
-
-def test_the_status_line_says_what_was_run_on_gpus() -> None:
-    run = GpuRun("NVIDIA X1", "May 2031", "torch 9.9", ("gpu/test_bench.py",))
-    assert "NVIDIA X1, May 2031: torch 9.9" in status_line([run])
-    assert "never" in status_line([])
-    assert "never" not in status_line([run])
-
-
-def test_runs_on_gpus_name_tests_for_gpus() -> None:
-    for run in GPU_RUNS:
-        assert run.evidence, run
-        for name in run.evidence:
-            assert "pytest.mark.gpu" in (ROOT / "tests" / name).read_text(), name
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from ...tiers.nvme.disk.transfers import Throttle
 from ...tiers.nvme.path.block_reader import payload_checksum
@@ -39,15 +39,23 @@ class NamedBlock:
     """Wall-clock time of the last use, in seconds since 1970."""
 
 
-class BlockFinding(Enum):
+class BlockFinding(StrEnum):
     """Result of verifying one block."""
 
     OK = "ok"
     CORRUPT = "corrupt"
+    """The payload does not match its checksum."""
     UNREADABLE = "unreadable"
+    """The device cannot read the payload."""
     NO_SEGMENT = "no_segment"
+    """The segment file of the block is missing or damaged."""
+    ENTRY = "entry"
+    """The entry in the index names a slot that does not exist."""
     CHANGED = "changed"
     """The block was removed or replaced meanwhile."""
+
+
+DAMAGED = frozenset(BlockFinding) - {BlockFinding.OK, BlockFinding.CHANGED}
 
 
 OnValid = Callable[[NamedBlock, memoryview], None]

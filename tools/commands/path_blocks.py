@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError, FormatError
+from ...errors import ConfigError, FormatError, InUseError, KVCascadeError
 from ...handlers.node.path_io import SEGMENTS
 from ...tiers.base import GROUP_BYTES
 from ...tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
@@ -94,6 +94,18 @@ class OpenPath:
     def facts(self, name: str) -> dict[str, Any]:
         """Return numbers of blocks, slots and resets of a namespace, and its totals."""
         return self.session.ask("namespace", name=name)
+
+    def facts_or_problem(self, name: str) -> tuple[dict[str, Any] | None, str | None]:
+        """Return what `facts` does; None and the reason if the writer cannot open the namespace.
+
+        Raises `InUseError` if the writer does not answer.
+        """
+        try:
+            return self.facts(name), None
+        except InUseError:
+            raise
+        except KVCascadeError as error:
+            return None, str(error)
 
     def about(self) -> dict[str, Any]:
         """Return the options in force, the bytes that are taken, and the writer of the path."""

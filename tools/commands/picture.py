@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,24 @@ def label_lines(axes: Any, lines: Sequence[tuple[str, float, LineStyle]]) -> Non
             NAME_LEFT, height, name, transform=place_of, va="center", fontsize=TEXT_POINTS,
             color=style.colour, parse_math=False,
         )  # fmt: skip
+
+
+def draw_ratios(
+    figure: Any, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], label: str
+) -> Any:
+    """Draw a line with its name for each sequence of places and ratios; return the axes."""
+    axes = figure.add_axes((0.075, 0.135, 0.745, 0.66))
+    ends: list[tuple[str, float, LineStyle]] = []
+    for (name, (places, ratios)), style in zip(lines.items(), cycle(LINES), strict=False):
+        axes.plot(places, ratios, **style.options)
+        ends.append((name, ratios[-1], style))
+    axes.set_ylim(0, 1.06 * max(max(ratios) for _, ratios in lines.values()) or 1)
+    axes.yaxis.set_major_formatter(lambda value, place: f"{value:.0%}")
+    axes.set_xlabel(label, parse_math=False, color=INK, fontsize=9)
+    axes.grid(axis="y", alpha=0.25)
+    tidy(axes)
+    label_lines(axes, ends)
+    return axes
 
 
 def save(figure: Any, path: Path) -> None:

@@ -7,7 +7,7 @@ or stale. The results are for display, and for choosing blocks to export or drop
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,12 +63,9 @@ class SavedState:
         """Return how often a writer has opened the namespace; None if unknown."""
         digits = b""
         with suppress(OSError):
-            file = open_read_only(self._folder / SESSION)
-            try:
+            with closing(open_read_only(self._folder / SESSION)) as file:
                 data = bytearray(MAX_SESSION_DIGITS)
                 digits = bytes(data[: file.preadv([memoryview(data)], 0)])
-            finally:
-                file.close()
         return int(digits) if digits.isdigit() else None
 
     def use(self, slots: int) -> SlotUse:
@@ -109,13 +106,10 @@ class SavedState:
 def _head_of(path: Path) -> _Head | None:
     """Return the head of an array; None if the file is none."""
     with suppress(OSError):
-        file = open_read_only(path)
-        try:
+        with closing(open_read_only(path)) as file:
             data = bytearray(HEADER_BYTES)
             got = file.preadv([memoryview(data)], 0)
             return parse_header(bytes(data[:got]), file.size())
-        finally:
-            file.close()
     return None
 
 

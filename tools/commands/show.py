@@ -56,11 +56,6 @@ def duration(seconds: float | None) -> str:
     return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
-def share(part: float | None) -> str:
-    """Return a share in percent."""
-    return UNKNOWN if part is None else f"{part:.1%}"
-
-
 def bar(part: float, width: int = 24) -> str:
     """Return a bar of block characters; `part` is its share of the width."""
     eighths = round(max(0.0, min(1.0, part)) * width * 8)

@@ -12,7 +12,6 @@ evidence: tests of this tree, run as `make test-vllm VERSION=...` runs them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
@@ -59,20 +58,6 @@ class Feature:
     proof: Proof
     evidence: tuple[str, ...]
     note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class GpuRun:
-    """One run on a machine with a GPU."""
-
-    device: str
-    """Name of the GPU, as its driver reports it."""
-    when: str
-    """Month and year of the run."""
-    what: str
-    """Tests of the run, with the versions of torch and vLLM."""
-    evidence: tuple[str, ...]
-    """Test files that passed in the run, relative to `tests/`."""
 
 
 _ENGINE = "vllm/test_engine_versions.py"
@@ -160,11 +145,8 @@ FEATURES: tuple[Feature, ...] = (
     ),
 )
 
-GPU_RUNS: tuple[GpuRun, ...] = ()
-"""Runs on GPUs, newest first; empty if there was none."""
 
-
-def status_line(gpu_runs: Sequence[GpuRun] = GPU_RUNS) -> str:
+def status_line() -> str:
     """Return the tested versions and devices as one line of Markdown; consecutive versions become a
     range."""
     spans: list[str] = []
@@ -173,11 +155,7 @@ def status_line(gpu_runs: Sequence[GpuRun] = GPU_RUNS) -> str:
         if proof is Proof.ENGINE:
             ends = dict.fromkeys((rows[0].version, rows[-1].version))
             spans.append(f"{' to '.join(ends)} ({engine})")
-    runs = [f"{run.device}, {run.when}: {run.what}" for run in gpu_runs]
-    gpu = (
-        "; ".join(runs)
-        or "never yet: take the code for GPUs as untested ([how to run it on one](docs/gpu.md))"
-    )
+    gpu = "never yet: take the code for GPUs as untested ([how to run it on one](docs/gpu.md))"
     cpu = f"the real engine ([how](docs/compatibility.md)), vLLM {', '.join(spans)}"
     return f"**What was run where.** CPU: {cpu}. GPU: {gpu}."
 

@@ -6,7 +6,6 @@ import csv
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from rich.table import Table
 from ...config import sizes
 from ...errors import os_errors
 from ..commands import show
-from ..commands.picture import INK, LINES, LineStyle, head, label_lines, new_figure, save, tidy
+from ..commands.picture import draw_ratios, head, new_figure, save
 from .replay_report import Quantiles, ReplayedTier, ReplayReport
 from .virtual import Rate
 
@@ -162,25 +161,16 @@ def write_png(points: Sequence[SweepPoint], path: Path) -> None:
     Raises `CommandError` without matplotlib, and the mapped form of an `OSError`.
     """
     figure = new_figure(7.6, 4.4)
-    axes = figure.add_axes((0.075, 0.135, 0.745, 0.66))
-    policies = list(dict.fromkeys(point.policy for point in points))
     sizes_bytes = sorted({point.capacity_bytes for point in points})
-    ends: list[tuple[str, float, LineStyle]] = []
-    for policy, style in zip(policies, cycle(LINES), strict=False):
-        ratios = {p.capacity_bytes: p.report.hit_ratio for p in points if p.policy == policy}
-        at = sorted(ratios)
-        axes.plot(at, [ratios[size] for size in at], **style.options)
-        ends.append((policy, ratios[at[-1]], style))
+    lines: dict[str, tuple[list[int], list[float]]] = {}
+    for point in sorted(points, key=lambda point: point.capacity_bytes):
+        places, ratios = lines.setdefault(point.policy, ([], []))
+        places.append(point.capacity_bytes)
+        ratios.append(point.report.hit_ratio)
+    axes = draw_ratios(figure, lines, f"size of {points[0].tier}")
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes_bytes, [f"{size / (1 << 30):g} GiB" for size in sizes_bytes])
     axes.minorticks_off()
-    top = max(point.report.hit_ratio for point in points)
-    axes.set_ylim(0, 1.06 * top or 1)
-    axes.yaxis.set_major_formatter(lambda value, place: f"{value:.0%}")
-    axes.set_xlabel(f"size of {points[0].tier}", parse_math=False, color=INK, fontsize=9)
-    axes.grid(axis="y", alpha=0.25)
-    tidy(axes)
-    label_lines(axes, ends)
     head(figure, show.plain(points[0].report.trace), "prompt tokens found, of all prompt tokens")
     save(figure, path)
 

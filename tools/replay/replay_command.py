@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,8 +13,6 @@ from ...errors import ConfigError
 from ..commands.command_line import CommandError, ExitCode, check_place, emit
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from .rates import DiskRates
     from .rendering import SweepPoint
     from .tier_options import GivenTier, ReplayOptions
@@ -70,9 +67,10 @@ def run(call: ReplayCall) -> None:
     if is_sweep:
         _sweep(call, trace, given, options_of)
         return
+    from ..commands.progress import counting
     from .simulation import replay
 
-    with progress_bar(len(trace.requests)) as advance:
+    with counting("replay", "requests", total=len(trace.requests)) as advance:
         report = replay(trace, options_of(given), advance)
     if call.as_json:
         emit("replay", report.document())
@@ -164,6 +162,7 @@ def _save(points: Sequence[SweepPoint], csv: Path | None, png: Path | None) -> N
 def _points(
     call: ReplayCall, trace: Trace, given: Sequence[GivenTier], options_of: OptionsOf
 ) -> Iterator[SweepPoint]:
+    from ..commands.progress import counting
     from .rendering import SweepPoint
     from .simulation import replay
     from .tier_options import check_policies, parse_sizes
@@ -178,28 +177,9 @@ def _points(
         for policy in check_policies(policies)
         for size in sizes or [tiers[name].capacity_bytes]
     ]
-    with progress_bar(len(runs) * len(trace.requests)) as advance:
+    total = len(runs) * len(trace.requests)
+    with counting("replay", "requests", total=total) as advance:
         for tier in runs:
             options = options_of([tier if one.name == name else one for one in given])
             report = replay(trace, options, advance)
             yield SweepPoint(tier.name, tier.capacity_bytes, tier.policy, report)
-
-
-@contextmanager
-def progress_bar(total: int, console: Console | None = None) -> Iterator[Callable[[int], None]]:
-    """Yield a function that advances a progress bar with a rate; there is no bar if the console is
-    not a terminal.
-
-    The console is standard error by default.
-    """
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from ..commands.rate_column import RateColumn
-
-    console = console or Console(stderr=True)
-    columns = (*Progress.get_default_columns(), RateColumn("requests"))
-    is_off = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=is_off) as bar:
-        task = bar.add_task("replay", total=total)
-        yield lambda requests: bar.advance(task, requests)

@@ -272,20 +272,9 @@ class Simulation:
 
     def _node_tier(self, lower: TierOptions) -> NodeTier:
         """Return a tier over a path in memory."""
-        budget_bytes = lower.write_budget_bytes
-        port, node = open_virtual_tier(
-            VirtualTierOptions(
-                lower.name,
-                self._capacity(lower),
-                lower.policy,
-                self._seen_bytes,
-                self.block_bytes,
-                lower.read,
-                lower.write,
-                None if budget_bytes is None else budget_bytes // self.block_bytes,
-            ),
-            self._clock,
-        )
+        slots = self._capacity(lower)
+        options = VirtualTierOptions(lower, slots, self._seen_bytes, self.block_bytes)
+        port, node = open_virtual_tier(options, self._clock)
         self._node_tiers.append(port)
         self._paths.append(node.path)
         return port

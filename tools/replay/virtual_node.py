@@ -38,6 +38,7 @@ from ...tiers.nvme.path.writer.namespace.namespace_start import StartMeans
 from ...tiers.nvme.path.writer.path_plan import capacity_of
 from ...tiers.nvme.path.writer.path_writer import FIGURES_EVERY_S, PathWriter
 from .memory_path import MemoryBlocks, MemoryFiles
+from .tier_options import TierOptions
 from .virtual import NEVER_S, InlineExecutor, Rate, VirtualClock
 
 ROOT = Path("/replay")
@@ -52,17 +53,12 @@ that was made is taken in by the second one."""
 class VirtualTierOptions:
     """Properties of a tier in virtual time."""
 
-    name: str
+    tier: TierOptions
     slots: int
-    policy: str
     block_bytes: int
     """Size of a block that manager and writer see, in bytes: a multiple of the page size."""
     moved_bytes: int
     """Size of a block that sets the time of a transfer, in bytes."""
-    read: Rate
-    write: Rate
-    write_budget_blocks: int | None = None
-    """Blocks that may be written in a day; None means no limit."""
 
 
 @dataclass(slots=True)
@@ -124,8 +120,8 @@ class VirtualWorkers(Workers):
         self, files: MemoryFiles, options: VirtualTierOptions, clock: VirtualClock
     ) -> None:
         self._files = files
-        self.reads = TransferLane(options.read, options.moved_bytes, clock)
-        self.writes = TransferLane(options.write, options.moved_bytes, clock)
+        self.reads = TransferLane(options.tier.read, options.moved_bytes, clock)
+        self.writes = TransferLane(options.tier.write, options.moved_bytes, clock)
         self._presence: PresenceTable | None = None
 
     def open(self, welcome: Welcome) -> str:
@@ -192,11 +188,12 @@ class VirtualPath:
         self._clock = clock
         self._has_mail = False
         """True if the writer got a message since its last step."""
-        size, budget = options.block_bytes, options.write_budget_blocks
+        size, budget_bytes = options.block_bytes, options.tier.write_budget_bytes
+        budget = None if budget_bytes is None else budget_bytes // options.moved_bytes * size
         asked = PathOptions(
             capacity_of(1, options.slots, size),
-            policy=options.policy,
-            write_budget_bytes=None if budget is None else budget * size,
+            policy=options.tier.policy,
+            write_budget_bytes=budget,
             segment_bytes=options.slots * size,  # all room is there from the first block on
         )
         means = StartMeans(self.files, clock, _open_table, b"")
@@ -322,7 +319,8 @@ def open_virtual_tier(
         nodes.append(VirtualNode(options, on_note, clock))
         return nodes[0]
 
-    facts = TierFacts(options.name, options.name, options.block_bytes, options.slots)
+    name = options.tier.name
+    facts = TierFacts(name, name, options.block_bytes, options.slots)
     tier = NodeTier(
         client_of,
         NodeTierOptions(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -12,7 +13,18 @@ from rich.status import Status
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from .bench_results import CONTENDERS, LIMIT, LMCACHE, NONE, OURS, PAGES, VLLM, Row, Table
+from .bench_results import (
+    CLIENT,
+    CONTENDERS,
+    LIMIT,
+    LMCACHE,
+    NONE,
+    OURS,
+    PAGES,
+    VLLM,
+    Table,
+    row_facts,
+)
 
 PLAIN_WIDTH = 150
 """Width in columns if the output is not a terminal."""
@@ -22,6 +34,7 @@ TITLES = {
     OURS: "ours",
     VLLM: "vLLM",
     LMCACHE: "LMCache",
+    CLIENT: CLIENT,
     PAGES: "per page",
     LIMIT: "limit",
     NONE: "none",
@@ -77,24 +90,46 @@ class Reporter:
 
 def render(table: Table) -> RichTable:
     """Return a table with a row per quantity and case, and a column per contender with figures."""
-    there = [c for c in CONTENDERS if any(row.samples.get(c) for row in table.rows)]
+    rows = [row_facts(row) for row in table.rows]
     made = RichTable(box=SIMPLE_HEAD, pad_edge=False, title=table.title, title_justify="left")
+    (_, *titles, unit, goal), lines = table_cells(rows)
     made.add_column("", no_wrap=True)
-    for contender in there:
-        made.add_column(TITLES[contender], justify="right", no_wrap=True)
-    for contender in there[1:]:
-        made.add_column(f"ours / {TITLES[contender]}", justify="right", no_wrap=True)
-    made.add_column("unit", no_wrap=True)
-    made.add_column("goal", no_wrap=True)
+    for title in titles:
+        made.add_column(title, justify="right", no_wrap=True)
+    made.add_column(unit, no_wrap=True)
+    made.add_column(goal, no_wrap=True)
     before = ""
-    for row in table.rows:
-        if row.case != before:
-            made.add_row(Text(row.case, style="bold"))
-            before = row.case
-        cells = [_figure(row, contender) for contender in there]
-        cells += [_ratio(row, contender) for contender in there[1:]]
-        made.add_row(f"  {row.quantity.name}", *cells, row.quantity.unit, _goals(row))
+    for row, (name, *cells, goals) in zip(rows, lines, strict=True):
+        if row["case"] != before:
+            before = row["case"]
+            made.add_row(Text(before, style="bold"))
+        shown = Text(goals)
+        shown.highlight_regex(r"[^,]+✓", "green")
+        shown.highlight_regex(r"[^,]+✗", "red")
+        made.add_row(f"  {name}", *cells, shown)
     return made
+
+
+def table_cells(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the heading and the cells of rows of the JSON document.
+
+    A contender without any figure has no column.
+    """
+    there = [who for who in CONTENDERS if any(who in row["median"] for row in rows)]
+    others = [who for who in there if who != OURS]
+    ratios = (f"ours / {TITLES[who]}" for who in others)
+    head = ["quantity", *(TITLES[who] for who in there), *ratios, "unit", "goal"]
+    lines = [
+        [
+            row["quantity"],
+            *(_figure(row, who) for who in there),
+            *(_ratio(row, who) for who in others),
+            row["unit"],
+            ", ".join(f"{each['goal']} {'✓' if each['met'] else '✗'}" for each in row["goals"]),
+        ]
+        for row in rows
+    ]
+    return head, lines
 
 
 def number(value: float) -> str:
@@ -105,21 +140,13 @@ def number(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
-def _figure(row: Row, contender: str) -> str:
-    middle, spread = row.median(contender), row.spread(contender)
-    if middle is None:
+def _figure(row: Mapping[str, Any], who: str) -> str:
+    if who not in row["median"]:
         return NOTHING
-    return number(middle) if not spread else f"{number(middle)} ±{spread:.0%}"
+    middle, spread = row["median"][who], row["spread"][who]
+    return f"{number(middle)} ±{spread:.0%}" if spread else number(middle)
 
 
-def _ratio(row: Row, contender: str) -> str:
-    ratio = row.ratio(contender)
+def _ratio(row: Mapping[str, Any], who: str) -> str:
+    ratio = row["ratio"].get(who)
     return NOTHING if ratio is None else f"{number(ratio)}×"
-
-
-def _goals(row: Row) -> Text:
-    text = Text()
-    for goal, _, is_met in row.verdicts():
-        text.append(", " if text else "")
-        text.append(f"{goal.text} {'✓' if is_met else '✗'}", style="green" if is_met else "red")
-    return text

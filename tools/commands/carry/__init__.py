@@ -160,7 +160,7 @@ def _export(
     from ....config.sizes import human
     from ....tiers.nvme.disk.transfers import Throttle
     from ..path_blocks import open_path
-    from ..verify.verify_view import progress_of
+    from ..progress import progress_of
     from .export_path import export_namespace
 
     throttle = Throttle(size_of("--bwlimit", bwlimit))
@@ -197,7 +197,7 @@ def _import(
     make_room: bool,
     as_json: bool,
 ) -> ExitCode:
-    from ..verify.verify_view import progress_of
+    from ..progress import progress_of
     from .carried import CarriedReader
     from .import_path import import_into_path
     from .import_report import DifferentNamespaceError

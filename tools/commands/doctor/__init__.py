@@ -50,8 +50,8 @@ def doctor(config: ConfigArgument = None, as_json: JsonOption = False) -> None:
 
             found = findings(look(config))
         if as_json:
-            emit("doctor", {"findings": [each.as_json() for each in found]})
+            emit("doctor", {"findings": found})
         else:
             print_findings(found)
-    has_problem = any(each.severity is Severity.PROBLEM for each in found)
+    has_problem = any(each.level is Severity.PROBLEM for each in found)
     finish(ExitCode.PROBLEMS if has_problem else ExitCode.OK)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from rich.text import Text
 
@@ -41,20 +40,11 @@ class Finding:
     """One fact, judged."""
 
     subject: str
-    severity: Severity
+    level: Severity
     found: str
     """Fact as a clause."""
     remedy: str = ""
     """Remedy as a clause; empty if nothing is to be done."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the finding as a JSON object."""
-        return {
-            "subject": self.subject,
-            "level": str(self.severity),
-            "found": self.found,
-            "remedy": self.remedy,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,11 +208,11 @@ def print_findings(found: Sequence[Finding]) -> None:
     """Print one line for each finding, its remedy below it, and a summary."""
     console = show.console()
     for each in found:
-        line = Text(MARKS[each.severity].ljust(MARK_WIDTH), style=STYLES[each.severity])
+        line = Text(MARKS[each.level].ljust(MARK_WIDTH), style=STYLES[each.level])
         line.append(f"{each.subject}: {each.found}", style="default")
         console.print(line)
         if each.remedy:
             console.print(Text(f"{' ' * MARK_WIDTH}→ {each.remedy}"))
-    problems = sum(each.severity is Severity.PROBLEM for each in found)
-    advice = sum(each.severity is Severity.ADVICE for each in found)
+    problems = sum(each.level is Severity.PROBLEM for each in found)
+    advice = sum(each.level is Severity.ADVICE for each in found)
     console.print(Text(f"\nproblems: {problems}, advice: {advice}"))

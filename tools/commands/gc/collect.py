@@ -228,12 +228,7 @@ class Collector:
         """Return what the writer says of a namespace; None if it does not know it."""
         if self._opened is None or folder.name not in self._opened.names:
             return None
-        try:
-            return self._opened.facts(folder.name)
-        except InUseError:
-            raise
-        except KVCascadeError:  # it can be removed all the same
-            return None
+        return self._opened.facts_or_problem(folder.name)[0]  # it can be removed all the same
 
     def _look_inside(self, plan: _Plan) -> list[_SegmentUse]:
         assert self._opened is not None, "only whole namespaces are removed without a writer"

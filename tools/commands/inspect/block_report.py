@@ -116,7 +116,7 @@ def look(opened: OpenPath, name: str, text: str) -> BlockReport:
         offset=layout.header_bytes + index * layout.block_bytes,
         length=layout.block_bytes,
         checksum=f"{block.checksum:016x}",
-        verdict=verdict.value,
+        verdict=verdict,
         group=None if tokens is None else group,
         tokens=tokens,
         **_place_in_prompt(state.chains(), block.key, tokens),

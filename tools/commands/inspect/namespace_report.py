@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ....errors import InUseError, KVCascadeError, os_errors
+from ....errors import KVCascadeError, os_errors
 from ....tiers.base import SlotMask
 from ....tiers.endurance import DAY_S
 from ....tiers.nvme.disk.filesystem import FileSystem
@@ -196,7 +196,8 @@ class Inspector:
         session = SavedState(one.folders[0] / STATE).sessions()  # before the writer opens it
         before = self._slots(one)
         damaged = [number for number, _ in damaged_segments(one.segment_files(), one.layout)]
-        facts, problem = self._facts(one)
+        opened = self._opened
+        facts, problem = opened.facts_or_problem(one.name) if opened else (None, self._problem)
         slots = before if facts is None else self._slots(one)
         found = NamespaceReport(
             one.name,
@@ -217,17 +218,6 @@ class Inspector:
             return slots_in_use(self._fs, one.folders[0])
         except KVCascadeError:
             return None
-
-    def _facts(self, one: NamespaceFolder) -> tuple[dict[str, Any] | None, str | None]:
-        """Return what the writer says; None and the reason if it cannot open the namespace."""
-        if self._opened is None:
-            return None, self._problem
-        try:
-            return self._opened.facts(one.name), None
-        except InUseError:
-            raise
-        except KVCascadeError as error:
-            return None, str(error)
 
     def _state(
         self, facts: dict[str, Any] | None, before: SlotsInUse | None, now: SlotsInUse | None

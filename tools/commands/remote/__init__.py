@@ -79,11 +79,12 @@ def list_(
         kvcascade remote ls transfer.json --json
     """
     with answering(as_json):
+        from ..progress import counting
         from .open_remote import opened
         from .remote_contents import contents_of
-        from .remote_view import counting, print_contents
+        from .remote_view import print_contents
 
-        with opened(remote, options) as tier, counting("listing", as_json) as advance:
+        with opened(remote, options) as tier, counting("listing", "objects", as_json) as advance:
             found = contents_of(tier, namespace, advance)
         if as_json:
             emit("remote-ls", found)
@@ -113,12 +114,13 @@ def verify(
         kvcascade remote verify transfer.json --remove
     """
     with answering(as_json):
+        from ..progress import progress_of
         from .open_remote import opened
-        from .remote_view import print_verified, reading
+        from .remote_view import print_verified
         from .verify_remote import verify_remote
 
         rate = size_of("--bwlimit", bwlimit)
-        with opened(remote, options) as tier, reading("reading", as_json) as advance:
+        with opened(remote, options) as tier, progress_of("reading", None, 1, as_json) as advance:
             report = verify_remote(
                 tier, namespace, advance, sample=sample, may_remove=remove, bytes_per_s=rate
             )
@@ -151,15 +153,16 @@ def gc(
         kvcascade remote gc file:///mnt/share/kv --max-size 2TiB
     """
     with answering(as_json):
+        from ..progress import counting
         from .collect_remote import RemoteWish, collect_remote
         from .open_remote import opened
-        from .remote_view import counting, print_collected
+        from .remote_view import print_collected
 
         wish = RemoteWish(
             older_than_s=None if older_than is None else seconds_of("--older-than", older_than),
             max_bytes=size_of("--max-size", max_size),
         )
-        with opened(remote, options) as tier, counting("listing", as_json) as advance:
+        with opened(remote, options) as tier, counting("listing", "objects", as_json) as advance:
             report = collect_remote(tier, namespace, wish, advance, is_dry_run=dry_run)
         if as_json:
             emit("remote-gc", report)

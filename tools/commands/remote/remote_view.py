@@ -1,23 +1,17 @@
-"""Output of `kvcascade remote`: progress with rates, then tables."""
+"""Tables of `kvcascade remote`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
 from ....tiers.base import RESET_TICKS_PER_S
 from ....tiers.remote.objects import parts_of
 from .. import show
-from ..rate_column import RateColumn
-from ..verify.verify_view import MAX_SHOWN, progress_of
+from ..verify.verify_view import MAX_SHOWN
 from .collect_remote import RemoteCollected
 from .examine_object import Verdict
-from .open_remote import Advance
 from .remote_contents import GenerationReport, RemoteContents
 from .verify_remote import RemoteVerified
 
@@ -30,24 +24,6 @@ _VERDICTS = {
     Verdict.CORRUPT: "damaged",
     "absent": "gone meanwhile",
 }
-
-
-@contextmanager
-def counting(title: str, is_quiet: bool) -> Iterator[Advance]:
-    """Show a number of objects and its rate on standard error; nothing for JSON or a pipe."""
-    console = Console(stderr=True)
-    if is_quiet or not console.is_terminal:
-        yield lambda count: None
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), RateColumn("objects"))
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda count: bar.advance(task, count)
-
-
-def reading(title: str, is_quiet: bool) -> AbstractContextManager[Advance]:
-    """Show bytes and their rate on standard error; nothing for JSON or a pipe."""
-    return progress_of(title, None, 1, is_quiet)
 
 
 def print_contents(found: RemoteContents) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,8 @@ class KeptArena:
 
     def as_json(self) -> dict[str, Any]:
         """Return the arena as a JSON object."""
-        return {
-            "name": self.path.name,
-            "size_bytes": self.size_bytes,
-            "slots": self.slots,
-            "blocks": self.blocks,
-            "block_bytes": self.block_bytes,
-            "is_live": self.is_live,
-        }
+        found = asdict(self)
+        return {"name": found.pop("path").name, **found}
 
 
 def found(arena_dir: Path) -> list[KeptArena]:

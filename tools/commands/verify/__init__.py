@@ -98,8 +98,8 @@ def _verify_one(
 ) -> VerifyReport:
     from time import perf_counter
 
+    from ..progress import progress_of
     from .verify_path import verify_namespace
-    from .verify_view import progress_of
 
     if not one.is_readable:
         raise FormatError(one.reason)

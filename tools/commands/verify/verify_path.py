@@ -8,22 +8,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 
 from ....errors import os_errors
 from ....tiers.nvme.disk.filesystem import open_read_only
 from ....tiers.nvme.disk.transfers import Throttle, read_all
 from ....tiers.nvme.segments.format import SegmentLayout
-from ..block_scan import BlockFinding, NamedBlock, scan_blocks
+from ..block_scan import DAMAGED, BlockFinding, NamedBlock, scan_blocks
 from ..path_blocks import OpenPath
 from ..path_folders import NamespaceFolder
-from .verify_report import BlockProblem, Problem, Progress, VerifyReport
-
-_PROBLEMS = {
-    BlockFinding.CORRUPT: Problem.CORRUPT,
-    BlockFinding.UNREADABLE: Problem.UNREADABLE,
-    BlockFinding.NO_SEGMENT: Problem.NO_SEGMENT,
-}
+from .verify_report import BlockProblem, Progress, VerifyReport
 
 
 def verify_namespace(
@@ -47,14 +42,13 @@ def verify_namespace(
     inside = [each for each in named if 0 <= each.slot < slots]
     for each in named:
         if not 0 <= each.slot < slots:
-            report.problems.append(BlockProblem(each.key.hex(), each.slot, Problem.ENTRY))
+            report.problems.append(BlockProblem(each.key.hex(), each.slot, BlockFinding.ENTRY))
             damaged.append(each)
     with path.source(namespace) as source:
         for findings in scan_blocks(source, inside, throttle):
             for block, finding in findings:
-                if finding in _PROBLEMS:
-                    problem = BlockProblem(block.key.hex(), block.slot, _PROBLEMS[finding])
-                    report.problems.append(problem)
+                if finding in DAMAGED:
+                    report.problems.append(BlockProblem(block.key.hex(), block.slot, finding))
                     damaged.append(block)
                 report.changed += finding is BlockFinding.CHANGED
             report.bytes_read += len(findings) * namespace.block_bytes
@@ -100,14 +94,11 @@ def damaged_segments(files: Mapping[int, Path], layout: SegmentLayout) -> Iterat
 def _problem_of(path: Path, header: bytes, file_bytes: int) -> str:
     try:
         with os_errors(f"reading {path}"):
-            file = open_read_only(path)
-            try:
+            with closing(open_read_only(path)) as file:
                 found = memoryview(bytearray(len(header)))
                 if file.size() < file_bytes:
                     return f"it has {file.size()} of {file_bytes} bytes"
                 read_all(file, [found], 0)
-            finally:
-                file.close()
     except FileNotFoundError:  # it was just deleted
         return ""
     except OSError as error:

@@ -4,21 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
 from typing import Any
 
-
-class Problem(StrEnum):
-    """Kind of damage of a block or a file."""
-
-    CORRUPT = "corrupt"
-    """The payload does not match its checksum."""
-    UNREADABLE = "unreadable"
-    """The device cannot read the payload."""
-    NO_SEGMENT = "no_segment"
-    """The segment file of the block is missing or damaged."""
-    ENTRY = "entry"
-    """The entry in the index names a slot that does not exist."""
+from ..block_scan import BlockFinding
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +15,7 @@ class BlockProblem:
 
     hash: str
     slot: int
-    problem: Problem
+    problem: BlockFinding
 
 
 @dataclass(slots=True)

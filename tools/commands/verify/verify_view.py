@@ -1,49 +1,14 @@
-"""Output of `kvcascade verify`: progress with a rate, then the results."""
+"""Results of `kvcascade verify`, for people."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.text import Text
 
 from .. import show
-from .verify_report import Progress as Advance
 from .verify_report import VerifyReport
 
 MAX_SHOWN = 20
 """Number of blocks to print; `--json` lists all."""
-
-
-@contextmanager
-def progress_of(
-    name: str, blocks: int | None, block_bytes: int, is_quiet: bool
-) -> Iterator[Advance]:
-    """Show a progress bar on standard error that advances by numbers of blocks; none for JSON or a
-    pipe."""
-    console = Console(stderr=True)
-    if is_quiet or not console.is_terminal:
-        yield lambda count: None
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(name, total=None if blocks is None else blocks * block_bytes)
-        yield lambda count: bar.advance(task, count * block_bytes)
 
 
 def print_verified(report: VerifyReport) -> None:

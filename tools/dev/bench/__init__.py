@@ -65,6 +65,9 @@ MEASUREMENTS = {
     "gpu": "device to CPU tier and back, on a machine with a GPU; then the two below",
     "round_trip": "all tiers without an engine: store, write, restart, read back, compare",
     "gpu_engine": "the engine on a GPU, where vLLM is installed: tokens, time to the first one",
+    "remote_rates": "rates of remote tiers, beside clients without checks",
+    "remote_obj": "lookups and reads of blocks on S3, beside vLLM's obj tier",
+    "remote_lookups": "lookups with and without a remote tier, for the scheduler's thread",
 }
 """Names and subjects of all measurements, in the order in which they run. `lookups` uses blocks of
 the tiers whose recency order `reopening` checks."""
@@ -83,9 +86,12 @@ _MODULES = {
     "gpu": "gpu.gpu",
     "round_trip": "round_trip",
     "gpu_engine": "engine.gpu_engine",
+    "remote_rates": "remote_rates",
+    "remote_obj": "remote_obj",
+    "remote_lookups": "remote_lookups",
 }
 """Modules of all measurements."""
-ASKED_FOR = (*BARE, "faults", "shared")
+ASKED_FOR = (*BARE, "faults", "shared", "remote_rates", "remote_obj", "remote_lookups")
 """Measurements that run only if their name is given."""
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from ...commands.bench.bench_report import NOTHING, TITLES, number
-from ...commands.bench.bench_results import CONTENDERS, OURS
+from ...commands.bench.bench_report import table_cells
 from ...commands.bench.machine_facts import headline
 
 
@@ -46,40 +45,8 @@ def page(name: str, document: dict[str, Any]) -> str:
     for measurement in document["measurements"]:
         parts += [f"## {measurement['title']}", measurement["note"]]
         for case, rows in groupby(measurement["rows"], key=itemgetter("case")):
-            parts += [f"### {case}", _rows(rows)]
+            parts += [f"### {case}", _table(*table_cells(list(rows)))]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _rows(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return the rows of a case; a contender without any figure has no column."""
-    rows = list(rows)
-    there = [who for who in CONTENDERS if any(who in row["median"] for row in rows)]
-    head = ["quantity", *(TITLES[who] for who in there)]
-    others = [who for who in there if who != OURS]
-    head += [*(f"ours / {TITLES[who]}" for who in others), "unit", "goal"]
-    lines = [
-        [
-            row["quantity"],
-            *(_figure(row, who) for who in there),
-            *(_ratio(row, who) for who in others),
-            row["unit"],
-            ", ".join(f"{each['goal']} {'✓' if each['met'] else '✗'}" for each in row["goals"]),
-        ]
-        for row in rows
-    ]
-    return _table(head, lines)
-
-
-def _figure(row: Mapping[str, Any], who: str) -> str:
-    if who not in row["median"]:
-        return NOTHING
-    middle, spread = row["median"][who], row["spread"][who]
-    return f"{number(middle)} ±{spread:.0%}" if spread else number(middle)
-
-
-def _ratio(row: Mapping[str, Any], who: str) -> str:
-    ratio = row["ratio"].get(who)
-    return NOTHING if ratio is None else f"{number(ratio)}×"
 
 
 def _table(head: list[str], lines: Iterable[list[str]]) -> str:

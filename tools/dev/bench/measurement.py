@@ -8,18 +8,22 @@ repetition. If the machine's speed changes, all contenders are affected alike.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
-from ...commands.bench.bench_results import Quantity, Row, Table
+from ...commands.bench.bench_results import BenchError, Quantity, Row, Table
 from .scale import Scale
 
 Figures = Mapping[str, float | None]
 """Mapping of quantities to figures. A missing quantity was not measured. None means that it could
 not be measured, and there is a row that says so."""
+
+PHASE_LIMIT_S = 300.0
+"""Time after which a phase counts as hung."""
 
 Say = Callable[[str], None]
 """Function that prints a line of progress."""
@@ -73,6 +77,15 @@ class Measurement:
     requested."""
     derived: Callable[[Sequence[Row]], list[Row]] = lambda rows: []
     """Function that computes further rows from the measured rows."""
+
+
+def until(is_done: Callable[[], bool], what: str, limit_s: float = PHASE_LIMIT_S) -> Iterator[None]:
+    """Yield once per step until a condition holds. Raises `BenchError` after `limit_s`."""
+    end_s = monotonic() + limit_s
+    while not is_done():
+        if monotonic() > end_s:
+            raise BenchError(f"{what} did not end within {limit_s:.0f} s")
+        yield
 
 
 def run(measurement: Measurement, setup: MeasurementSetup) -> Table:

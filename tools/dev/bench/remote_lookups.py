@@ -1,28 +1,23 @@
 """Cost of lookups for the scheduler's thread, with and without a remote tier.
 
-    python -m kvcascade.tools.dev.bench.remote_lookups
-
 Two engines without a model have a CPU tier and an NVMe tier; one of them has a remote tier, too.
-They make the same lookups of 1,000 blocks in turns, and each lookup is timed. Before the last rows
-the server is stopped (SIGSTOP). Ratios are those of the medians over all rounds. The first rows are
-lookups in the remote tier alone.
+They make lookups of 1,000 blocks, and each lookup is timed. Before the last case the server is
+stopped (SIGSTOP). The first case has lookups in the remote tier alone.
 
-It starts redis-server or valkey-server from the PATH, or from --valkey-binary.
+It starts redis-server or valkey-server from the PATH.
 """
 
 from __future__ import annotations
 
-import argparse
 import signal
-import tempfile
+import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import quantiles
 
 from ....assembly.build import Cascade, Geometry, open_cascade
 from ....assembly.remote_parts import OpenRemote
@@ -33,30 +28,28 @@ from ....manager.request import Request
 from ....tiers.base import BlockHash
 from ....tiers.nvme.namespace import NamespaceKey
 from ....tiers.policies import known_names
+from ...commands.bench.bench_results import NONE, OURS, Goal, Quantity
 from ...commands.bench.bench_tier import new_keys
 from ..remote_server import HOST, listening, valkey_binary, valkey_command
 from ..server import free_port
+from .measurement import Case, Figures, Measurement, MeasurementSetup, until
 
 BLOCK_BYTES = 4096
 BLOCKS = 1000
+ROUNDS = 10
+"""Rounds of a repetition."""
 CPU_BYTES, NVME_BYTES = 32 << 20, 256 << 20
 DEADLINE_S = 2.0
 LIMIT_S, PAUSE_S = 30.0, 0.005
-LOOKUP_GOAL_US, RATIO_GOAL = 1.5, 1.5
-NEW, ASKED_AGAIN = "blocks of which nothing is known", "the same, known to be absent"
-HIT, STOPPED = "blocks in the CPU tier", "nothing is known, the server is stopped"
+CPU_TIME, P99 = "processor time", "p99"
+UNKNOWN, ASKED = "unknown, asked for", "unknown, being asked for"
+ABSENT, PRESENT = "known to be absent", "known to be there"
+TIER_ROWS = tuple(
+    Quantity(name, "µs/lookup", (Goal(1.5),)) for name in (UNKNOWN, ASKED, ABSENT, PRESENT)
+)
 
 Keys = Sequence[BlockHash]
 _requests = count()
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait for a condition, `LIMIT_S` at most."""
-    ends_s = time.monotonic() + LIMIT_S
-    while not holds():
-        if time.monotonic() > ends_s:
-            raise SystemExit("the machine is too slow, or something does not answer")
-        time.sleep(PAUSE_S)
 
 
 def opened(folder: Path, port: int | None) -> Cascade:
@@ -87,11 +80,8 @@ def remote_of(cascade: Cascade) -> RemoteTier:
     return remote.port
 
 
-def look(cascade: Cascade, keys: Keys) -> tuple[int, list[int]]:
-    """Look blocks up for a new request, and end it.
-
-    Return the processor time of all lookups, and the time of each, in ns.
-    """
+def look(cascade: Cascade, keys: Keys) -> Figures:
+    """Look blocks up for a new request, and end it; return the figures of a lookup."""
     manager, request = cascade.manager, Request(f"bench-{next(_requests)}")
     lookup, clock, took_ns = manager.lookups.lookup_block, time.perf_counter_ns, list[int]()
     cpu_ns = time.thread_time_ns()
@@ -102,7 +92,7 @@ def look(cascade: Cascade, keys: Keys) -> tuple[int, list[int]]:
     cpu_ns = time.thread_time_ns() - cpu_ns
     manager.end_step()
     manager.finish_request(request)
-    return cpu_ns, took_ns
+    return {CPU_TIME: cpu_ns / len(keys) / 1e3, P99: quantiles(took_ns, n=100)[-1] / 1e3}
 
 
 def store(cascade: Cascade, keys: Keys) -> None:
@@ -115,20 +105,6 @@ def store(cascade: Cascade, keys: Keys) -> None:
     cascade.manager.end_step()
 
 
-@dataclass(slots=True)
-class Times:
-    """Times of lookups in one of the engines."""
-
-    cpu_us: list[float]
-    """Processor time of one, by round."""
-    p99_us: list[float]
-
-    def add(self, cpu_ns: int, took_ns: Sequence[int]) -> None:
-        """Add the lookups of a round."""
-        self.cpu_us.append(cpu_ns / len(took_ns) / 1e3)
-        self.p99_us.append(quantiles(took_ns, n=100)[-1] / 1e3)
-
-
 def answered(cascade: Cascade, key: BlockHash) -> None:
     """Wait until a block that was asked for is known."""
     remote = remote_of(cascade)
@@ -138,108 +114,89 @@ def answered(cascade: Cascade, key: BlockHash) -> None:
         with cascade.manager.lock:
             return remote.may_hold(key, None, "bench") != ASKING
 
-    wait_until(is_known)
+    for _ in until(is_known, "a question to the server", LIMIT_S):
+        time.sleep(PAUSE_S)
 
 
-def in_turns(
-    label: str, engines: Sequence[Cascade], keys_of: Callable[[], Keys], rounds: int
-) -> str:
-    """Time lookups in both engines, and return a line of the table."""
-    times = [Times([], []) for _ in engines]
-    for number in range(rounds):
-        keys = keys_of()
-        order = [0, 1] if number % 2 else [1, 0]
-        for at in order:
-            times[at].add(*look(engines[at], keys))
-    p99_us = [median(each.p99_us) for each in times]
-    cpu_us = [median(each.cpu_us) for each in times]
-    ratio = p99_us[1] / p99_us[0]
-    return (
-        f"| {label} | {cpu_us[0]:.2f} / {cpu_us[1]:.2f} | {p99_us[0]:.2f} / {p99_us[1]:.2f} | "
-        f"{ratio:.2f} (goal {RATIO_GOAL}) |"
-    )
+def look_in_tier(cascade: Cascade) -> Figures:
+    """Look blocks up in the remote tier alone; return the time of a lookup in each case."""
+    remote, held = remote_of(cascade), new_keys(BLOCKS)
 
-
-def of_the_tier(cascade: Cascade, rounds: int) -> Iterator[str]:
-    """Time lookups in the remote tier alone."""
-    remote, took_us = remote_of(cascade), dict[str, list[float]]()
-
-    def timed(label: str, keys: Keys) -> None:
+    def took_us(keys: Keys) -> float:
         with cascade.manager.lock:
             begun_s = time.perf_counter()
             for key in keys:
                 remote.may_hold(key, None, "bench")
-            spent_us = 1e6 * (time.perf_counter() - begun_s) / len(keys)
-        took_us.setdefault(label, []).append(spent_us)
+            return 1e6 * (time.perf_counter() - begun_s) / len(keys)
 
-    for _ in range(rounds):
-        keys = new_keys(BLOCKS)
-        timed("unknown, asked for", keys)
-        timed("unknown, being asked for", keys)
-        answered(cascade, keys[-1])
-        timed("known to be absent", keys)
-        held = new_keys(BLOCKS)
-        remote._memory.note(remote._memory.epoch, held, ())
-        timed("known to be there", held)
-    for label, found_us in took_us.items():
-        yield f"| {label} | {median(found_us):.2f} (goal {LOOKUP_GOAL_US}) |"
+    keys = new_keys(BLOCKS)
+    figures = {UNKNOWN: took_us(keys), ASKED: took_us(keys)}
+    answered(cascade, keys[-1])
+    figures[ABSENT] = took_us(keys)
+    remote._memory.note(remote._memory.epoch, held, ())
+    return figures | {PRESENT: took_us(held)}
 
 
-def measured(folder: Path, binary: str, rounds: int) -> Iterator[str]:
-    """Yield the lines of both tables."""
+def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
+    """Yield lookups in the remote tier, then those in engines without and with it."""
+    binary = valkey_binary()
+    if not binary:
+        setup.note("remote_lookups: no valkey-server or redis-server is on the PATH")
+        return
     port = free_port()
     with listening(valkey_command(binary, port), port) as running:
-        engines = [opened(folder / "without", None), opened(folder / "with", port)]
-        remote = remote_of(engines[1])
+        engines = {
+            OURS: opened(setup.folder / "with", port),
+            NONE: opened(setup.folder / "without", None),
+        }
         try:
-
-            def is_ready() -> bool:
-                engines[1].manager.end_step()
-                return remote.feed.mark is not None
-
-            wait_until(is_ready)
-            yield "| lookup in the remote tier | µs |\n|---|---|"
-            yield from of_the_tier(engines[1], rounds)
-            yield (
-                "\n| lookups | CPU µs, without / with | p99 µs, without / with | ratio of p99 |\n"
-                "|---|---|---|---|"
-            )
-            keys = new_keys(BLOCKS)
-            for engine in engines:
-                store(engine, keys)
-            yield in_turns(HIT, engines, lambda: keys, rounds)
-            yield in_turns(NEW, engines, partial(new_keys, BLOCKS), rounds)
-
-            def absent_keys() -> Keys:
-                keys = new_keys(BLOCKS)
-                look(engines[1], keys)
-                answered(engines[1], keys[-1])
-                return keys
-
-            yield in_turns(ASKED_AGAIN, engines, absent_keys, rounds)
-            running.send_signal(signal.SIGSTOP)
-            yield in_turns(STOPPED, engines, partial(new_keys, BLOCKS), rounds)
+            yield from _cases(engines, ROUNDS * setup.scale.repeats, running)
         finally:
             running.send_signal(signal.SIGCONT)
-            for engine in engines:
+            for engine in engines.values():
                 engine.close()
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, and print two tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--valkey-binary", help="path of the server, if it is not on the PATH")
-    parser.add_argument("--rounds", type=int, default=50)
-    options = parser.parse_args(argv)
-    binary = options.valkey_binary or valkey_binary()
-    if not binary:
-        raise SystemExit("there is no valkey-server or redis-server on the PATH")
-    with tempfile.TemporaryDirectory() as folder:
-        for line in measured(Path(folder), binary, options.rounds):
-            print(line, flush=True)
+def _cases(
+    engines: Mapping[str, Cascade], rounds: int, running: subprocess.Popen[bytes]
+) -> Generator[Case, None, None]:
+    ours, held = engines[OURS], new_keys(BLOCKS)
+
+    def is_ready() -> bool:
+        ours.manager.end_step()
+        return remote_of(ours).feed.mark is not None
+
+    def look_for_absent(engine: Cascade) -> Figures:
+        keys = new_keys(BLOCKS)
+        if engine is ours:
+            look(engine, keys)
+            answered(engine, keys[-1])
+        return look(engine, keys)
+
+    def case(label: str, looked: Callable[[Cascade], Figures]) -> Case:
+        contenders = {name: partial(looked, engine) for name, engine in engines.items()}
+        return Case(label, contenders, repeats=rounds)
+
+    def look_for_new(engine: Cascade) -> Figures:
+        return look(engine, new_keys(BLOCKS))
+
+    for _ in until(is_ready, "the start of the remote tier", LIMIT_S):
+        time.sleep(PAUSE_S)
+    yield Case("in the remote tier", {OURS: partial(look_in_tier, ours)}, TIER_ROWS, rounds)
+    for engine in engines.values():
+        store(engine, held)
+    yield case("blocks in the CPU tier", lambda engine: look(engine, held))
+    yield case("nothing is known", look_for_new)
+    yield case("known to be absent", look_for_absent)
+    running.send_signal(signal.SIGSTOP)
+    yield case("nothing is known, the server is stopped", look_for_new)
 
 
-if __name__ == "__main__":
-    main()
+MEASUREMENT = Measurement(
+    "remote_lookups",
+    "Remote tier: lookups on the scheduler's thread",
+    f"Each repetition has {ROUNDS} rounds of {BLOCKS:,} lookups of one request. Both engines have "
+    "a CPU tier and an NVMe tier; ours has a remote tier, too.",
+    (Quantity(CPU_TIME, "µs/lookup"), Quantity(P99, "µs", (Goal(1.5, NONE),))),
+    cases,
+)

@@ -1,36 +1,27 @@
 """Rates of a remote tier beside bare clients of the same server.
 
-    python -m kvcascade.tools.dev.bench.remote_rates --out FOLDER
+All contenders of a case use the same server, sizes and number of threads. Figures are the rate, and
+the processor time of this process, which other work on the machine changes less. Ours reads into
+memory that stands for the arena, with every block verified before it is copied there, and writes
+with checksums and headers. The limit moves the same payload without either: `obstore` alone, or a
+RESP client of a few lines with `sendmsg` and `recv_into`.
 
-All contenders of a case use the same server, sizes and number of threads, and take turns. Figures
-are medians: the rate, and the processor time of this process, which other work on the machine
-changes less. "ours" reads into memory that stands for the arena, with every block verified before
-it is copied there, and writes with checksums and headers. "bare" moves the same payload without
-either: `obstore` alone, or a RESP client of a few lines with `sendmsg` and `recv_into`.
-
-Servers: redis-server or valkey-server on the PATH (or --valkey-binary), moto for S3, and a folder.
-What is missing is left out, and a line says so.
+Servers: redis-server or valkey-server on the PATH, moto for S3, and a folder. What is missing is
+left out, and a note says so.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import socket
-import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -42,6 +33,17 @@ from ....tiers.remote.objects import ObjectFormat, parts_of
 from ....tiers.remote.remote_store import RemoteEnded, RemoteStore, StoreOptions
 from ....tiers.remote.resp import Address, Login
 from ....tiers.remote.valkey import ValkeyEngine
+from ...commands.bench.bench_results import (
+    CLIENT,
+    GIGA,
+    KIB,
+    LIMIT,
+    MIB,
+    OURS,
+    Goal,
+    Quantity,
+    size_label,
+)
 from ...commands.bench.bench_tier import new_keys
 from ..remote_server import (
     BUCKET,
@@ -53,41 +55,30 @@ from ..remote_server import (
     valkey_command,
 )
 from ..server import free_port
+from .measurement import Case, Figures, Measurement, MeasurementSetup
 
 TIMEOUT_S = 30.0
-SIZES = {"512 KiB": 512 << 10, "2 MiB": 2 << 20}
-CHAIN, CHAIN_HELD = 1000, 613
+SIZES = (512 * KIB, 2 * MIB)
+TOTAL_BYTES, S3_SHARE = 256 * MIB, 4
+"""Payload of one repetition, and the part of it that moto moves, which is slow."""
+LEAST_BLOCKS = 8
+CHAIN, CHAIN_HELD, CHAIN_BLOCK_BYTES = 1000, 613, 4096
 PIPELINE = 4
 POLL_S = 0.05
-OURS, BARE, LIBRARY = "ours", "bare", "valkey-py"
-Contender = Callable[[], None]
-Figure = tuple[float, float]
-"""Rate, and processor time."""
+Contenders = dict[str, Callable[[], Figures]]
+RATE, CPU_TIME = "rate", "processor time"
+FOUND, COLD = f"{CHAIN_HELD} of {CHAIN} there", "cold prompt"
+LOOKUPS = tuple(
+    Quantity(f"{name}{more}", unit)
+    for name in (FOUND, COLD)
+    for more, unit in (("", "ms"), (": requests", "requests"))
+)
 
 
-@dataclass
-class RateRow:
-    """One case: the figures of each contender, and the goals."""
-
-    case: str
-    unit: str
-    samples: dict[str, list[float]] = field(default_factory=dict)
-    cpu_us: dict[str, list[float]] = field(default_factory=dict)
-    """Processor time per MiB of payload, in microseconds."""
-    goals: Mapping[str, float] = field(default_factory=dict)
-    """Least ratio of ours to another contender."""
-
-    def figures(self) -> dict[str, Any]:
-        """Return medians and ratios, for JSON."""
-        found = {name: median(values) for name, values in self.samples.items()}
-        ratios = {
-            name: median(o / b for o, b in zip(self.samples[OURS], values, strict=True))
-            for name, values in self.samples.items()
-            if name != OURS and OURS in self.samples
-        }
-        shown: dict[str, Any] = {"case": self.case, "unit": self.unit, "median": found}
-        cpu = {name: median(values) for name, values in self.cpu_us.items()}
-        return shown | {"ratio": ratios, "goal": dict(self.goals), "cpu_us_per_mib": cpu}
+def quantities(goals: Mapping[str, float]) -> tuple[Quantity, ...]:
+    """Return the rows of a case; `goals` has the least ratio of rates to each contender."""
+    bounds = tuple(Goal(least, who, is_least=True) for who, least in goals.items())
+    return Quantity(RATE, "GB/s", bounds, is_more_better=True), Quantity(CPU_TIME, "µs/MiB")
 
 
 class RatedBlocks:
@@ -95,7 +86,7 @@ class RatedBlocks:
 
     def __init__(self, size: int, total_bytes: int) -> None:
         self.size = size
-        self.count = max(8, total_bytes // size)
+        self.count = max(LEAST_BLOCKS, total_bytes // size)
         draw = np.random.default_rng(7)
         self.source = draw.integers(0, 256, (self.count, size), dtype=np.uint8)
         self.arena = np.ones((self.count, size), np.uint8)
@@ -109,13 +100,25 @@ class RatedBlocks:
         """One destination for each block."""
         return [row.data for row in self.arena]
 
-    def rate(self, work: Contender) -> Figure:
-        """Return the GB/s of moving all blocks, and the processor time in us per MiB."""
+    def figures(self, work: Callable[[], None]) -> Figures:
+        """Return the rate of moving all blocks, and the processor time of it."""
         begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
         work()
         took_s, took_cpu_s = time.perf_counter() - begun_s, time.process_time() - begun_cpu_s
         n_bytes = self.count * self.size
-        return n_bytes / took_s / 1e9, took_cpu_s * 1e6 / (n_bytes / (1 << 20))
+        return {RATE: n_bytes / took_s / GIGA, CPU_TIME: took_cpu_s * 1e6 / (n_bytes / MIB)}
+
+    def write(self, ours: Ours) -> Figures:
+        """Write all blocks under new keys; return the figures."""
+        self.keys, sources = new_keys(self.count), self.sources()
+        return self.figures(lambda: ours.write(self.keys, sources))
+
+    def read(self, ours: Ours) -> Figures:
+        """Read all blocks and compare them; return the figures."""
+        targets = self.targets()
+        figures = self.figures(lambda: ours.read(self.keys, targets))
+        self.check()
+        return figures
 
     def check(self) -> None:
         """Raise if the arena does not hold every block."""
@@ -233,44 +236,36 @@ def in_parts(
     list(threads.map(work, [range(i, min(i + width, count)) for i in range(0, count, width)]))
 
 
-def take_turns(
-    contenders: Mapping[str, Callable[[], Figure]], row: RateRow, repeats: int
-) -> RateRow:
-    """Run each contender `repeats` times; the first of them changes."""
-    names = [*contenders]
-    for repeat in range(repeats):
-        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
-            rate, cpu_us = contenders[name]()
-            row.samples.setdefault(name, []).append(rate)
-            row.cpu_us.setdefault(name, []).append(cpu_us)
-    return row
+@contextmanager
+def running(
+    engine: RemoteEngine, size: int, threads: int
+) -> Iterator[tuple[Ours, ThreadPoolExecutor]]:
+    """Open a store of ours, and threads for the other contenders."""
+    with closing(Ours(engine, size, threads)) as ours, ThreadPoolExecutor(threads) as pool:
+        yield ours, pool
 
 
-def valkey_rows(port: int, total_bytes: int, repeats: int, threads: int) -> Iterator[RateRow]:
-    """Measure reads and writes of a Valkey or Redis server."""
-    for label, size in SIZES.items():
+def valkey_cases(port: int, total_bytes: int, threads: int) -> Generator[Case, None, None]:
+    """Yield writes and reads of a Valkey or Redis server."""
+    for size in SIZES:
         blocks = RatedBlocks(size, total_bytes)
         engine = ValkeyEngine(Address(HOST, port), Login(TIMEOUT_S, TIMEOUT_S))
-        ours = Ours(engine, size, threads)
-        pool = ThreadPoolExecutor(threads)
-        with ExitStack() as stack:
-            stack.callback(pool.shutdown)
-            stack.callback(ours.close)
+        with running(engine, size, threads) as (ours, pool):
             bare = [BareResp(port) for _ in range(threads)]
-            for one in bare:
-                stack.callback(one.close)
-            yield from _valkey_cases(label, blocks, ours, bare, pool, port, repeats)
+            try:
+                yield from _valkey_cases(blocks, ours, bare, pool, port)
+            finally:
+                for one in bare:
+                    one.close()
 
 
 def _valkey_cases(
-    label: str,
     blocks: RatedBlocks,
     ours: Ours,
     bare: Sequence[BareResp],
     pool: ThreadPoolExecutor,
     port: int,
-    repeats: int,
-) -> Iterator[RateRow]:
+) -> Generator[Case, None, None]:
     sources, targets, count = blocks.sources(), blocks.targets(), blocks.count
     names = [b"bare:%d" % i for i in range(count)]
     free = [*bare]
@@ -285,25 +280,19 @@ def _valkey_cases(
         client.get_many([names[i] for i in part], [targets[i] for i in part])
         free.append(client)
 
-    def ours_write() -> Figure:
-        blocks.keys = new_keys(count)
+    def ours_write() -> Figures:
         _flush(port, ours)
-        return blocks.rate(lambda: ours.write(blocks.keys, sources))
+        return blocks.write(ours)
 
-    def other_write(work: Callable[[range], None]) -> Figure:
+    def other_write(work: Callable[[range], None]) -> Figures:
         _flush(port, ours)
-        return blocks.rate(lambda: in_parts(pool, count, PIPELINE, work))
+        return other_read(work)
 
-    def ours_read() -> Figure:
-        rate = blocks.rate(lambda: ours.read(blocks.keys, targets))
-        blocks.check()
-        return rate
+    def other_read(work: Callable[[range], None]) -> Figures:
+        return blocks.figures(lambda: in_parts(pool, count, PIPELINE, work))
 
-    def other_read(work: Callable[[range], None]) -> Figure:
-        return blocks.rate(lambda: in_parts(pool, count, PIPELINE, work))
-
-    writes = {OURS: ours_write, BARE: lambda: other_write(bare_write)}
-    reads = {OURS: ours_read, BARE: lambda: other_read(bare_read)}
+    writes: Contenders = {OURS: ours_write, LIMIT: partial(other_write, bare_write)}
+    reads: Contenders = {OURS: partial(blocks.read, ours), LIMIT: partial(other_read, bare_read)}
     if find_spec("valkey") is not None:
         client: Any = import_module("valkey").Valkey(HOST, port)
 
@@ -320,15 +309,13 @@ def _valkey_cases(
             for i, value in zip(part, pipeline.execute(), strict=True):
                 targets[i][:] = value
 
-        writes[LIBRARY] = lambda: other_write(library_write)
-        reads[LIBRARY] = lambda: other_read(library_read)
-    yield take_turns(writes, RateRow(f"Valkey write {label}", "GB/s", goals={BARE: 0.85}), repeats)
-    _flush(port, ours)
-    blocks.keys = new_keys(count)
-    ours.write(blocks.keys, sources)
+        writes[CLIENT] = partial(other_write, library_write)
+        reads[CLIENT] = partial(other_read, library_read)
+    label = size_label(blocks.size)
+    yield Case(f"Valkey, write {label}", writes)
+    ours_write()
     in_parts(pool, count, PIPELINE, bare_write)
-    goals = {BARE: 0.80, LIBRARY: 1.3}
-    yield take_turns(reads, RateRow(f"Valkey read {label}", "GB/s", goals=goals), repeats)
+    yield Case(f"Valkey, read {label}", reads, quantities({LIMIT: 0.80, CLIENT: 1.3}))
 
 
 def _flush(port: int, ours: Ours) -> None:
@@ -339,170 +326,114 @@ def _flush(port: int, ours: Ours) -> None:
     ours.keep_generation()
 
 
-def object_rows(
-    where: str,
-    opened: Callable[[], ObjectStoreEngine],
-    total_bytes: int,
-    repeats: int,
-    threads: int,
-) -> Iterator[RateRow]:
-    """Measure reads and writes of a bucket or folder."""
+def object_cases(
+    where: str, opened: Callable[[], ObjectStoreEngine], total_bytes: int, threads: int
+) -> Generator[Case, None, None]:
+    """Yield writes and reads of a bucket or folder."""
+    for size in SIZES:
+        blocks, engine = RatedBlocks(size, total_bytes), opened()
+        with running(engine, size, threads) as (ours, pool):
+            yield from _object_cases(where, blocks, ours, engine._store, pool)
+
+
+def _object_cases(
+    where: str, blocks: RatedBlocks, ours: Ours, store: Any, pool: ThreadPoolExecutor
+) -> Generator[Case, None, None]:
     obstore: Any = import_module("obstore")
-    for label, size in SIZES.items():
-        blocks = RatedBlocks(size, total_bytes)
-        engine = opened()
-        ours, pool = Ours(engine, size, threads), ThreadPoolExecutor(threads)
-        sources, targets, store = blocks.sources(), blocks.targets(), engine._store
-        names = [f"bare/{uuid.uuid4().hex}" for _ in range(blocks.count)]
+    sources, names = blocks.sources(), list[str]()
 
-        def ours_write(blocks: RatedBlocks = blocks, ours: Ours = ours) -> Figure:
-            blocks.keys = new_keys(blocks.count)
-            return blocks.rate(lambda: ours.write(blocks.keys, blocks.sources()))
+    def put(part: range) -> None:
+        for i in part:
+            obstore.put(store, names[i], sources[i], mode="create", use_multipart=False)
 
-        def put(
-            part: range,
-            names: list[str] = names,
-            sources: list[memoryview] = sources,
-            store: Any = store,
-        ) -> None:
-            for i in part:
-                how = {"mode": "create", "use_multipart": False}
-                obstore.put(store, names[i], sources[i], **how)
+    def get(part: range) -> None:
+        for i in part:
+            memoryview(obstore.get(store, names[i]).bytes())
 
-        def bare_write(
-            blocks: RatedBlocks = blocks, names: list[str] = names, pool: ThreadPoolExecutor = pool
-        ) -> Figure:
-            names[:] = [f"bare/{uuid.uuid4().hex}" for _ in names]
-            return blocks.rate(lambda: in_parts(pool, blocks.count, 1, put))
+    def bare_write() -> Figures:
+        names[:] = [f"bare/{uuid.uuid4().hex}" for _ in sources]
+        return blocks.figures(lambda: in_parts(pool, blocks.count, 1, put))
 
-        def ours_read(
-            blocks: RatedBlocks = blocks, ours: Ours = ours, targets: list[memoryview] = targets
-        ) -> Figure:
-            rate = blocks.rate(lambda: ours.read(blocks.keys, targets))
-            blocks.check()
-            return rate
+    def bare_read() -> Figures:
+        return blocks.figures(lambda: in_parts(pool, blocks.count, 1, get))
 
-        def get(part: range, names: list[str] = names, store: Any = store) -> None:
-            for i in part:
-                memoryview(obstore.get(store, names[i]).bytes())
-
-        def bare_read(blocks: RatedBlocks = blocks, pool: ThreadPoolExecutor = pool) -> Figure:
-            return blocks.rate(lambda: in_parts(pool, blocks.count, 1, get))
-
-        row = RateRow(f"{where} write {label}", "GB/s", goals={BARE: 0.85})
-        yield take_turns({OURS: ours_write, BARE: bare_write}, row, repeats)
-        least = 0.80 if size < 2 << 20 else 0.70
-        row = RateRow(f"{where} read {label}", "GB/s", goals={BARE: least})
-        yield take_turns({OURS: ours_read, BARE: bare_read}, row, repeats)
-        ours.close()
-        pool.shutdown()
+    label = size_label(blocks.size)
+    writes: Contenders = {OURS: partial(blocks.write, ours), LIMIT: bare_write}
+    yield Case(f"{where}, write {label}", writes)
+    reads: Contenders = {OURS: partial(blocks.read, ours), LIMIT: bare_read}
+    goals = {LIMIT: 0.80 if blocks.size < 2 * MIB else 0.70}
+    yield Case(f"{where}, read {label}", reads, quantities(goals))
 
 
-def lookup_rows(where: str, opened: Callable[[], RemoteEngine], repeats: int) -> Iterator[RateRow]:
-    """Measure lookups of a chain of which a part is there, and of a cold prompt."""
-    size = 4096
-    ours = Ours(opened(), size, 4)
-    keys = new_keys(CHAIN)
-    payload = memoryview(bytes(size))
-    ours.write(keys[:CHAIN_HELD], [payload] * CHAIN_HELD)
-    took = RateRow(f"{where} lookup, {CHAIN_HELD} of {CHAIN} there", "ms")
-    cold = RateRow(f"{where} lookup, cold prompt", "ms")
-    asked = RateRow(f"{where} requests, {CHAIN_HELD} of {CHAIN} there", "requests")
-    asked_cold = RateRow(f"{where} requests, cold prompt", "requests")
+def lookup_cases(where: str, engine: RemoteEngine) -> Generator[Case, None, None]:
+    """Yield lookups of a chain of which a part is there, and of a cold prompt."""
+    keys, payload = new_keys(CHAIN), memoryview(bytes(CHAIN_BLOCK_BYTES))
 
     def requests() -> int:
         return sum(verb.requests for verb in ours.store.counters.verbs.values())
 
-    for _ in range(repeats):
+    def look() -> Figures:
         ours.store._link.memory.clear()
-        for time_row, request_row, chain, held in (
-            (took, asked, keys, CHAIN_HELD),
-            (cold, asked_cold, new_keys(CHAIN), 0),
-        ):
+        figures: dict[str, float | None] = {}
+        for name, chain, held in ((FOUND, keys, CHAIN_HELD), (COLD, new_keys(CHAIN), 0)):
             before, begun_s = requests(), time.perf_counter()
             assert ours.look(chain) == held
-            time_row.samples.setdefault(OURS, []).append(1e3 * (time.perf_counter() - begun_s))
-            request_row.samples.setdefault(OURS, []).append(requests() - before)
-    ours.close()
-    yield from (took, asked, cold, asked_cold)
+            figures[name] = 1e3 * (time.perf_counter() - begun_s)
+            figures[f"{name}: requests"] = requests() - before
+        return figures
+
+    with closing(Ours(engine, CHAIN_BLOCK_BYTES, 4)) as ours:
+        ours.write(keys[:CHAIN_HELD], [payload] * CHAIN_HELD)
+        yield Case(f"{where}, lookups", {OURS: look}, LOOKUPS)
 
 
-def of_valkey(options: argparse.Namespace) -> Iterator[RateRow]:
-    """Measure a Valkey or Redis server, started here."""
-    binary = options.valkey_binary or valkey_binary()
+def of_valkey(setup: MeasurementSetup, total_bytes: int) -> Generator[Case, None, None]:
+    """Yield the cases of a Valkey or Redis server, started here."""
+    binary = valkey_binary()
     if not binary:
-        print("left out: Valkey, since no valkey-server or redis-server is on the PATH")
+        setup.note("left out: Valkey, since no valkey-server or redis-server is on the PATH")
         return
     port = free_port()
-    at = Address(HOST, port), Login(TIMEOUT_S, TIMEOUT_S)
     with listening(valkey_command(binary, port), port):
-        yield from valkey_rows(port, options.total_mib << 20, options.repeats, 2)
-        yield from lookup_rows("Valkey", lambda: ValkeyEngine(*at), options.repeats)
+        yield from valkey_cases(port, total_bytes, 2)
+        engine = ValkeyEngine(Address(HOST, port), Login(TIMEOUT_S, TIMEOUT_S))
+        yield from lookup_cases("Valkey", engine)
 
 
-def of_folder(options: argparse.Namespace) -> Iterator[RateRow]:
-    """Measure a folder, through the page cache."""
+def of_folder(setup: MeasurementSetup, total_bytes: int) -> Generator[Case, None, None]:
+    """Yield the cases of a folder, through the page cache."""
     if find_spec("obstore") is None:
-        print("left out: the folder, since obstore is not installed")
+        setup.note("left out: the folder, since obstore is not installed")
         return
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        url = Path(folder).as_uri()
-        here = partial(open_object_store, url, TIMEOUT_S, TIMEOUT_S)
-        yield from object_rows("folder", here, options.total_mib << 20, options.repeats, 4)
+    here = partial(open_object_store, setup.folder.as_uri(), TIMEOUT_S, TIMEOUT_S)
+    yield from object_cases("folder", here, total_bytes, 4)
 
 
-def of_s3(options: argparse.Namespace) -> Iterator[RateRow]:
-    """Measure moto, started here, with a quarter of the payload: it is slow."""
+def of_s3(setup: MeasurementSetup, total_bytes: int) -> Generator[Case, None, None]:
+    """Yield the cases of moto, started here."""
     if find_spec("obstore") is None or find_spec("moto") is None:
-        print("left out: S3, since obstore or moto is not installed")
+        setup.note("left out: S3, since obstore or moto is not installed")
         return
     with s3_server() as endpoint:
         secrets = {"access_key_id": "none", "secret_access_key": "none"}
         where = f"s3://{BUCKET}/p", TIMEOUT_S, TIMEOUT_S, endpoint, REGION, secrets
         bucket = partial(open_object_store, *where)
-        total_bytes = options.total_mib << 18
-        yield from object_rows("S3 (moto)", bucket, total_bytes, options.repeats, 8)
-        yield from lookup_rows("S3 (moto)", bucket, options.repeats)
+        yield from object_cases("S3 (moto)", bucket, total_bytes // S3_SHARE, 8)
+        yield from lookup_cases("S3 (moto)", bucket())
 
 
-PARTS = {"valkey": of_valkey, "folder": of_folder, "s3": of_s3}
+def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
+    """Yield the cases of each server."""
+    total_bytes = min(TOTAL_BYTES, setup.scale.transfer_bytes)
+    for part in (of_valkey, of_folder, of_s3):
+        yield from part(setup, total_bytes)
 
 
-def shown(row: RateRow) -> str:
-    """Return a line of the table."""
-    figures = row.figures()
-    found = ", ".join(f"{name} {value:.3g}" for name, value in figures["median"].items())
-    ratios = "; ".join(
-        f"{value:.2f} x {name}" + (f" (goal {row.goals[name]:.2f})" if name in row.goals else "")
-        for name, value in figures["ratio"].items()
-    )
-    cpu = ", ".join(f"{name} {value:.0f}" for name, value in figures["cpu_us_per_mib"].items())
-    return f"| {row.case} | {found} {row.unit} | {ratios} | {cpu} |"
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print a table, and write `remote-rates.json`."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the JSON file")
-    parser.add_argument("--folder", type=Path, help="folder on the disk to measure")
-    parser.add_argument("--valkey-binary", help="path of the server, if it is not on the PATH")
-    parser.add_argument("--only", action="append", choices=[*PARTS], help="repeatable")
-    parser.add_argument("--total-mib", type=int, default=256, help="payload of one repetition")
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args(argv)
-    rows: list[RateRow] = []
-    print("| case | median | ours | CPU us per MiB |\n|---|---|---|---|")
-    for name in options.only or PARTS:
-        for row in PARTS[name](options):
-            rows.append(row)
-            print(shown(row), flush=True)
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "remote-rates.json"
-    described = {"cpus": os.cpu_count(), "rows": [row.figures() for row in rows]}
-    path.write_text(json.dumps(described, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+MEASUREMENT = Measurement(
+    "remote_rates",
+    "Remote tier: rates beside a client without checks",
+    "Ours verifies and copies every block, and writes checksums and headers. The limit is obstore, "
+    "or a RESP client of a few lines. Server, client and contenders share the processors.",
+    quantities({LIMIT: 0.85}),
+    cases,
+)

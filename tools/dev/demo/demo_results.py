@@ -29,21 +29,10 @@ class DemoError(ServerError):
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """One answered request."""
+class Reply(Completion):
+    """The answer to a turn."""
 
     turn: Turn
-    prompt_tokens: int
-    cached_tokens: int
-    """Prompt tokens that were not computed, as the engine's answer reports."""
-    ttft_s: float
-    """Seconds from sending the request to the arrival of the first token."""
-    tokens: tuple[int, ...]
-
-    @classmethod
-    def to(cls, turn: Turn, answer: Completion) -> Reply:
-        """Return a server's answer to a turn as a reply."""
-        return cls(turn, answer.prompt_tokens, answer.cached_tokens, answer.ttft_s, answer.tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +244,9 @@ class Demo:
         for wave in waves(turns, WIDTH):
             prompts = self._prompts(wave)
             completions = server.complete_all(prompts, self._answer_tokens, WIDTH)
-            answered = [Reply.to(turn, c) for turn, c in zip(wave, completions, strict=True)]
+            answered = [
+                Reply(**asdict(c), turn=turn) for turn, c in zip(wave, completions, strict=True)
+            ]
             if is_reference:
                 self._reference.update((reply.turn, reply) for reply in answered)
             replies += answered

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...commands.picture import INK, LINES, head, label_lines, new_figure, save, tidy
+from ...commands.picture import draw_ratios, head, new_figure, save
 from ..bench.first_token_plot import draw as draw_first_token
 from .site_pages import BENCHMARKS, DOCS, ROOT
 
@@ -52,22 +52,12 @@ def policy_table(page: str, trace: str) -> PolicyTable:
 def draw_policies(table: PolicyTable, title: str, path: Path) -> None:
     """Draw the share of input tokens that each policy finds, over the size of the tier."""
     figure = new_figure(7.6, 4.2)
-    axes = figure.add_axes((0.075, 0.135, 0.745, 0.66))
     places = range(len(table.sizes))
-    names = [name for name in SHOWN if name in table.rows]
-    for name, style in zip(names, LINES, strict=False):
-        axes.plot(places, table.rows[name], **style.options)
-    axes.set_ylim(0, max(max(table.rows[name]) for name in names) * 1.06)
+    lines = {
+        name.partition(",")[0]: (places, table.rows[name]) for name in SHOWN if name in table.rows
+    }
+    axes = draw_ratios(figure, lines, "size of the tier, as a share of the distinct blocks")
     axes.set_xticks(places, table.sizes)
-    axes.yaxis.set_major_formatter(lambda value, place: f"{value:.0%}")
-    axes.set_xlabel("size of the tier, as a share of the distinct blocks", color=INK, fontsize=9)
-    axes.grid(axis="y", alpha=0.25)
-    tidy(axes)
-    ends = zip(names, LINES, strict=False)
-    label_lines(
-        axes,
-        [(n.partition(",")[0], table.rows[n][-1], style) for n, style in ends],
-    )
     head(figure, title, "input tokens that the tier had when their request came")
     save(figure, path)
 

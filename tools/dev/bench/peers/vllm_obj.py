@@ -1,22 +1,10 @@
-"""vLLM's `obj` tier and a remote tier of ours on the same S3 server.
-
-    python -m kvcascade.tools.dev.bench.peers.vllm_obj --out FOLDER
-
-Both ask whether 1,000 blocks are there, then read them into memory that stands for the arena, and
-take turns. Ours verifies every block; theirs has no checksums. The server is moto, started here.
-vLLM's tier needs `nixl` (`pip install nixl`), but no GPU.
-"""
+"""vLLM's `obj` tier and a remote tier of ours on the same S3 server."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext
@@ -25,17 +13,14 @@ from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from .....tiers.remote.object_store import open_object_store
-from ...remote_server import BUCKET, REGION, s3_server
-from ..remote_rates import OURS, TIMEOUT_S, Ours, RatedBlocks, RateRow, shown
+from ...remote_server import BUCKET, REGION
+from ..measurement import Figures
+from ..remote_obj import BOTH, LOAD, LOOKUP
+from ..remote_rates import TIMEOUT_S, Ours, RatedBlocks
 from .vllm_calls import random_keys
 from .vllm_engines import offloading_config
 
-BLOCKS = 1000
-VLLM = "vLLM obj"
 POLL_S = 0.001
-Contender = Callable[[], tuple[float, float]]
-"""Returns the seconds of a lookup of all blocks, and those of reading them."""
-GOALS = {"lookup": 10.0, "load": 1.0, "lookup and load": 1.3}
 
 
 class Theirs:
@@ -104,27 +89,29 @@ class Turns:
         bucket = open_object_store(f"s3://{BUCKET}/ours", *limits, endpoint, REGION, secrets)
         self._blocks = RatedBlocks(size, size * blocks)
         self._ours = Ours(bucket, size, threads)
-        self._theirs = Theirs(endpoint, size, blocks, threads)
-        self._keys = random_keys(blocks)
+        self._theirs = Theirs(endpoint, size, self._blocks.count, threads)
+        self._keys = random_keys(self._blocks.count)
         self._theirs.memory[:] = self._blocks.source
         self._theirs.write(self._keys)
         self._ours.write(self._blocks.keys, self._blocks.sources())
 
-    def ours(self) -> tuple[float, float]:
-        """Return the seconds of a lookup of all blocks, and those of reading them."""
+    def ours(self) -> Figures:
+        """Return the rates of a lookup of all blocks, and of reading them."""
         self._ours.store._link.memory.clear()
         keys, targets = self._blocks.keys, self._blocks.targets()
-        took = _timed(lambda: self._ours.look(keys), lambda: self._ours.read(keys, targets))
+        figures = rates(
+            len(keys), lambda: self._ours.look(keys), lambda: self._ours.read(keys, targets)
+        )
         self._blocks.check()
-        return took
+        return figures
 
-    def theirs(self) -> tuple[float, float]:
+    def theirs(self) -> Figures:
         """Return the same of vLLM's tier."""
         self._theirs.memory[:] = 1
         keys = self._keys
-        took = _timed(lambda: self._theirs.look(keys), lambda: self._theirs.read(keys))
+        figures = rates(len(keys), lambda: self._theirs.look(keys), lambda: self._theirs.read(keys))
         assert np.array_equal(self._theirs.memory, self._blocks.source), "a wrong byte was read"
-        return took
+        return figures
 
     def close(self) -> None:
         """Close both."""
@@ -132,50 +119,21 @@ class Turns:
         self._theirs.close()
 
 
-def _timed(look: Callable[[], int], read: Callable[[], None]) -> tuple[float, float]:
-    begun_s = time.perf_counter()
+def rates(
+    blocks: int,
+    look: Callable[[], int],
+    read: Callable[[], None],
+    clock: Callable[[], float] = time.perf_counter,
+) -> Figures:
+    """Look all blocks up, then read them; return the blocks in a second."""
+    begun_s = clock()
     found = look()
-    looked_s = time.perf_counter()
+    looked_s = clock()
     read()
+    ended_s = clock()
     assert found, "no block is there"
-    return looked_s - begun_s, time.perf_counter() - looked_s
-
-
-def measure(contenders: Mapping[str, Contender], repeats: int) -> list[RateRow]:
-    """Return the rows; figures are rates, so that a ratio above 1 means that ours is faster."""
-    rows = [RateRow(case, "per s", goals={VLLM: goal}) for case, goal in GOALS.items()]
-    for repeat in range(repeats):
-        for name in [*contenders][:: 1 if repeat % 2 else -1]:
-            looked_s, read_s = contenders[name]()
-            for row, took_s in zip(rows, (looked_s, read_s, looked_s + read_s), strict=True):
-                row.samples.setdefault(name, []).append(1 / took_s)
-    return rows
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print a table, and write `vllm-obj.json`."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the JSON file")
-    parser.add_argument("--size", type=int, default=512 << 10, help="bytes of a block")
-    parser.add_argument("--blocks", type=int, default=BLOCKS)
-    parser.add_argument("--threads", type=int, default=8, help="of each of both")
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args(argv)
-    with ExitStack() as stack:
-        endpoint = stack.enter_context(s3_server())
-        turns = Turns(endpoint, options.size, options.blocks, options.threads)
-        stack.enter_context(closing(turns))
-        rows = measure({OURS: turns.ours, VLLM: turns.theirs}, options.repeats)
-    print("| case | median | ours | |\n|---|---|---|---|")
-    for row in rows:
-        print(shown(row))
-    described: dict[str, Any] = {"cpus": os.cpu_count(), "load": os.getloadavg()}
-    described["rows"] = [row.figures() for row in rows]
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "vllm-obj.json").write_text(json.dumps(described, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    return {
+        LOOKUP: blocks / (looked_s - begun_s),
+        LOAD: blocks / (ended_s - looked_s),
+        BOTH: blocks / (ended_s - begun_s),
+    }

@@ -15,13 +15,13 @@ import torch
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
 from ....commands.bench.bench_results import BenchError
+from ..measurement import until
 from ..transfer_bench import REQUEST_BYTES, WINDOW
 from .vllm_calls import end_step, new_request
 from .vllm_engines import Engine
 
 IDLE_SLEEP_S = 0.001
 """Sleep of vLLM's engine core without work."""
-TIMEOUT_S = 300.0
 PAGE_WORDS = 512
 """Words per page; every page of a block carries the block's number."""
 
@@ -77,21 +77,17 @@ def write_down(engine: Engine, keys: Sequence[OffloadKey], between: Between) -> 
 
 def settle(engine: Engine, blocks: int, between: Between = idle) -> None:
     """Step until `blocks` blocks have reached the disk."""
-    deadline_s = monotonic() + TIMEOUT_S
-    while engine.on_disk() < blocks:
+    for _ in until(lambda: engine.on_disk() >= blocks, "writes to the disk"):
         between()
         end_step(engine.manager)
-        if monotonic() > deadline_s:
-            raise BenchError(f"{engine.on_disk()} of {blocks} blocks reached the disk")
 
 
 def read_up(engine: Engine, keys: Sequence[OffloadKey], between: Between) -> float:
     """Load all blocks to the device; return the seconds since the first lookup."""
     waiting = request_ranges(len(keys), engine.device.shape[1])[::-1]
     active: list[Asking] = []
-    deadline_s = monotonic() + TIMEOUT_S
     began = perf_counter()
-    while waiting or active:
+    for _ in until(lambda: not (waiting or active), "reads from the disk"):
         while waiting and len(active) < WINDOW:
             active.append(_begin(engine, keys, waiting.pop()))
         for asking in active:
@@ -104,8 +100,6 @@ def read_up(engine: Engine, keys: Sequence[OffloadKey], between: Between) -> flo
         end_step(engine.manager)
         if not ended:
             between()
-        if monotonic() > deadline_s:
-            raise BenchError("blocks do not come back from the disk")
     return perf_counter() - began
 
 
@@ -134,11 +128,10 @@ def _ask(engine: Engine, asking: Asking) -> None:
 
 def ask_for_all(engine: Engine, keys: Sequence[OffloadKey], limit_s: float) -> list[int]:
     """Ask for each block by a request of its own; return the numbers of those that were loaded."""
-    deadline_s = monotonic() + limit_s
     waiting = {n: new_request(engine.manager, [key]) for n, key in enumerate(keys)}
     loading: dict[int, int] = {}
     came: list[int] = []
-    while waiting or loading:
+    for _ in until(lambda: not (waiting or loading), "answers for all blocks", limit_s):
         for number, context in list(waiting.items()):
             answer = engine.manager.lookup(keys[number], context)
             if answer is LookupResult.MISS:
@@ -154,8 +147,6 @@ def ask_for_all(engine: Engine, keys: Sequence[OffloadKey], limit_s: float) -> l
             came.append(number)
         end_step(engine.manager)
         idle()
-        if monotonic() > deadline_s:
-            raise BenchError("an engine does not answer for all blocks")
     return came
 
 

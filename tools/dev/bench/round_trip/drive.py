@@ -8,12 +8,12 @@ process. The calls are those of the adapter for vLLM, but vLLM is not needed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
-from time import monotonic, perf_counter, sleep
+from time import perf_counter, sleep
 from typing import TYPE_CHECKING
 
 from .....assembly.node_parts import SlotMemory
@@ -30,6 +30,7 @@ from .....tiers.nvme.namespace import NamespaceKey
 from .....tiers.policies import create
 from ....commands.bench.bench_results import BenchError
 from ....commands.bench.bench_tier import open_bench_tier
+from ..measurement import until
 from . import WINDOW
 
 if TYPE_CHECKING:
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 COPY_THREADS = 2
 IDLE_S = 0.001
 """Pause between two steps, like that of an idle engine of vLLM."""
-TIMEOUT_S = 300.0
-"""Time after which a phase counts as hung."""
 
 _engines = count()
 
@@ -115,7 +114,7 @@ class DrivenEngine:
                 raise BenchError("the CPU tier did not take all blocks")
             self._submit(self._copier.submit_store, part, request, output.store_spec)
         ended: list[_Job] = []
-        for _ in _until(lambda: not self._jobs, "stores from the device"):
+        for _ in until(lambda: not self._jobs, "stores from the device"):
             ended += self._finished()
         took_s = perf_counter() - began
         for job in ended:
@@ -126,7 +125,7 @@ class DrivenEngine:
     def write_down(self) -> float:
         """Write all stored blocks to the NVMe tier; return the seconds."""
         began = perf_counter()
-        for _ in _until(self._is_clean, "writes to the disk"):
+        for _ in until(self._is_clean, "writes to the disk"):
             sleep(IDLE_S)
             self._manager.end_step()
         return perf_counter() - began
@@ -139,7 +138,7 @@ class DrivenEngine:
         waiting = list(reversed(parts))
         active: list[_Job] = []
         began = perf_counter()
-        for _ in _until(lambda: not (waiting or active or self._jobs), "loads to the device"):
+        for _ in until(lambda: not (waiting or active or self._jobs), "loads to the device"):
             while waiting and len(active) < WINDOW:
                 active.append(_Job(waiting.pop(), Request()))
             active[:] = [job for job in active if not self._try_load(job)]
@@ -211,12 +210,3 @@ def _worker(
         copier = CpuDeviceCopier([t.numpy() for t in tensors], layout, arena.slots, executor)
     undo.callback(copier.shutdown)
     return copier
-
-
-def _until(is_done: Callable[[], bool], what: str) -> Iterator[None]:
-    """Yield once per step until a condition holds. Raises `BenchError` after `TIMEOUT_S`."""
-    end_s = monotonic() + TIMEOUT_S
-    while not is_done():
-        if monotonic() > end_s:
-            raise BenchError(f"{what} did not end within {TIMEOUT_S:.0f} s")
-        yield

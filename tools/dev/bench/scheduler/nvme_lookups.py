@@ -47,16 +47,7 @@ def ours(folder: Path, blocks: int, setup: MeasurementSetup) -> Figures:
     drop_page_cache([folder])
     opened = open_stalled(folder, blocks, CPU_FACTOR * 2 * asked)
     warm_up = opened.presence.read_bytes  # into the page cache
-    found = ask_ours(over(opened.manager), keys, warm_up, opened.node.jobs)
-    return {
-        COLD_HIT: found.cold_hit_us,
-        COLD_MISS: found.cold_miss_us,
-        HIT: found.hit_us,
-        MISS: found.miss_us,
-        AGAIN: found.again_us,
-        AGAIN_AS_HIT: found.again_us,
-        STEPS: found.steps,
-    }
+    return ask_ours(over(opened.manager), keys, warm_up, opened.node.jobs)
 
 
 def vllm(setup: MeasurementSetup) -> Figures:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
@@ -15,6 +14,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from .....manager.lookup import MAX_LOOKS_PER_STEP
 from ....commands.bench.bench_results import BenchError
+from ..measurement import Figures
 from ..peers.vllm_calls import (
     BLOCK_BYTES,
     copied,
@@ -26,23 +26,11 @@ from ..peers.vllm_calls import (
     vllm_lru,
 )
 from ..peers.vllm_engines import offloading_config
+from .nvme_lookups import AGAIN, AGAIN_AS_HIT, COLD_HIT, COLD_MISS, HIT, MISS, STEPS
 
 PROBE_WAIT_S = 0.05
 ROUNDS_MAX = 100
 SPARE_CHUNKS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class OurAnswers:
-    """Cost of lookups, in microseconds per block."""
-
-    cold_hit_us: float
-    cold_miss_us: float
-    hit_us: float
-    miss_us: float
-    again_us: float
-    steps: int
-    """Number of steps of the engine before the first promotion began."""
 
 
 Request = tuple[ReqContext, list[OffloadKey]]
@@ -53,8 +41,8 @@ def ask_ours(
     keys: Sequence[OffloadKey],
     warm_up: Callable[[], object],
     promotions: list[int],
-) -> OurAnswers:
-    """Look up present and absent blocks, before and after `warm_up`.
+) -> Figures:
+    """Look up present and absent blocks, before and after `warm_up`; return the rows.
 
     `promotions` are the jobs that have begun. If a request waits, its first block gives RETRY; the
     scheduler stops there, and the other blocks are misses for now.
@@ -75,7 +63,15 @@ def ask_ours(
         end_step(manager)
         miss_us = ask(manager, announced(manager, random_keys(half)), missing)
         again_us = ask(manager, more, {LookupResult.RETRY, LookupResult.MISS})
-    return OurAnswers(cold_us, cold_miss_us, warm_us, miss_us, again_us, steps)
+    return {
+        COLD_HIT: cold_us,
+        COLD_MISS: cold_miss_us,
+        HIT: warm_us,
+        MISS: miss_us,
+        AGAIN: again_us,
+        AGAIN_AS_HIT: again_us,
+        STEPS: steps,
+    }
 
 
 def announced(manager: OffloadingManager, keys: Sequence[OffloadKey]) -> list[Request]:
