@@ -75,6 +75,8 @@ class NodeSetup(msgspec.Struct, frozen=True, array_like=True, tag=64):
     """True if the arena lies in huge pages. Direct I/O then needs no bounce buffers."""
     patience_s: float = math.inf
     """Time without a writer after which the scheduler's process wants to know the reason."""
+    trusts_boot: bool = True
+    """False if an index that a writer of this boot left without a clean close is checked anew."""
 
 
 class PutJob(msgspec.Struct, frozen=True, array_like=True, tag=65):
