@@ -175,6 +175,7 @@ def check_mounted(fs: FileSystem, roots: Sequence[Path]) -> None:
     first = homes[0]
     is_recorded = fs.exists(roots[0] / PATH_FOLDER / PATH_FILE)
     for root, here in zip(roots[1:], homes[1:], strict=True):
+        # On the right disk, a first part may be missing: it was damaged, or removed for room.
         orphans = set() if is_recorded else here.keys() - first
         if orphans:
             raise ConfigError(
