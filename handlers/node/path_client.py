@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from ...logs import get_logger
 from ...tiers.nvme.disk.filesystem import FileSystem
 from ...tiers.nvme.path.path_messages import Epoch
 from .node_child import Connection, launch
@@ -24,7 +26,11 @@ from .node_keeper import KeeperOptions, NodeKeeper
 from .path_loop import NodeLoop
 from .path_wire import NodeJoined, NodeSetup, from_node_process
 
+FAULTS = frozenset({-signal.SIGBUS, -signal.SIGABRT, -signal.SIGSEGV})
+"""Exit statuses of a process that a damaged index may have ended."""
 NODE_MODULE = "kvcascade.handlers.node.path_main"
+
+_log = get_logger(__name__)
 
 
 def node_process(
@@ -40,9 +46,13 @@ def node_process(
     """
 
     following = _Following(setup, on_note)
+    last: list[Connection] = []
 
     def start() -> Connection:
-        return launch(following.setup, duplicate_arena(), NODE_MODULE)
+        if last:
+            following.note_status(last.pop().child.poll())
+        last.append(launch(following.setup, duplicate_arena(), NODE_MODULE))
+        return last[0]
 
     return client_of(start, from_node_process.decode, following.note, options)
 
@@ -84,6 +94,19 @@ class _Following:
             hello = msgspec.structs.replace(self.setup.hello, epoch=message.epoch)
             self.setup = msgspec.structs.replace(self.setup, hello=hello)
         self._on_note(message)
+
+    def note_status(self, status: int | None) -> None:
+        """Take in the exit status of the last node, which has died.
+
+        A page of an index that the disk cannot deliver, or that is invalid, ends the process by one
+        of `FAULTS`. Another node would trust the same index and end, too.
+        """
+        if status in FAULTS and self.setup.trusts_boot:
+            _log.warning(
+                "the next process checks all of each index first: a damaged one may have ended "
+                "the last process"
+            )
+            self.setup = msgspec.structs.replace(self.setup, trusts_boot=False)
 
 
 class ThreadChild:

@@ -55,6 +55,7 @@ class NodeLoop:
             roots,
             hello.options,
             hello.name,
+            setup.trusts_boot,
             lambda joined: self.post(partial(self._has_joined, joined)),
             lambda text: self.post(partial(self._cannot_lead, text)),
         )

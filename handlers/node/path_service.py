@@ -149,10 +149,12 @@ class WriterService:
         lock: FileLock,
         *,
         name: str = "kvcascade",
+        trusts_boot: bool = True,
     ) -> None:
         """Begin to serve; `lock` makes this process the writer. Raises a `KVCascadeError`.
 
         `name` is recorded for tools. Without options, those that are recorded stay in force.
+        Without `trusts_boot`, an index is checked although a writer of this boot opened it before.
 
         The lock belongs to the service from now on, and is released if this fails.
         """
@@ -174,7 +176,8 @@ class WriterService:
             listener = self._door.listen()
             held.callback(listener.close)
             held.callback(hang_up, listener)  # a forked process may have a copy
-            means = StartMeans(fs, time.time, open_block_table, boot_id())
+            boot = boot_id() if trusts_boot else b""
+            means = StartMeans(fs, time.time, open_block_table, boot)
             self._writer = PathWriter(means, roots, options, time.monotonic, executor)
             self._begin(listener)
         except BaseException:

@@ -78,6 +78,8 @@ class NodeSetup(msgspec.Struct, frozen=True, array_like=True, tag=64):
     wants_changes: bool = True
     """False if changes of the tier and its figures are not passed on, because the scheduler's
     process may receive no message for hours."""
+    trusts_boot: bool = True
+    """False if an index that a writer of this boot left without a clean close is checked anew."""
 
 
 class PutJob(msgspec.Struct, frozen=True, array_like=True, tag=65):

@@ -50,14 +50,17 @@ class WriterSearch:
         roots: Sequence[Path],
         options: PathOptions,
         name: str,
+        trusts_boot: bool,
         on_joined: Callable[[Joined], None],
         on_obstacle: Callable[[str], None],
     ) -> None:
-        """`on_joined` is called with the result of each search, on its thread. `on_obstacle` is
-        called once with the reason why this process cannot be the writer, on the same thread."""
+        """`trusts_boot` is that of `WriterService`. `on_joined` is called with the result of each
+        search, on its thread. `on_obstacle` is called once with the reason why this process cannot
+        be the writer, on the same thread."""
         self._fs, self._roots = fs, roots
         self._options = options
         self._name = name
+        self._trusts_boot = trusts_boot
         self._on_joined = on_joined
         self._on_obstacle = on_obstacle
         self._service: WriterService | None = None
@@ -139,7 +142,14 @@ class WriterSearch:
 
     def _lead(self, lock: FileLock) -> Joined:
         """Serve the path from this process."""
-        self._service = WriterService(self._fs, self._roots, self._options, lock, name=self._name)
+        self._service = WriterService(
+            self._fs,
+            self._roots,
+            self._options,
+            lock,
+            name=self._name,
+            trusts_boot=self._trusts_boot,
+        )
         if self._place is None:
             self._place = PathDoor(self._roots[0])
         return Joined(self._service.connect(), is_leader=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,11 +20,15 @@ from kvcascade.handlers.node.path_jobs import PutJobs
 from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.index.index_pages import ALWAYS_CHECKED_BYTES
 from kvcascade.tiers.nvme.path.path_messages import Granted, PathOptions
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 from kvcascade.tiers.nvme.path.writer_note import load_note
 
 BLOCK, PER_SEGMENT = 4096, 8
+PAGE, META_PAGES, PAGE_HEAD_BYTES, BRANCH = 4096, 2, 16, 1
+"""Numbers of LMDB's format."""
+LARGE_SLOTS = 16_384
 OK, GONE = BlockOutcome.OK, BlockOutcome.GONE
 Engines = Callable[..., PathEngine]
 
@@ -317,3 +322,36 @@ def test_a_node_that_is_restarted_keeps_the_blocks_of_its_engine(
     engine.kill()
     engine.until(lambda: engine.keeper.pid not in (None, pid) and engine.tier.takes_puts)
     assert list(engine.get(range(8))) == [OK] * 8
+
+
+def empty_branches(index: Path) -> None:
+    """Take all nodes from the pages that lead to others, as a page of an older state may be.
+
+    LMDB ends its process over such a page.
+    """
+    data = bytearray(index.read_bytes())
+    for start in range(META_PAGES * PAGE, len(data), PAGE):
+        (kind,) = struct.unpack_from("<H", data, start + 10)
+        if kind == BRANCH:
+            struct.pack_into("<H", data, start + 12, PAGE_HEAD_BYTES)
+    index.write_bytes(data)
+
+
+def test_an_index_that_ends_a_process_is_checked_by_the_next_one(
+    engines: Engines, tmp_path: Path
+) -> None:
+    """On the boot of its last writer the pages of a large index are trusted."""
+    one = engines(slots=LARGE_SLOTS)
+    for first in range(0, 256, 8):
+        one.store(range(first, first + 8))
+    assert one.keeper.kill(), "no clean close"
+    (index,) = tmp_path.glob("*/blocks/data.mdb")
+    assert index.stat().st_size > ALWAYS_CHECKED_BYTES
+    empty_branches(index)
+    two = PathEngine([tmp_path], options_for(LARGE_SLOTS), name="two")
+    try:
+        two.keeper.start()
+        damaged = f"the index in {index.parent} is damaged"
+        two.until(lambda: any(damaged in text for text in two.refusals))
+    finally:
+        two.close()

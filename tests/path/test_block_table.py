@@ -9,6 +9,7 @@ import random
 import resource
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -308,14 +309,15 @@ def test_a_full_tier_is_opened_after_any_end(tmp_path: Path) -> None:
     table.close()
 
 
-def full(descriptor: int, offset: int, size: int) -> None:
-    """Allocate nothing, as XFS does if the disk has less room than the range takes."""
-    raise OSError(errno.ENOSPC, "No space left on device")
+def full(descriptor: int, offset: int, size: int, code: int = errno.ENOSPC) -> None:
+    """Allocate nothing, as XFS does if disk or quota has less room than the range takes."""
+    raise OSError(code, os.strerror(code))
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("has_hole", [False, True])
 def test_an_index_that_has_all_its_blocks_needs_no_free_space(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_hole: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_hole: bool, code: int
 ) -> None:
     folder = tmp_path / "blocks"
     keys = filled(folder)
@@ -323,7 +325,7 @@ def test_an_index_that_has_all_its_blocks_needs_no_free_space(
         size = (folder / "data.mdb").stat().st_size
         os.truncate(folder / "data.mdb", size // 2)
         os.truncate(folder / "data.mdb", size)
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", partial(full, code=code))
     if has_hole:
         with pytest.raises(NoSpaceError):
             lmdb_at(folder)

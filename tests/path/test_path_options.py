@@ -7,11 +7,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.path_rig import ROOT, PathRig, RigNode, key_of
+from support.path_rig import BLOCK_BYTES, ROOT, PathRig, RigNode, key_of
 
 from kvcascade.errors import ConfigError, CorruptionError
 from kvcascade.tiers.nvme.path.path_messages import Committed, Touch
 from kvcascade.tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER, load_record
+from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 from kvcascade.tiers.nvme.segments.chains import CHAINS
 
 
@@ -115,6 +116,22 @@ def test_what_a_node_that_joined_before_stores_is_synced_by_the_writer() -> None
     assert weak.store([4]) == [Committed.IO_ERROR]
     assert weak.store([4]) == [Committed.OK]
     assert weak.held([1, 2, 3, 4]) == [1, 2, 3, 4]
+
+
+def test_a_capacity_below_one_segment_is_refused_with_the_directory() -> None:
+    rig = PathRig()
+    node = RigNode(rig)
+    assert node.welcome is not None and node.store([1]) == [Committed.OK]
+    rig.close()
+    capacity = capacity_of(1, 2, BLOCK_BYTES)
+    few = msgspec.structs.replace(rig.options, capacity_bytes=capacity, segment_bytes=BLOCK_BYTES)
+    former = rig.options
+    rig.start(few)
+    (refused,) = RigNode(rig).refused
+    assert str(ROOT / node.welcome.folder) in refused.text
+    rig.close()
+    rig.start(former)
+    assert RigNode(rig).held([1]) == [1]
 
 
 def test_another_list_of_paths_is_no_writer() -> None:

@@ -188,7 +188,7 @@ def test_a_namespace_that_cannot_be_opened_for_its_room_is_tried_again(is_final:
     if is_final:
         rig.fs.replace(ROOT / folder / "namespace.json", b"{}")
     else:
-        rig.fs.fail("open", errno.EMFILE)
+        rig.fs.fail("lock", errno.EMFILE)
     assert space.take_coldest(None, {0})
     rig.step()
     rig.fs.replace(ROOT / folder / "namespace.json", description)

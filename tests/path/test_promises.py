@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,13 @@ from kvcascade.tiers.nvme.path.writer.path_options import save_record
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 
 OK = Committed.OK
+
+
+class LosesAll(random.Random):
+    """Nothing that was not synced outlives a loss of power."""
+
+    def choice(self, seq: Any) -> Any:
+        return seq[0]
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -67,6 +75,76 @@ def test_a_tier_of_which_a_disk_is_not_mounted_is_refused_and_keeps_its_blocks(
         rig.fs.rename(disk, two)
     rig.start()
     assert len(RigNode(rig).held(blocks)) == (32 if is_lost else 64)
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_tier_whose_first_disk_is_not_mounted_is_refused_and_keeps_its_blocks(
+    is_lost: bool, is_running: bool
+) -> None:
+    one, two, disk = Path("/one"), Path("/two"), Path("/disk")
+    rig = PathRig(8, roots=(one, two))
+    node, blocks = RigNode(rig), list(range(64))
+    for start in range(0, 64, 8):
+        node.store(blocks[start : start + 8])
+    assert node.welcome is not None and node.held(blocks) == blocks
+    if not is_running:
+        rig.close()
+    rig.fs.rename(one, disk)
+    rig.fs.make_dir(one)  # the mount point
+    found = "/one has nothing of this tier, but /two/.* mount its disk"
+    if is_running:
+        (refused,) = RigNode(rig, "new").refused
+        assert re.search(found, refused.text)
+        rig.kill()
+        rig.fs.drop_locks()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=found):
+            rig.start()
+    assert rig.fs.list_dir(one) == []
+    if is_lost:
+        rig.fs.remove_tree(two / node.welcome.folder)  # the remedy
+    else:
+        rig.fs.remove_tree(one)
+        rig.fs.rename(disk, one)
+    rig.start()
+    assert len(RigNode(rig).held(blocks)) == (0 if is_lost else 64)
+
+
+@pytest.mark.parametrize("given", ["/new /one /two", "/two /one", "/two", "/two /new"])
+def test_folders_of_a_tier_in_another_list_are_refused_and_keep_their_blocks(given: str) -> None:
+    rig = PathRig(8, roots=(Path("/one"), Path("/two")))
+    node, blocks = RigNode(rig), list(range(64))
+    for start in range(0, 64, 8):
+        node.store(blocks[start : start + 8])
+    rig.close()
+    rig.fs.make_dir(Path("/new"))
+    roots, rig.roots = rig.roots, tuple(map(Path, given.split()))
+    with pytest.raises(ConfigError, match="was made as part [01] of 2, .*give the same list"):
+        rig.start()
+    assert rig.fs.list_dir(Path("/new")) == []
+    rig.roots = roots
+    rig.start()
+    assert RigNode(rig).held(blocks) == blocks
+
+
+def test_what_was_stored_with_less_durability_is_synced_before_power_is_promised() -> None:
+    """A node that offers such a block is told that it is held."""
+    rig = PathRig(durability="process")
+    node = RigNode(rig)
+    assert node.store([1]) == [OK] and node.welcome is not None
+    (namespace,) = rig.writer.namespaces.values()
+    file, place = namespace.home.segments.path_of(0), namespace.home.layout.block_bytes
+    written = memoryview(b"payload")
+    rig.fs.open(file).pwritev([written], place)
+    rig.close()
+    power = msgspec.structs.replace(rig.options, durability="power")
+    rig.start(power)
+    assert RigNode(rig, options=power).held([1]) == [1]
+    rig.lose_power(LosesAll())
+    found = bytearray(len(written))
+    rig.fs.open(file).preadv([memoryview(found)], place)
+    assert found == written
 
 
 @pytest.mark.parametrize("need", ["a segment", "a new namespace", "an idle namespace", "a look"])

@@ -25,6 +25,8 @@ from weakref import WeakSet
 from ....errors import InUseError
 
 PAGE_BYTES = 4096
+BLOCK_UNIT_BYTES = 512
+"""Unit in which the system counts the blocks of a file, whatever its file system."""
 FILE_MODE = 0o600
 DIR_MODE = 0o700
 OTHERS_WRITE = 0o022
@@ -50,7 +52,10 @@ class File(ABC):
     @abstractmethod
     def preallocate(self, size: int) -> None:
         """Allocate disk space for the first `size` bytes and extend the file to at least that
-        size."""
+        size.
+
+        No free space is needed if the file has all of it.
+        """
 
     @abstractmethod
     def truncate(self, size: int) -> None:
@@ -209,7 +214,14 @@ class RealFile(File):
         return os.pwritev(self._fd, buffers, offset)
 
     def preallocate(self, size: int) -> None:
-        os.posix_fallocate(self._fd, 0, size)
+        try:
+            os.posix_fallocate(self._fd, 0, size)
+        except OSError as error:
+            # XFS wants free space and quota for the whole range, even if nothing is missing.
+            found = os.fstat(self._fd)
+            is_whole = found.st_size >= size and found.st_blocks * BLOCK_UNIT_BYTES >= size
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not is_whole:
+                raise
 
     def truncate(self, size: int) -> None:
         os.ftruncate(self._fd, size)
@@ -347,12 +359,12 @@ class RealFileSystem(FileSystem):
 
     def used_bytes(self, path: Path) -> int:
         if not os.path.isdir(path):
-            return os.lstat(path).st_blocks * 512
+            return os.lstat(path).st_blocks * BLOCK_UNIT_BYTES
         total = 0
         for parent, _, files in os.walk(path):
             for name in files:
                 try:
-                    total += os.lstat(os.path.join(parent, name)).st_blocks * 512
+                    total += os.lstat(os.path.join(parent, name)).st_blocks * BLOCK_UNIT_BYTES
                 except FileNotFoundError:  # removed in the meantime by its owner
                     continue
         return total

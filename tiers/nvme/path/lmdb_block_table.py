@@ -25,7 +25,6 @@ a page can find the disk full.
 
 from __future__ import annotations
 
-import errno
 import os
 import struct
 import time
@@ -435,18 +434,10 @@ def _open_env(file: Path, map_bytes: int, *, is_durable: bool) -> lmdb.Environme
 
 
 def _reserve(file: Path, size: int, *, is_synced: bool = False) -> None:
-    """Allocate disk space for all of the file. Raises `OSError`.
-
-    XFS wants free space for the whole range, even if the file has all of its blocks.
-    """
-    fs = RealFileSystem()
-    opened = fs.open(file)
+    """Allocate disk space for all of the file. Raises `OSError`."""
+    opened = RealFileSystem().open(file)
     try:
-        try:
-            opened.preallocate(size)
-        except OSError as error:
-            if error.errno != errno.ENOSPC or fs.used_bytes(file) < size:
-                raise
+        opened.preallocate(size)
         if is_synced:
             opened.sync()
     finally:

@@ -19,8 +19,8 @@ is cleared and synced before the next change. A mark that does not fit shows dam
 case the table is built from a scan of the block table. As a last check, the number of used slots
 must be that of the block table.
 
-The file has its full size on the disk from the start, so that no write to the mapping can find the
-disk full.
+The file has all of its blocks on the disk before it is mapped for writing. So no write to the
+mapping can find the disk full.
 """
 
 from __future__ import annotations
@@ -130,6 +130,8 @@ def open_presence(
         temporary = path.with_name(PRESENCE + _TEMPORARY_SUFFIX)
         if file is None:
             file = _create(fs, temporary, slots)
+        else:
+            file.preallocate(presence_bytes(slots))  # a sparse copy has holes
         presence = WritablePresence(file.map(0, presence_bytes(slots), writable=True), slots)
         origin = PresenceOrigin.REBUILT if is_new else _trust(presence, table, boot)
         _start(presence, file, boot, is_valid=origin is not PresenceOrigin.REBUILT)

@@ -78,19 +78,21 @@ class MappedArrays:
         kind = np.dtype(dtype)
         self._requested.add(name)
         path = self._folder / f"{name}.arr"
+        size = HEADER_BYTES + length * kind.itemsize
         with os_errors(f"mapping {path}"):
             old = self._load(path, kind, length)
             self.was_unused |= old is None
-            if old is None or len(old) != length:
-                self.was_replaced = True
-                try:
-                    with os_errors(f"making {path}"):
+            try:
+                with os_errors(f"making {path}"):
+                    if old is None or len(old) != length:
+                        self.was_replaced = True
                         self._rewrite(path, kind, length, old)
-                except NoSpaceError as error:
-                    _log.warning("%s will not survive a restart: %s", path.name, error)
-                    return np.zeros(length, dtype=kind)
-            file = self._fs.open(path)
-            view = file.map(0, HEADER_BYTES + length * kind.itemsize, writable=True)
+                    file = self._open_whole(path, size)
+            except NoSpaceError as error:
+                self.was_replaced = True
+                _log.warning("%s will not survive a restart: %s", path.name, error)
+                return np.zeros(length, dtype=kind)
+            view = file.map(0, size, writable=True)
             self._open.append(_OpenArray(file, view, kind, length))
             if self._session is not None:
                 self._open[-1].write_header(self._session, checksum=0)
@@ -147,6 +149,16 @@ class MappedArrays:
             return np.frombuffer(view, dtype=kind, count=stored_length, offset=HEADER_BYTES)
         finally:
             file.close()
+
+    def _open_whole(self, path: Path, size: int) -> File:
+        """Open a file, and allocate what a sparse copy lacks. Raises `OSError`."""
+        file = self._fs.open(path)
+        try:
+            file.preallocate(size)
+        except BaseException:
+            file.close()
+            raise
+        return file
 
     def _rewrite(
         self, path: Path, kind: np.dtype[Any], length: int, old: npt.NDArray[Any] | None

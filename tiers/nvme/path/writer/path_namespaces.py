@@ -33,7 +33,6 @@ from .idle_namespaces import IdleNamespaces
 from .namespace.namespace_home import (
     BLOCKS,
     NamespaceHome,
-    check_mounted,
     check_same,
     key_of,
     make_home,
@@ -49,7 +48,9 @@ from .path_capacity import PathCapacity
 from .path_options import (
     POWER,
     PathRecord,
+    check_mounted,
     differences,
+    load_record,
     record_in_force,
     save_record,
     was_reset,
@@ -74,9 +75,11 @@ class PathNamespaces:
         """Put the options in force and record them; see `PathWriter`."""
         self.roots = tuple(roots)
         self._means = means
-        self.record = record_in_force(means.fs, roots, options)
+        found = load_record(means.fs, roots[0])
+        self.record = record_in_force(means.fs, roots, found, options)
+        self._was_durable = found is not None and found.options.durability == POWER
+        """False if former writers may not have synced every block."""
         in_force = self.record.options
-        check_mounted(means.fs, roots)
         idle = IdleNamespaces(means, roots)
         idle.find(in_force.capacity_bytes, with_days=in_force.write_budget_bytes is not None)
         capacity = PathCapacity(means.fs, roots, in_force, clock)
@@ -330,7 +333,7 @@ class PathNamespaces:
         *,
         is_for_room: bool = False,
     ) -> None:
-        is_durable = self.options.durability == POWER
+        is_durable = self._was_durable and self.options.durability == POWER
         self.openings.begin(NamespaceToOpen(name, home_of, is_durable, bytes_by_path, is_for_room))
 
     def _home_of(self, name: str, own: frozenset[Path]) -> NamespaceHome:
@@ -342,7 +345,8 @@ class PathNamespaces:
         return _with_room(self.fs, home, self.space.capacity, own)
 
     def _adopt(self, opening: NamespaceToOpen, namespace: NamespaceWriter) -> KVCascadeError | None:
-        """Count a namespace that was opened, and sync its commits if a node asked for that."""
+        """Count a namespace that was opened. Sync its blocks, and every commit from now on, if that
+        holds now and did not hold before."""
         try:
             if self.options.durability == POWER and not opening.is_durable:
                 namespace.make_durable(partial(self._means.table_of, is_durable=True))

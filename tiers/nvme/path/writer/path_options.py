@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from .....errors import ConfigError, CorruptionError, NoSpaceError, os_errors
 from ....policies import order_class
 from ...disk.filesystem import FileSystem
 from ..path_messages import PathOptions
+from .namespace.namespace_home import homes_under
+from .path_capacity import BUDGET_LOCK
 
 PATH_FOLDER = ".kvcascade"
 """Folder in the first path that belongs to the path and to no namespace."""
@@ -106,27 +108,33 @@ def save_record(fs: FileSystem, root: Path, record: PathRecord) -> None:
 
 
 def record_in_force(
-    fs: FileSystem, roots: Sequence[Path], options: PathOptions | None
+    fs: FileSystem,
+    roots: Sequence[Path],
+    found: PathRecord | None,
+    options: PathOptions | None,
 ) -> PathRecord:
     """Return paths and options in force, and record them if options are given.
 
+    `found` is what is recorded with the path.
+
     On a full disk other options than the recorded ones hold without a record, such as a smaller
     capacity. A stronger durability does not. Raises a `KVCascadeError`, such as `ConfigError` if
-    the tier has other paths.
+    the tier has other paths, or one of them is not mounted.
     """
-    found = load_record(fs, roots[0])
     if options is None:  # a tool may reach the paths by other names
         if found is None or len(found.paths) != len(roots):
             raise ConfigError(
                 f"{roots[0]} has no record of {len(roots)} paths; give all paths of a tier that an "
                 "engine has used"
             )
+        check_mounted(fs, roots)
         return found
     check_options(options)
     record = PathRecord(tuple(map(str, roots)), options)
     if found is not None:
         check_paths(found.paths, record.paths)
         record = replace(found, options=options)
+    check_mounted(fs, roots)  # first: a record in a bare mount point would look like the tier's
     if record != found:
         try:
             save_record(fs, roots[0], record)
@@ -151,6 +159,47 @@ def check_paths(found: Sequence[str], given: Sequence[str]) -> None:
             f"path: this tier has the paths {', '.join(found)}, not {', '.join(given)}; give the "
             "same list in the same order, or, if its folders have moved, stop all engines and "
             f"write their new names into `paths` of {PATH_FOLDER}/{PATH_FILE} in the first one"
+        )
+
+
+def check_mounted(fs: FileSystem, roots: Sequence[Path]) -> None:
+    """Raise `ConfigError` if a disk is not mounted, or is another part than its place says.
+
+    Its blocks would count as lost, and others would be written to the disk of the mount point.
+    Raises `TierIOError` if a path cannot be listed.
+    """
+    homes = [homes_under(fs, root) if fs.exists(root) else {} for root in roots]
+    for part, root in enumerate(roots):
+        for name, document in homes[part].items():
+            _check_part(root / name, document, part, len(roots))
+    first = homes[0]
+    is_recorded = fs.exists(roots[0] / PATH_FOLDER / PATH_FILE)
+    for root, here in zip(roots[1:], homes[1:], strict=True):
+        # On the right disk, a first part may be missing: it was damaged, or removed for room.
+        orphans = set() if is_recorded else here.keys() - first
+        if orphans:
+            raise ConfigError(
+                f"path: {roots[0]} has nothing of this tier, but {root / min(orphans)} is a part "
+                "of it; mount its disk, or remove that directory if the disk is lost"
+            )
+        if not first or not fs.exists(root):
+            continue
+        with os_errors(f"listing {root}"):
+            is_there = not {BUDGET_LOCK, *first}.isdisjoint(fs.list_dir(root))
+        if not is_there:
+            raise ConfigError(
+                f"path: {root} has nothing of this tier; mount its disk, or create the folder "
+                f"{root / min(first)} if the disk is lost"
+            )
+
+
+def _check_part(folder: Path, document: Mapping[str, Any], part: int, parts: int) -> None:
+    found = document.get("part"), document.get("parts")
+    if found != (part, parts):
+        raise ConfigError(
+            f"path: {folder} was made as part {found[0]} of {found[1]}, counted from 0, and is "
+            f"given as part {part} of {parts}; give the same list of paths as before, or remove "
+            "that directory"
         )
 
 

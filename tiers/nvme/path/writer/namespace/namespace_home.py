@@ -36,7 +36,6 @@ from ....segments.format import (
 from ....segments.segment_files import SegmentFiles
 from ...block_table import block_table_bytes
 from ...path_messages import NamespaceSpec
-from ..path_capacity import BUDGET_LOCK
 from ..path_plan import SegmentPlan, plan_segments, slots_of_segment
 
 BLOCKS, PRESENCE, STATE, SEGMENTS = "blocks", "presence", "state", "segments"
@@ -183,13 +182,11 @@ def open_home(
     if not fs.exists(folders[0] / DESCRIPTION):
         return None
     document = read_description(fs, folders[0])
-    if (document.get("part"), document.get("parts")) != (0, len(roots)):
-        raise ConfigError(
-            f"path: {folders[0]} was part {document.get('part')} of {document.get('parts')} paths, "
-            f"not 0 of {len(roots)}; give the paths as before or remove that directory"
-        )
     size = document["slots_per_segment"]
-    plan = plan_segments(capacity_bytes, document["block_bytes"], len(roots), size)
+    try:
+        plan = plan_segments(capacity_bytes, document["block_bytes"], len(roots), size)
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or remove the directory {folders[0]}") from None
     locks = _lock_folders(fs, roots, folders)
     try:
         with os_errors(f"opening {folders[0]}"):
@@ -211,40 +208,15 @@ def read_description(fs: FileSystem, folder: Path) -> Mapping[str, Any]:
     return parse_description(data, str(folder))
 
 
-def is_of_path(fs: FileSystem, folder: Path) -> bool:
-    """Return True if the directory is a namespace of this version."""
-    try:
-        read_description(fs, folder)
-    except KVCascadeError:
-        return False
-    return True
-
-
-def homes_under(fs: FileSystem, root: Path) -> list[str]:
-    """Return the names of the namespaces of this version in a path."""
+def homes_under(fs: FileSystem, root: Path) -> dict[str, Mapping[str, Any]]:
+    """Return the namespaces of this version in a path: names, and checked descriptions."""
+    found: dict[str, Mapping[str, Any]] = {}
     with os_errors(f"listing {root}"):
         names = [name for name in fs.list_dir(root) if is_namespace_name(name)]
-    return [name for name in names if is_of_path(fs, root / name)]
-
-
-def check_mounted(fs: FileSystem, roots: Sequence[Path]) -> None:
-    """Raise `ConfigError` if a path has no file of a tier that has namespaces in the first one.
-
-    Its disk is not mounted. All blocks in it would count as lost, and others would be written to
-    the disk of the mount point. Raises `TierIOError` if a path cannot be listed.
-    """
-    if len(roots) == 1:
-        return
-    found = {name: read_description(fs, roots[0] / name) for name in homes_under(fs, roots[0])}
-    names = [name for name, each in found.items() if each.get("parts") == len(roots)]
-    for root in filter(fs.exists, roots[1:] if names else ()):
-        with os_errors(f"listing {root}"):
-            is_there = not {BUDGET_LOCK, *names}.isdisjoint(fs.list_dir(root))
-        if not is_there:
-            raise ConfigError(
-                f"path: {root} has nothing of this tier; mount its disk, or create the folder "
-                f"{root / names[0]} if the disk is lost"
-            )
+    for name in names:
+        with suppress(KVCascadeError):
+            found[name] = read_description(fs, root / name)
+    return found
 
 
 def remove_home(fs: FileSystem, home: NamespaceHome) -> bool:
