@@ -71,8 +71,6 @@ if TYPE_CHECKING:
 log_beside_vllm()
 
 _HIT, _MISS, _PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
-_UNKNOWN = -2
-"""No step: the request may have run in every one."""
 _ROW_LAYOUTS = ("replicated_layout", "canonical_layout")
 """Options of vLLM's tiering that put the same bytes of a block in another order."""
 _PAGE_ORDER = "VLLM_KV_CACHE_LAYOUT"
@@ -90,42 +88,6 @@ class CascadeLoadStoreSpec(BlockIDsLoadStoreSpec):
     def medium() -> str:
         """Called up to 0.25."""
         return "CPU"
-
-
-class BegunRequests:
-    """Defers requests that a reset may have preempted in silence. Scheduler thread.
-
-    vLLM says so in the step that schedules them again, and up to 0.32 it fails if one loads in that
-    step. So a request that was scheduled before is answered only in the step after one in which it
-    surely did not run: vLLM said that it was preempted, or it was deferred.
-    """
-
-    def __init__(self) -> None:
-        self._step = 0
-        self._idle_in: dict[str, int] = {}
-        """By name: the last step in which a request that was scheduled before did not run."""
-
-    def must_defer(self, name: str, is_waiting: bool) -> bool:
-        """Return True if the lookups of a request must be deferred to the next step.
-
-        `is_waiting`: they are deferred in any case.
-        """
-        idle_in = self._idle_in.get(name)
-        if idle_in is None:
-            return False
-        must_defer = idle_in != self._step - 1
-        self._idle_in[name] = self._step if must_defer or is_waiting else _UNKNOWN
-        return must_defer
-
-    def end_step(self, begun: Collection[str], preempted: Collection[str]) -> None:
-        """End a step in which vLLM began and preempted these requests."""
-        self._idle_in.update(dict.fromkeys(begun, _UNKNOWN))
-        self._idle_in.update(dict.fromkeys(preempted, self._step))
-        self._step += 1
-
-    def forget(self, name: str) -> None:
-        """Forget a request that has ended."""
-        self._idle_in.pop(name, None)
 
 
 class CascadeManager(OffloadingManager):
@@ -151,7 +113,8 @@ class CascadeManager(OffloadingManager):
         self._deferred_group = b""
         """KV group of the last key that was looked up for such a request."""
         self._served_end = cascade.manager.options.served_end
-        self._begun = BegunRequests()
+        self._was_reset = False
+        """True in the first step after a reset."""
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
@@ -256,15 +219,13 @@ class CascadeManager(OffloadingManager):
             self._cascade.record(request, _prompt(request, req_context))
         if request.positions and self._cascade.chains is not None:
             self._cascade.chains.note(request.positions, request.keys)  # type: ignore[arg-type]
-        self._begun.forget(req_context.req_id)
         self._manager.finish_request(request)
         self._metrics.note_end()
 
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
         self._manager.end_step()
         self._context = None
-        if context is not None:
-            self._begun.end_step(context.new_req_ids, context.preempted_req_ids)
+        self._was_reset = False
         if self._standstill is not None:
             self._standstill.end_step()
 
@@ -275,6 +236,7 @@ class CascadeManager(OffloadingManager):
         return self._manager.has_pending_work()
 
     def reset_cache(self) -> None:
+        self._was_reset = True
         self._manager.reset_cache()
 
     def on_reset_flushed(self) -> None:
@@ -315,7 +277,9 @@ class CascadeManager(OffloadingManager):
         self._context = context
         self._deferred_group = b""
         is_waiting = self._lookups.begin_asking(self._request, BlockHash(first))
-        self._is_deferred = self._begun.must_defer(context.req_id, is_waiting) or is_waiting
+        # A reset may have preempted the request. vLLM says so in the step that schedules it again,
+        # and up to 0.32 it fails if the request loads in that step.
+        self._is_deferred = is_waiting or self._was_reset
 
 
 class CascadeWorker(OffloadingWorker):

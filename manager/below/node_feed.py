@@ -65,6 +65,8 @@ class MappedPresence:
         """Folder and number of slots of the last mapping."""
         self._again_s = math.inf
         """Time of the next attempt; infinite if the last one has not failed."""
+        self._problem = ""
+        """Last error that was logged since a table was mapped."""
 
     def begin(self, folder: str, slots: int) -> Future[PresenceTable]:
         """Begin to map the table in a folder; `end` takes what is returned."""
@@ -83,9 +85,12 @@ class MappedPresence:
         try:
             self.table = mapping.result()
         except (KVCascadeError, OSError) as error:
-            _log.warning("tier %s: its blocks are not found: %s", self.name, error)
+            if str(error) != self._problem:
+                self._problem = str(error)
+                _log.warning("tier %s: its blocks are not found: %s", self.name, error)
             self._again_s = self._clock() + MAP_AGAIN_AFTER_S
             return None
+        self._problem = ""
         return self.table
 
 

@@ -27,7 +27,7 @@ DAY_S = 86400
 
 @pytest.mark.parametrize("failures", [1, 3])
 def test_a_presence_table_that_cannot_be_mapped_for_a_moment_is_mapped_later(
-    monkeypatch: pytest.MonkeyPatch, failures: int
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failures: int
 ) -> None:
     tries = 0
 
@@ -50,6 +50,7 @@ def test_a_presence_table_that_cannot_be_mapped_for_a_moment_is_mapped_later(
         tier.maintain()  # this takes in what came of it
         assert (tries, tier.takes_puts) == (number + 2, number + 1 == failures)
     assert tier.feed.find(key(1)) < 0 and tier.feed.epoch is not None
+    assert caplog.text.count("its blocks are not found") == 1
 
 
 def reset_by_another(cascade: Cascade) -> None:

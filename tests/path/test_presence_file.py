@@ -11,6 +11,7 @@ import pytest
 from support.children import children
 from support.memory_block_table import MemoryBlockDisk, MemoryBlockTable
 from support.memory_file_system import MemoryFileSystem
+from xxhash import xxh3_64_intdigest
 
 from kvcascade.errors import FormatError, KVCascadeError, NoSpaceError
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
@@ -29,6 +30,7 @@ from kvcascade.tiers.nvme.path.presence_file import (
     is_of_this_boot,
     map_presence,
     open_presence,
+    recorded_slots,
 )
 from kvcascade.tiers.nvme.path.presence_table import HEADER_BYTES, presence_bytes
 
@@ -142,6 +144,17 @@ def test_after_a_kill_the_last_commit_is_replayed() -> None:
         rig.commit(is_applied=False)
         assert rig.open() is PresenceOrigin.REPLAYED
         assert rig.open() is PresenceOrigin.TRUSTED
+
+
+def test_a_table_with_the_former_hash_of_keys_names_its_slots_and_is_rebuilt() -> None:
+    rig = Rig()
+    rig.commit()
+    rig.close()
+    head = b"KVCPRES1" + rig.fs.read(PATH, 1 << 20)[8:80]
+    rig.fs.damage(PATH, 0, head + xxh3_64_intdigest(head).to_bytes(8, "little"))
+    assert recorded_slots(rig.fs, FOLDER) == SLOTS
+    assert rig.open() is PresenceOrigin.REBUILT
+    assert rig.presence.used.any()
 
 
 def test_more_than_one_missing_commit_is_no_kill() -> None:

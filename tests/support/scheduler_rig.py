@@ -273,10 +273,10 @@ class SchedulerRig:
         """Requests that are waiting or running."""
         return list(self.scheduler.requests)
 
-    def reset(self, with_connector: bool = True) -> bool:
-        """Reset the device's cache, unless a load is under way or its request has not run since.
+    def reset(self) -> bool:
+        """Reset everything, unless a load is under way or its request has not run since.
 
-        vLLM itself cannot reset then. What runs starts again. `with_connector`: ours as well.
+        vLLM itself cannot reset then. What runs starts again.
         """
         self._take_in(0)
         scheduler = self.scheduler
@@ -286,9 +286,7 @@ class SchedulerRig:
         if not all(job.is_store for job in jobs) or any(blocks_of(r.request_id)[0] for r in idle):
             return False
         return bool(
-            self.scheduler.reset_prefix_cache(
-                reset_running_requests=True, reset_connector=with_connector
-            )
+            self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         )
 
     def step(self) -> None:

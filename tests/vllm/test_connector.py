@@ -91,7 +91,7 @@ class Story:
         elif chance < 0.27 and self.rig.unfinished and self.may_abort:
             self.rig.abort(self.rng.choice(self.rig.unfinished))
         elif chance < 0.28 and (self.may_abort or not self.rig.unfinished):
-            self.resets += self.rig.reset(self.rng.random() < 0.5)
+            self.resets += self.rig.reset()
         elif chance < 0.29:
             damage(self.path, every=4096)
 

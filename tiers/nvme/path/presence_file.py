@@ -26,6 +26,7 @@ mapping can find the disk full.
 from __future__ import annotations
 
 import struct
+from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -50,6 +51,8 @@ PRESENCE = "presence"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _TEMPORARY_SUFFIX = ".new"
 _MAGIC = b"KVCPRES2"
+_FORMER_MAGIC = b"KVCPRES1"
+"""Of tables with another hash of keys: only their number of slots counts."""
 _HEAD = struct.Struct("<8sQ64s")
 _CHECK = struct.Struct("<Q")
 _CLEAN_WORD = 18
@@ -191,18 +194,18 @@ def recorded_slots(fs: FileSystem, folder: Path) -> int:
     with suppress(OSError):
         file = fs.open(folder / PRESENCE)
         try:
-            return _slots_in(file)
+            return _slots_in(file, magics=(_MAGIC, _FORMER_MAGIC))
         finally:
             file.close()
     return 0
 
 
-def _slots_in(file: File) -> int:
+def _slots_in(file: File, *, magics: Container[bytes] = (_MAGIC,)) -> int:
     """Return the number of slots that the header names; 0 if the file is damaged."""
     head = bytearray(HEADER_BYTES)
     moved = file.preadv([memoryview(head)], 0)
     _, slots, _ = _HEAD.unpack_from(head)
-    is_whole = moved == HEADER_BYTES and _boot_in(memoryview(head)) is not None
+    is_whole = moved == HEADER_BYTES and _boot_in(memoryview(head), magics) is not None
     return int(slots) if is_whole and file.size() == presence_bytes(slots) else 0
 
 
@@ -278,12 +281,12 @@ def _rebuild(presence: WritablePresence, table: BlockTable) -> None:
     presence.load(hashes, slots, checksums)
 
 
-def _boot_in(memory: memoryview) -> bytes | None:
+def _boot_in(memory: memoryview, magics: Container[bytes] = (_MAGIC,)) -> bytes | None:
     """Return the boot id in a header; None if the header is damaged."""
     head = bytes(memory[: _HEAD.size])
     (check,) = _CHECK.unpack_from(memory, _HEAD.size)
     magic, _, boot = _HEAD.unpack(head)
-    if magic != _MAGIC or check != xxhash.xxh3_64_intdigest(head):
+    if magic not in magics or check != xxhash.xxh3_64_intdigest(head):
         return None
     return bytes(boot).rstrip(b"\0")
 
