@@ -47,7 +47,7 @@ def running_engine(root: Path, blocks: int = 0) -> Iterator[PathEngine]:
     """An engine with a process of its own and some blocks; it closes even if it was stopped."""
     engine = engine_on(root, is_thread=False)
     try:
-        engine.put(range(blocks))
+        engine.store(range(blocks))
         yield engine
     finally:
         engine.signal(signal.SIGCONT)
@@ -73,7 +73,7 @@ def fill_path(
     root = roots if isinstance(roots, Path) else roots[0]
     before = namespaces_in(root)
     engine = engine_on(roots, namespace=namespace)
-    engine.put(range(blocks))
+    engine.store(range(blocks))
     engine.close()
     (made,) = namespaces_in(root) - before or before
     return made
