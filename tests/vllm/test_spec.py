@@ -23,6 +23,7 @@ from vllm.v1.kv_offload.base import (
     TierMatcher,
 )
 
+from kvcascade.tools.replay.traces import read_trace
 from kvcascade.vllm import v0_26
 from kvcascade.vllm.offload_metrics import STATS_AT_END_S, STATS_INTERVAL_S
 
@@ -385,6 +386,21 @@ def test_served_tokens_are_those_of_the_prompt_with_several_groups() -> None:
         assert driver.metrics["vllm:kvcascade_served_tokens['cpu']"] == 8 * 16
         options = driver.cascade.manager.options
         assert (options.tokens_per_block, options.served_end) == (16, b"\0" * 4)
+
+
+def test_a_prompt_whose_store_was_put_off_to_its_end_is_recorded_whole(tmp_path: Path) -> None:
+    shape = Shape()
+    with Driver(shape, tiers(shape, None, cpu=8), record=str(tmp_path)) as driver:
+        busy, late = driver.request("busy", 8), driver.request("late", 6)
+        assert driver.offer(busy, 0, 8)
+        assert driver.look_up(late) == 0
+        assert driver.offer(late, 0, 6) is None, "all slots are being written"
+        driver.finish(late)
+        driver.finish(busy)
+        driver.settle()
+        driver.serve("late", 6)
+    recorded = sorted((list(each.ids) for each in read_trace(tmp_path).requests), key=len)
+    assert [len(ids) for ids in recorded] == [6, 6, 8] and recorded[0] == recorded[1]
 
 
 def reported_by_vllm() -> set[str]:
