@@ -73,8 +73,9 @@ class Request:
     """Number of blocks counted as computed in a deferred store. The engine offers them again."""
     deferrals: int = 0
     """Number of consecutive stores of this request that were deferred."""
-    deferred: set[BlockHash] = field(default_factory=set)
-    """Blocks of deferred stores that were not offered again. They are lost if the request ends."""
+    deferred: dict[BlockHash, None] = field(default_factory=dict)
+    """Blocks of deferred stores that were not offered again, in the order of their offers. They are
+    lost if the request ends."""
 
     def in_prompt_order(self, block_hashes: Collection[BlockHash]) -> list[BlockHash]:
         """Return the blocks in the order of the prompt.
@@ -106,7 +107,7 @@ class Request:
         It never does so for blocks that its sliding window has passed since.
         """
         self.deferrals += 1
-        self.deferred.update(block_hashes)
+        self.deferred.update(dict.fromkeys(block_hashes))
 
     def note_stored(self, offered: Sequence[BlockHash], new: Sequence[BlockHash]) -> None:
         """Record an accepted store, of which the `new` blocks are being stored.
@@ -117,9 +118,10 @@ class Request:
         use. A block that the request reused stays reused, even if it is stored again after an
         eviction.
         """
-        if self.deferred and not self.deferred.isdisjoint(offered):
+        if self.deferred and not self.deferred.keys().isdisjoint(offered):
             self.deferrals = 0
-            self.deferred.difference_update(offered)
+            for block_hash in offered:
+                self.deferred.pop(block_hash, None)
         noted, keys = dict.fromkeys(offered, False) | dict.fromkeys(new, True), self.keys
         if keys:
             noted |= {block_hash: keys[block_hash] for block_hash in noted.keys() & keys.keys()}

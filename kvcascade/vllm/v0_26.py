@@ -489,10 +489,13 @@ def to_vllm_event(event: BlockEvent) -> OffloadingEvent:
 
 
 def _prompt(request: Request, context: ReqContext) -> list[BlockHash]:
-    """Return the blocks of the prompt in order, up to the last one that the cache was asked for."""
-    used = list(request.keys)
-    if request.missed_at is not None and request.missed_at not in request.keys:
-        used.append(request.missed_at)
+    """Return the blocks of the prompt in order, up to the last one that the cache was asked for.
+
+    Blocks whose store was deferred to the end are among them: the prompt is as long without them.
+    """
+    used = dict.fromkeys([*request.keys, *request.deferred])
+    if request.missed_at is not None:
+        used.setdefault(request.missed_at)
     return in_prompt_order(context, used)
 
 

@@ -258,7 +258,7 @@ class Worth:
         is accepted depends on the tier below instead. An offer that shares no block with the
         deferred one is not counted.
         """
-        if request.deferred and request.deferred.isdisjoint(offered):
+        if request.deferred and request.deferred.keys().isdisjoint(offered):
             return
         if self._served_end:
             offered = [h for h in offered if h.endswith(self._served_end)]

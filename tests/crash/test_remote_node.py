@@ -15,7 +15,6 @@ from support.kv_bytes import Shape
 from support.open_tiers import remote_of
 from support.remote_hosts import (
     CHUNKS,
-    ROUNDS,
     await_next_node,
     await_ready,
     end,
@@ -30,8 +29,9 @@ from support.spec_driver import Driver
 from support.waiting import wait_until
 
 LARGE = Shape(pages=(1 << 16, 3 << 16), blocks=4 * CHUNKS)
-SLOW = "512KiB"
-"""Rate at which some chunks go at once, and the others wait for about a second."""
+SLOW = "192KiB"
+"""Rate at which some chunks go at once, and the others wait for seconds: a kill comes before."""
+DEADLINE_S = 60.0
 LOOK_S = 0.001
 WRITE_S = 0.05
 """Age of a write in which the node is killed."""
@@ -56,7 +56,7 @@ def server(
 
 
 def large_host(server: dict[str, Any], **options: Any) -> Driver:
-    driver = host("killed", LARGE, **{"deadline_s": 20.0, **server, **options})
+    driver = host("killed", LARGE, **{"deadline_s": DEADLINE_S, **server, **options})
     await_ready(driver)
     return driver
 
@@ -79,9 +79,9 @@ def kill_in_write(driver: Driver, text: str) -> None:
         driver.step()
         return bool(writes.jobs)
 
-    wait_until(has_begun, ROUNDS, LOOK_S)
+    wait_until(has_begun, pause_s=LOOK_S)
     end_s = monotonic() + WRITE_S
-    wait_until(lambda: monotonic() >= end_s, ROUNDS, LOOK_S)
+    wait_until(lambda: monotonic() >= end_s, pause_s=LOOK_S)
     kill_node(driver)
 
 
@@ -102,8 +102,8 @@ def kill_in_read(driver: Driver, text: str) -> tuple[int, int]:
     def arrived() -> int:
         return int((heads != before).any(axis=1).sum())
 
-    wait_until(reads, ROUNDS, LOOK_S)
-    wait_until(lambda: arrived() > 0, 10 * ROUNDS, LOOK_S)
+    wait_until(reads, pause_s=LOOK_S)
+    wait_until(lambda: arrived() > 0, pause_s=LOOK_S)
     kill_node(driver)
     return arrived(), end(driver, request)
 

@@ -102,7 +102,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
     try:
         found = Prometheus(f"http://127.0.0.1:{port}", max(times))
-        wait_until(lambda: process.poll() is not None or found.is_ready(), 300, 0.1)
+        wait_until(lambda: process.poll() is not None or found.is_ready())
         assert process.poll() is None, (folder / "log").read_text()
         yield found
     finally:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.path_rig import BLOCK_BYTES, PathRig
+from support.waiting import wait_until
 from support.writer_twin import namespace_spec
 
 from kvcascade.handlers.node import path_link
@@ -231,7 +232,8 @@ def test_a_service_whose_folder_was_replaced_stops_and_is_no_second_writer(
         (tmp_path / ".kvcascade").rename(tmp_path / "elsewhere")
         while first(connection) is not None:
             """It goes on until it looks."""
-    assert not service.is_alive or service.stop(WAIT_S)
+    wait_until(lambda: not service.is_alive)
+    assert not (tmp_path / ".kvcascade").exists()
 
 
 @pytest.mark.parametrize("is_thread", [True, False])

@@ -266,7 +266,7 @@ def test_an_engines_namespace_is_read_by_name(
 ) -> None:
     engine = engine_at(tmp_path, is_thread=is_thread)
     try:
-        engine.put(range(8))
+        engine.store(range(8))
         cache = open_cache(tmp_path, namespace=namespace_in(tmp_path))
         assert cache.is_read_only and cache.block_bytes == engine.block_bytes
         assert cache.exists([key(0), key(8)]) == [True, False]
@@ -313,7 +313,7 @@ def test_a_closed_engines_namespace_is_read_and_nothing_recorded(
     open_cache: Open, tmp_path: Path
 ) -> None:
     engine = engine_at(tmp_path)
-    engine.put(range(8))
+    engine.store(range(8))
     engine.close()
     before = load_record(RealFileSystem(), tmp_path)
     with open_cache(tmp_path, namespace=namespace_in(tmp_path)) as cache:
@@ -327,7 +327,7 @@ def test_a_reader_of_a_namespace_whose_engines_were_reset_is_warned_and_removes_
     engine = engine_at(tmp_path)
     engine.tier.reset()
     engine.until(lambda: not engine.tier._resets_due)
-    engine.put(range(4))
+    engine.store(range(4))
     name = namespace_in(tmp_path)
 
     def found(cache: kvcascade.BlockCache) -> int:
@@ -573,7 +573,7 @@ def test_closing_waits_for_a_call_that_has_begun(
         put = threads.submit(cache.put, [key(n) for n in numbers], [content(n) for n in numbers])
         assert begun.wait(WAIT_S)
         closed = threads.submit(cache.close)
-        wait_until(lambda: cache._is_closed, 1000, 0.01)
+        wait_until(lambda: cache._is_closed)
         with pytest.raises(ClosedError):
             cache.get([key(0)])
         may_go_on.set()

@@ -41,7 +41,6 @@ from kvcascade.tiers.nvme.path.frames import frame
 SECRET = "hunter2-in-test"
 AWS = {"AWS_ACCESS_KEY_ID": "key-in-test", "AWS_SECRET_ACCESS_KEY": SECRET}
 SKEWED = "<Error><Code>RequestTimeTooSkewed</Code></Error>"
-ROUNDS, PAUSE_S = 2000, 0.005
 HELD = key(1)
 
 
@@ -78,7 +77,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, **given: Any) -> Iterator[OpenRemote
         yield tier
     finally:
         tier.close()
-        wait_until(has_ended, ROUNDS, PAUSE_S)
+        wait_until(has_ended)
         os.close(arena_fd)
 
 
@@ -94,7 +93,7 @@ def is_missing(tier: OpenRemote) -> bool:
 
 def serves(tier: OpenRemote, caplog: pytest.LogCaptureFixture, wanted: str) -> None:
     """The engine computes what it asks for and keeps nothing waiting; the log says why, once."""
-    wait_until(partial(is_missing, tier), ROUNDS, PAUSE_S)
+    wait_until(partial(is_missing, tier))
     assert tier.port.put(1, [HELD], [0]) in ([Put.UNWANTED], [Put.STARTED])
 
     def has_said_it() -> bool:
@@ -102,7 +101,7 @@ def serves(tier: OpenRemote, caplog: pytest.LogCaptureFixture, wanted: str) -> N
         tier.port.poll()
         return wanted in caplog.text and not tier.port.writes.jobs
 
-    wait_until(has_said_it, ROUNDS, PAUSE_S)
+    wait_until(has_said_it)
     (said,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert said.startswith("tiers[1].url: the server ") and said.endswith(".")
     assert SECRET not in caplog.text

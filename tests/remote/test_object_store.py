@@ -38,7 +38,8 @@ OK, ABSENT, DENIED = RemoteOutcome.OK, RemoteOutcome.ABSENT, RemoteOutcome.DENIE
 EXISTS = RemoteOutcome.EXISTS
 TIMED_OUT, IO_ERROR = RemoteOutcome.TIMED_OUT, RemoteOutcome.IO_ERROR
 SECRETS = {"access_key_id": "id-in-test", "secret_access_key": "secret-in-test"}
-SLACK_S = 2.0
+SLACK_S = 6.0
+"""Time by which a loaded machine may exceed a limit: less than one limit after the other takes."""
 
 
 def bucket_at(
@@ -275,7 +276,7 @@ def test_a_stopped_server_costs_the_timeout_and_no_more() -> None:
         late = engine.exist_many(names(200), 0.1)
         assert set(late) == {TIMED_OUT} and monotonic() - begun_s < 1.1 + SLACK_S
         server.go_on()  # it first answers what nobody waits for any more
-        wait_until(lambda: engine.exist_many(names(1), LIMIT_S) == [OK], 60, 0.1)
+        wait_until(lambda: engine.exist_many(names(1), LIMIT_S) == [OK])
         engine.close()
     finally:
         server.go_on()
@@ -332,7 +333,7 @@ def test_a_share_that_stops_in_mid_file_and_goes_on_reaches_nobody(
     with ThreadPoolExecutor(4) as threads:
         rig = RemoteRig(engine, threads)
         ticket = rig.begin_write(keys(2))
-        wait_until(lambda: [e.ticket for e in rig.store.poll()] == [ticket], 1000, 0.005)
+        wait_until(lambda: [e.ticket for e in rig.store.poll()] == [ticket])
         monkeypatch.setattr(os, "preadv", stalling)
         slots = rig.slots(1)
         rig.store.get(7, [key(0)], slots)
@@ -343,7 +344,7 @@ def test_a_share_that_stops_in_mid_file_and_goes_on_reaches_nobody(
         slots[0][:] = content(key(1))  # the slot has another block now
         monkeypatch.undo()
         rig.store.get(8, [key(1)], others := rig.slots(1))
-        wait_until(lambda: [e.ticket for e in rig.store.poll()] == [8], 1000, 0.005)
+        wait_until(lambda: [e.ticket for e in rig.store.poll()] == [8])
         goes_on.set()
         assert rig.store.close(10.0), "the late read has ended"
     assert slots[0] == others[0] == content(key(1))
@@ -422,7 +423,7 @@ def test_an_engine_that_is_closed_ends_what_waits() -> None:
         endpoint = f"http://{HOST}:{server.getsockname()[1]}"
         engine = bucket_at(endpoint, "bucket", timeout_s=1.0)
         called = caller.submit(engine.exist_many, names(100), LIMIT_S)
-        wait_until(lambda: engine._threads._work_queue.qsize() >= 84, 1000, 0.002)
+        wait_until(lambda: engine._threads._work_queue.qsize() >= 84)
         engine.close()
         assert {*called.result(10.0)} <= {TIMED_OUT, IO_ERROR}
         is_over.set()

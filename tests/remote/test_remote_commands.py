@@ -460,7 +460,7 @@ def test_gc_removes_what_a_killed_writer_left_in_a_folder(tmp_path: Path) -> Non
     engine, _ = open_remote_engine(parse_remote(At("t"), {"url": tmp_path.as_uri()}), os.environ)
     space = tmp_path / NAMESPACE
     writer = subprocess.Popen([sys.executable, "-c", LONG_PUT, tmp_path, f"{NAMESPACE}/1/00/0"])
-    wait_until(lambda: any(space.rglob("0#1")), 2000, 0.005)
+    wait_until(lambda: any(space.rglob("0#1")))
     writer.kill()
     writer.wait()
     (left,) = space.rglob("*#*")

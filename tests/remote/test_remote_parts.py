@@ -21,7 +21,7 @@ from support.keys import key, keys
 from support.remote_rig import RemoteRig
 from support.remote_servers import HOST
 from support.remote_twin import RemoteTwin
-from support.waiting import wait_until
+from support.waiting import WAIT_LIMIT_S, wait_until
 
 from kvcascade.config.options import At
 from kvcascade.config.remote import WriteWhen, parse_remote
@@ -173,26 +173,44 @@ def test_without_prompts_the_generation_is_read_no_more() -> None:
     assert reads.requests == rig.twin.calls["counter"] == 2 * reads.calls
 
 
-def test_threads_that_wait_for_the_generation_share_its_failure() -> None:
+class CountedLock:
+    """A lock that counts the threads that came to it, those that wait included."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.came: list[int] = []
+
+    def __enter__(self) -> None:
+        self.came.append(threading.get_ident())
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+def test_threads_that_wait_for_the_generation_share_its_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Otherwise a stopped server would cost each of them a time-out, one after the other."""
     twin, begun, goes_on = RemoteTwin(), threading.Event(), threading.Event()
 
     def stall(method: str) -> None:
         begun.set()
-        goes_on.wait(10.0)
+        goes_on.wait(WAIT_LIMIT_S)
 
     twin.before, twin.fails["counter"] = stall, RemoteOutcome.TIMED_OUT
     generation = SharedGeneration(
         twin, "space/generation", "space/resets", ManualClock(), lambda: 1.0
     )
+    monkeypatch.setattr(generation, "_lock", lock := CountedLock())
     with ThreadPoolExecutor(5) as threads:
         first = threads.submit(generation.current, 1.0)
-        assert begun.wait(10.0)
+        assert begun.wait(WAIT_LIMIT_S)
         others = [threads.submit(generation.current, 1.0) for _ in range(4)]
-        wait_until(lambda: all(other.running() for other in others), 1000, 0.002)
+        wait_until(lambda: len(lock.came) == 5)
         goes_on.set()
-        assert {f.result(10.0).outcome for f in (first, *others)} == {RemoteOutcome.TIMED_OUT}
-    assert twin.calls["counter"] < 5, "a thread that had not begun to wait asks for itself"
+        outcomes = {f.result(WAIT_LIMIT_S).outcome for f in (first, *others)}
+    assert outcomes == {RemoteOutcome.TIMED_OUT} and twin.calls["counter"] == 1
     twin.fails.clear()
     assert generation.current(1.0).outcome is RemoteOutcome.OK, "and it is asked anew"
 

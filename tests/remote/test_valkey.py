@@ -40,7 +40,7 @@ from kvcascade.tiers.remote.valkey import TAIL_BYTES, ValkeyEngine, hash_slot
 
 OK, ABSENT, EXISTS = RemoteOutcome.OK, RemoteOutcome.ABSENT, RemoteOutcome.EXISTS
 TIMED_OUT, IO_ERROR = RemoteOutcome.TIMED_OUT, RemoteOutcome.IO_ERROR
-SLACK_S = 2.0
+SLACK_S = 6.0
 """Time by which a loaded machine may exceed a limit."""
 
 
@@ -288,7 +288,7 @@ class TestFaults:
             thread.start()
         for thread in threads:
             thread.join(60.0)
-        assert not wrong
+        assert not wrong and not any(thread.is_alive() for thread in threads)
 
 
 @pytest.fixture(scope="module")
@@ -410,7 +410,7 @@ def nodes(
         states = [redis_command(s.port, "CLUSTER", "INFO") for s in servers]
         return all(b"cluster_state:ok" in s and b"nodes:2" in s for s in states)
 
-    wait_until(is_up, 600, 0.05)
+    wait_until(is_up)
     yield servers
     for server in servers:
         server.kill()

@@ -67,10 +67,8 @@ SLOT_BYTES = WORLD * sum(PAGES)
 ARENA_SLOTS = 48
 SLOTS_PER_SEGMENT = 16
 TEXTS, CHUNKS = 24, 12
-ROUNDS_MAX = 20_000
-ROUND_S = 0.0005
+LOOK_S = 0.0005
 GONE_LIMIT_S = 60.0
-GONE_ROUNDS = 3000
 READ_AT_ONCE = 64
 DISK_VERSION = 0
 """Of the weights that every engine begins with."""
@@ -232,7 +230,7 @@ class Scheduler:
                 answers.append(hits)
             return hits is not None
 
-        wait_until(has_ended, ROUNDS_MAX, ROUND_S)
+        wait_until(has_ended, pause_s=LOOK_S)
         return answers[0]
 
     def _run(self, is_store: bool, keys: Sequence[BlockHash], spec: LoadStoreSpec) -> None:
@@ -407,7 +405,7 @@ def read_all(setup: Setup, *, close_clean: bool) -> set[bytes]:
         locks.extend(filter(None, [try_lead(fs, setup.path)]))
         return bool(locks)
 
-    wait_until(is_free, GONE_ROUNDS, GONE_LIMIT_S / GONE_ROUNDS)
+    wait_until(is_free)
     (lock,) = locks
     means = StartMeans(fs, time.time, open_block_table, boot_id())
     writer = PathWriter(means, [setup.path], setup.path_options, monotonic, InlineExecutor())

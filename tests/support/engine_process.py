@@ -21,17 +21,15 @@ from typing import Any
 
 import msgspec
 from support.children import environment
-from support.path_engine import PathEngine
+from support.path_engine import WAIT_S, PathEngine
 
 from kvcascade.handlers.node import path_node
 from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
 
-ANSWER_LIMIT_S = 60.0
+ANSWER_LIMIT_S = 60.0 + WAIT_S
 NOBODY_LIMIT_S = 0.5
 PAUSE_S = 2.0
-SEEN_LIMIT_S = 1.0
-"""Time in which a node sees the end of its connection."""
 CONTAINER = ("unshare", "-Urpfm", "--mount-proc", "--kill-child")
 """Namespaces of users, process numbers and mounts; everything in them dies with the command."""
 
@@ -161,20 +159,14 @@ class Answers:
         self._engine.until(lambda: True)
         return self._engine.state.value
 
-    def join(self, _: Sequence[int]) -> float:
-        """Wait until writes may begin; the time that took."""
-        begin_s = monotonic()
+    def join(self, _: Sequence[int]) -> None:
+        """Wait until writes may begin."""
         self._engine.until(lambda: self._engine.tier.takes_puts)
-        return monotonic() - begin_s
 
-    def resume(self, _: Sequence[int]) -> float:
-        """Wait until a new writer serves the node; the time that took."""
-        begin_s = monotonic()
-        leading = (NodeState.LEADING, NodeState.FOLLOWING)
+    def lead(self, _: Sequence[int]) -> None:
+        """Wait until this node is the writer, and writes may begin."""
         engine = self._engine
-        engine.until(lambda: engine.state not in leading or monotonic() > begin_s + SEEN_LIMIT_S)
-        engine.until(lambda: engine.tier.takes_puts)
-        return monotonic() - begin_s
+        engine.until(lambda: engine.state is NodeState.LEADING and engine.tier.takes_puts)
 
     def pause(self, _: Sequence[int]) -> None:
         """Go on like an idle engine for a while."""

@@ -14,11 +14,14 @@ from typing import IO, Any
 import psutil
 from support.engine_nursery import Forked, can_fork, nursery
 from support.engine_runner import NETWORK
+from support.waiting import wait_until
 
 from kvcascade.tools.dev.server import GPU_OPTIONS, is_on_cpu, offloading
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GONE_TIMEOUT_S = 60.0
+SETTLE_LOOK_S, SETTLE_LIMIT_S = 0.1, 180.0
+"""Far more than a next writer waits for writes of a former one, and a breaker rests afterwards."""
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
@@ -130,6 +133,20 @@ class Engine:
         """Everything that the engine counts."""
         found: dict[str, float] = self._ask(do="metrics")
         return found
+
+    def settle(self) -> None:
+        """Wait until a tier below has every block. One that a worker still writes is not dirty yet.
+
+        Blocks must become due by their age: `write_mode` "back" with a short `dirty_age_s`.
+        """
+        dirty = "vllm:kvcascade_tier_dirty_ratio[cpu]"
+        arriving = "vllm:kv_offload_cpu_cache_write_usage_perc"
+
+        def is_settled() -> bool:
+            found = self.metrics()
+            return found[dirty] == found[arriving] == 0
+
+        wait_until(is_settled, SETTLE_LIMIT_S, SETTLE_LOOK_S)
 
     def stop(self) -> None:
         """A clean shutdown; all processes are gone afterwards."""

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from kvcascade.tiers.base import BlockOutcome
+
 from .path_cache import try_engine_on
 
 BLOCKS = 64
@@ -74,21 +76,22 @@ MUTATIONS: dict[str, Mutation] = {
 }
 
 
-def attempt(root: Path) -> bool:
-    """Open the tier, read, write and close it; False if it was refused."""
+def attempt(root: Path) -> list[BlockOutcome] | None:
+    """Open the tier, read, write and close it; what was read. None if the tier was refused."""
     engine = try_engine_on(root)
-    if engine is None:
-        return False
-    engine.get(range(BLOCKS))
+    if isinstance(engine, str):
+        return None
+    found = engine.get(range(BLOCKS))
     engine.put(range(1000, 1008))
     engine.close()
-    return True
+    return list(found)
 
 
 def main() -> None:
     """All rounds, announced before they begin so that a crash names its own."""
     root, seed, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    assert attempt(root) == [BlockOutcome.OK] * BLOCKS, "an index without damage"
     data = next(root.glob("*/blocks/data.mdb"))
     good = data.read_bytes()
     opened = 0
@@ -99,7 +102,8 @@ def main() -> None:
         damaged = bytearray(good)
         MUTATIONS[name](damaged, rng)
         data.write_bytes(damaged)
-        opened += attempt(root)
+        opened += attempt(root) is not None
+    assert opened > 0, "every damaged index was refused"
     print("survived", opened, "opened", rounds - opened, "refused", flush=True)
 
 

@@ -24,8 +24,9 @@ BLOCK, PER_SEGMENT = 4096, 8
 HEADER = 4096
 PATIENCE_S = 0.2
 """Time after which a failed attempt to join counts as a refusal."""
-REFUSAL_LIMIT_S = 10.0
+REFUSAL_LIMIT_S = 60.0
 """Time after which a namespace that is still being opened counts as refused."""
+NOT_OPEN = f"it is not open after {REFUSAL_LIMIT_S:g} s"
 OPTIONS = PathOptions(64 << 20, segment_bytes=PER_SEGMENT * BLOCK)
 
 
@@ -47,15 +48,15 @@ def running_engine(root: Path, blocks: int = 0) -> Iterator[PathEngine]:
     """An engine with a process of its own and some blocks; it closes even if it was stopped."""
     engine = engine_on(root, is_thread=False)
     try:
-        engine.put(range(blocks))
+        engine.store(range(blocks))
         yield engine
     finally:
         engine.signal(signal.SIGCONT)
         engine.close()
 
 
-def try_engine_on(root: Path) -> PathEngine | None:
-    """An engine that has joined a path; None if the path refuses it, or cannot be opened."""
+def try_engine_on(root: Path) -> PathEngine | str:
+    """An engine that has joined a path; else the reason why the path refuses it."""
     engine = PathEngine([root], OPTIONS, is_thread=True, capacity=64, patience_s=PATIENCE_S)
     engine.keeper.start()
     end_s = monotonic() + REFUSAL_LIMIT_S
@@ -63,7 +64,7 @@ def try_engine_on(root: Path) -> PathEngine | None:
     if engine.tier.takes_puts:
         return engine
     engine.close()
-    return None
+    return engine.refusals[-1] if engine.refusals else NOT_OPEN
 
 
 def fill_path(
@@ -73,7 +74,7 @@ def fill_path(
     root = roots if isinstance(roots, Path) else roots[0]
     before = namespaces_in(root)
     engine = engine_on(roots, namespace=namespace)
-    engine.put(range(blocks))
+    engine.store(range(blocks))
     engine.close()
     (made,) = namespaces_in(root) - before or before
     return made

@@ -26,7 +26,9 @@ from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.path_messages import PROTOCOL, Hello, NamespaceSpec, PathOptions
 from kvcascade.tiers.nvme.path.presence_file import map_presence
 
-WAIT_S = 30.0
+STALL_S = 30.0
+WAIT_S = 120.0
+"""Time after which a test fails: far more than the slowest machine needs."""
 
 
 class PathEngine:
@@ -44,7 +46,7 @@ class PathEngine:
         is_thread: bool = False,
         is_direct: bool = True,
         io_threads: int = 2,
-        stall_s: float = WAIT_S,
+        stall_s: float = STALL_S,
         label: str = LABEL,
         spec: NamespaceSpec | None = None,
         patience_s: float = math.inf,

@@ -19,7 +19,6 @@ from .waiting import wait_until
 SHAPE = Shape()
 CHUNKS = 8
 CPU = 64
-ROUNDS, PAUSE_S = 1000, 0.01
 
 
 def host(label: str, shape: Shape = SHAPE, cpu: int = CPU, **remote: Any) -> Driver:
@@ -49,7 +48,7 @@ def hits_of(driver: Driver, request: Request) -> int:
         found[0] = driver.look_up(request)
         return found[0] is not None
 
-    wait_until(has_answer, ROUNDS, PAUSE_S)
+    wait_until(has_answer)
     assert found[0] is not None
     return found[0]
 
@@ -80,7 +79,7 @@ def is_ready(driver: Driver) -> bool:
 def await_ready(*drivers: Driver) -> None:
     """Wait until the nodes have asked the server for the last reset."""
     for driver in drivers:
-        wait_until(partial(is_ready, driver), ROUNDS, PAUSE_S)
+        wait_until(partial(is_ready, driver))
 
 
 def pid_of_node(driver: Driver) -> int:
@@ -98,4 +97,4 @@ def await_next_node(driver: Driver, former: int) -> None:
         driver.step()
         return remote.node.pid not in (None, former) and remote.port.feed.totals().mark is not None
 
-    wait_until(is_ready_and_new, ROUNDS, PAUSE_S)
+    wait_until(is_ready_and_new)

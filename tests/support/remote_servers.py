@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import random
 import shutil
 import signal
 import socket
@@ -18,7 +19,7 @@ import tempfile
 import threading
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
@@ -30,15 +31,18 @@ import pytest
 from .debian import libraries, unpacked
 from .waiting import wait_until
 
-START_ROUNDS, PAUSE_S = 1200, 0.05
 HOST = "127.0.0.1"
+PORTS = range(15_000, 32_000)
+"""Below those that the kernel gives to clients: none takes the port of a server that restarts."""
 
 
 def free_port() -> int:
     """A port that nobody listened to a moment ago."""
-    with socket.create_server((HOST, 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+    draw = random.SystemRandom()  # test processes may have seeded the common one alike
+    while True:
+        port = draw.choice(PORTS)
+        with suppress(OSError), socket.create_server((HOST, port)):
+            return port
 
 
 def is_listening(port: int, host: str = HOST) -> bool:
@@ -79,7 +83,7 @@ class ServerProcess:
             stderr=subprocess.DEVNULL,
         )
         try:
-            wait_until(self._has_started, START_ROUNDS, PAUSE_S)
+            wait_until(self._has_started)
         except AssertionError:
             self.kill()
             raise

@@ -115,7 +115,7 @@ def test_beside_running_engines(file: Path, tmp_path: Path) -> None:
 def test_a_full_tier_takes_more_only_on_request(file: Path, tmp_path: Path) -> None:
     target = tmp_path / "to"
     engine = small(target, 3)
-    engine.put(range(100, 116))
+    engine.store(range(100, 116))
     engine.close()
     answer = call("import", target, file, "--json")
     assert answer.code == ExitCode.NO_SPACE and "--make-room" in answer.document["reason"]
@@ -204,7 +204,7 @@ def test_a_reset_refuses_both_ways(file: Path, tmp_path: Path) -> None:
     engine = engine_on(root)
     engine.tier.reset()
     engine.until(lambda: not engine.tier._resets_due)
-    engine.put([50])
+    engine.store([50])
     assert call("import", root, file).code == ExitCode.IN_USE
     answer = call("export", root, tmp_path / "out.safetensors")
     assert answer.code == ExitCode.USAGE and "were reset" in answer.err

@@ -100,7 +100,7 @@ def test_beside_an_engine(tmp_path: Path, engine: PathEngine) -> None:
     assert answer.one["engines"] == ["the engine"] and answer.one["granted_slots"] == 0
     assert answer.one["problem"] is None
     assert f"process {engine.keeper.pid} " in answer.document["path"]["writer"]
-    engine.put(range(100, 116))
+    engine.store(range(100, 116))
     assert call("inspect", tmp_path / "kv", "--json").one["blocks"] == 36
     assert engine.holds(range(20)) == list(range(20))
     assert "open in the engine" in " ".join(call("inspect", tmp_path / "kv").out.split())
@@ -245,7 +245,7 @@ def test_a_metrics_address_is_for_one_live_namespace(tmp_path: Path) -> None:
 def test_a_crash_is_seen_once(tmp_path: Path) -> None:
     """The command is the writer meanwhile, and closes the namespace cleanly."""
     engine = engine_on(tmp_path, is_thread=False)
-    engine.put([0])
+    engine.store([0])
     engine.kill()
     engine.close()
     found = call("inspect", tmp_path, "--json").one

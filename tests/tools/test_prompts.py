@@ -55,7 +55,7 @@ def noted(log: ChainLog, *requests: tuple[dict[bytes, int], Iterable[int]]) -> N
 def prompts_on(root: Path) -> PathEngine:
     """An engine with both prompts, and what it noted of them."""
     engine = engine_on(root, namespace=NamespaceKey("some/model", FIELDS))
-    engine.put(range(16))
+    engine.store(range(16))
     for numbers, fresh in (([*SYSTEM, *DOCUMENT], 0), ([*SYSTEM, *QUESTION], len(SYSTEM))):
         chain, tokens = finest_chain(ends_of(*numbers))
         engine.keeper.tell(chain_of(chain, fresh, tokens))

@@ -60,7 +60,7 @@ def test_engines_follow_the_service_and_find_their_blocks_in_the_next_one(tmp_pa
         engine = PathEngine([tmp_path], OPTIONS, is_thread=True).open()
         try:
             assert engine.state is NodeState.FOLLOWING
-            engine.put(range(8))
+            engine.store(range(8))
         finally:
             engine.close()
 
@@ -143,7 +143,7 @@ def test_a_service_that_is_asked_to_end_while_it_hands_over_ends(tmp_path: Path)
         assert pauses == 1, "it does not wait for its turn again"
         with open_session(FS, tmp_path) as session:
             session.ask("hand_over")
-        wait_until(is_handed_over, 600, 0.05)
+        wait_until(is_handed_over)
         raise KeyboardInterrupt
 
     parts = parts_of([tmp_path], GIVEN, {})
@@ -171,7 +171,6 @@ def test_it_takes_over_from_engines_that_go_on(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     def pause(seconds: float) -> None:
-        wait_until(lambda: True, 1, seconds)
         note = load_note(FS, tmp_path)
         if note is not None and "kvcascade store" in note.name:
             work()
@@ -235,7 +234,6 @@ def test_a_path_that_is_taken_away_ends_the_service(
             root.rename(tmp_path / "away")
             root.mkdir()
         pauses.append(seconds)
-        wait_until(lambda: True, 1, 0.01)
 
     assert serve(parts, rival=Rival.REFUSED, pause=pause) is StoreEnd.FAILED
     assert not (root / PATH_FOLDER).exists()

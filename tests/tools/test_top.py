@@ -187,7 +187,7 @@ def test_beside_an_engine(tmp_path: Path, server: PathEngine) -> None:
     other = fill_path(tmp_path / "kv", 3, NamespaceKey("other", {"n": 1}))
     readings = PathReadings(tmp_path / "kv", clock=iter((10.0, 12.0)).__next__)
     before = readings.read()
-    server.put(range(100, 120))
+    server.store(range(100, 120))
     now = readings.read()
     tiers = {each.tier: each for each in frame("x", now, before).tiers}
     assert tiers.pop(other.name).blocks == 3
@@ -205,7 +205,7 @@ def test_a_path_without_a_writer_is_opened_once(tmp_path: Path) -> None:
     assert readings.read().figures == first.figures
     assert (folder / "state" / "session").read_bytes() == opened
     engine = engine_on(tmp_path)
-    engine.put(range(20, 24))
+    engine.store(range(20, 24))
     assert readings.read().figures["tier_blocks", folder.name] == 24
     engine.close()
     assert readings.read().figures["demoted_bytes", folder.name] == 24 * BLOCK

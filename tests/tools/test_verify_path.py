@@ -91,7 +91,7 @@ def test_an_engine_that_comes_meanwhile_makes_the_count_unknown(tmp_path: Path) 
     def progress(blocks: int) -> None:
         if not engines:
             engines.append(engine_on(tmp_path))
-            engines[0].put(range(100, 104))
+            engines[0].store(range(100, 104))
 
     with open_path(tmp_path) as path:
         chosen, throttle = path.namespace(folder.name), Throttle(None)

@@ -16,7 +16,6 @@ from kvcascade.tiers.base import BlockHash
 SHAPE = Shape()
 CHUNKS = 8
 TEXTS = 24
-ROUNDS, PAUSE_S = 200, 0.05
 CPU, NEAR, FAR = 64, 64, 512
 """Slots of the tiers; the last one holds all texts, the others do not."""
 
@@ -86,7 +85,7 @@ def test_a_disk_that_damages_blocks_costs_no_hits_of_another(tmp_path: Path) -> 
         driver.finish(request)
         driver.settle()
         assert driver.counters.links[0].promote_corrupt_blocks > 0
-        wait_until(lambda: is_empty(driver, 1), ROUNDS, PAUSE_S)
+        wait_until(lambda: is_empty(driver, 1))
         assert driver.serve("text", CHUNKS) == CHUNKS
         assert driver.counters.loaded_blocks[2] > 0
 

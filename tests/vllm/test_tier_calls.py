@@ -29,7 +29,6 @@ from kvcascade.tiers.base import BlockHash
 from kvcascade.vllm_tier import KVCascadeTier
 
 ROW_BYTES, ROWS = 4096, 32
-JOB_ROUNDS_MAX, JOB_ROUND_S = 3000, 0.01
 
 
 class Rig:
@@ -90,7 +89,7 @@ class Rig:
             results.extend(self.tier.get_finished_jobs())
             return bool(results)
 
-        wait_until(has_ended, JOB_ROUNDS_MAX, JOB_ROUND_S)  # not `drain_jobs`: it is a reset
+        wait_until(has_ended)  # not `drain_jobs`: it is a reset
         assert [result.success for result in results] == [True]
 
 
@@ -132,7 +131,7 @@ def test_two_tiers_share_a_path_and_tools_work_beside_them(tmp_path: Path) -> No
     one.store(one.request("a", [1, 2]), [1, 2])
     context = two.request("b", [1, 2])
     is_there = partial(two.tier.lookup, okey(2), context)
-    wait_until(lambda: is_there() is LookupResult.HIT, JOB_ROUNDS_MAX, JOB_ROUND_S)
+    wait_until(lambda: is_there() is LookupResult.HIT)
     two.load(context, [1, 2])
     assert (two.memory[:2] == 7).all()
     found = call("inspect", tmp_path, "--json").one
@@ -186,7 +185,7 @@ def test_an_idle_engine_hears_its_node(rig: Rig) -> None:
     """Otherwise the node keeps what it has to tell, and ends once that is too much."""
     heard: list[Any] = []
     rig.tier._jobs.below.feed.end(heard.append, "something")
-    wait_until(lambda: bool(heard), JOB_ROUNDS_MAX, JOB_ROUND_S)
+    wait_until(lambda: bool(heard))
 
 
 @pytest.mark.parametrize(
