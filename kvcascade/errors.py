@@ -82,7 +82,14 @@ FINAL_ERRORS = (ConfigError, CorruptionError, FormatError)
 
 _NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM})
 _PATH_ERRNOS = frozenset(
-    {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
+    {
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.ENAMETOOLONG,
+        errno.ELOOP,
+        errno.EOVERFLOW,
+    }
 )
 _DENIED_ERRNOS = frozenset({errno.EACCES, errno.EPERM})
 _NO_DESCRIPTOR_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE})

@@ -103,8 +103,8 @@ class _Following:
         """
         if status in FAULTS and self.setup.trusts_boot:
             _log.warning(
-                "the next process checks all of each index first: a damaged one may have ended "
-                "the last process"
+                "the next process checks every index without a clean mark first: a damaged one "
+                "may have ended the last process"
             )
             self.setup = msgspec.structs.replace(self.setup, trusts_boot=False)
 

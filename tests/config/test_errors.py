@@ -18,6 +18,7 @@ from kvcascade.errors import ErrorKind, from_os_error
         (errno.EACCES, ErrorKind.IO, "permissions"),
         (errno.EPERM, ErrorKind.IO, "chmod -R go-w"),
         (errno.ENOENT, ErrorKind.IO, "check the path"),
+        (errno.EOVERFLOW, ErrorKind.IO, "check the path"),
         (errno.EIO, ErrorKind.IO, "check the device"),
     ],
 )

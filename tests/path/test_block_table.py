@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from support.memory_block_table import MemoryBlockDisk, MemoryBlockTable
 
 from kvcascade.errors import CorruptionError, FormatError, KVCascadeError, NoSpaceError, TierIOError
+from kvcascade.tiers.nvme.index import index_pages
 from kvcascade.tiers.nvme.path.block_table import (
     ApplyOutcome,
     BlockTable,
@@ -206,6 +207,21 @@ def test_another_namespace_and_another_version_are_refused(tmp_path: Path) -> No
     table.close()
     with pytest.raises(FormatError, match="format version 4"):
         lmdb_at(folder)
+
+
+def test_a_page_that_the_disk_cannot_deliver_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mapped, it would end the process that touches it, and then the next one."""
+    folder = tmp_path / "blocks"
+    filled(folder)
+
+    def failing(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        index_pages.check_pages(folder, is_trusted=False)
 
 
 @pytest.mark.parametrize("seed", range(60))

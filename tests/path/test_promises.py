@@ -41,7 +41,7 @@ def test_power_holds_from_the_welcome_on_or_the_node_is_refused(fails: bool) -> 
     assert RigNode(rig).store([1]) == [OK]
     power = msgspec.structs.replace(rig.options, durability="power")
     if fails:
-        rig.fs.fail("open", errno.EMFILE)  # once, while a segment is to be synced
+        rig.fs.fail("sync_all", errno.EIO)
         assert RigNode(rig, options=power).refused
     node = RigNode(rig, options=power)
     assert node.welcome is not None and node.welcome.options.durability == "power"
@@ -129,22 +129,27 @@ def test_folders_of_a_tier_in_another_list_are_refused_and_keep_their_blocks(giv
 
 
 def test_what_was_stored_with_less_durability_is_synced_before_power_is_promised() -> None:
-    """A node that offers such a block is told that it is held."""
-    rig = PathRig(durability="process")
-    node = RigNode(rig)
-    assert node.store([1]) == [OK] and node.welcome is not None
-    (namespace,) = rig.writer.namespaces.values()
-    file, place = namespace.home.segments.path_of(0), namespace.home.layout.block_bytes
+    """A node that offers such a block is told that it is held, also by a later writer."""
+    rig = PathRig(120, durability="process")
+    node, idle = RigNode(rig), RigNode(rig, "idle")
+    assert node.store([1]) == idle.store([1]) == [OK]
+    homes = [namespace.home for namespace in rig.writer.namespaces.values()]
+    places = [(home.segments.path_of(0), home.layout.block_bytes) for home in homes]
     written = memoryview(b"payload")
-    rig.fs.open(file).pwritev([written], place)
+    for file, place in places:
+        rig.fs.open(file).pwritev([written], place)
     rig.close()
     power = msgspec.structs.replace(rig.options, durability="power")
-    rig.start(power)
-    assert RigNode(rig, options=power).held([1]) == [1]
+    for name in ("model", "idle"):
+        rig.start(power)
+        assert RigNode(rig, name, options=power).held([1]) == [1]
+        rig.kill()
+        rig.fs.drop_locks()
     rig.lose_power(LosesAll())
-    found = bytearray(len(written))
-    rig.fs.open(file).preadv([memoryview(found)], place)
-    assert found == written
+    for file, place in places:
+        found = bytearray(len(written))
+        rig.fs.open(file).preadv([memoryview(found)], place)
+        assert found == written
 
 
 @pytest.mark.parametrize("need", ["a segment", "a new namespace", "an idle namespace", "a look"])

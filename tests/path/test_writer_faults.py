@@ -339,7 +339,7 @@ def test_a_newer_version_makes_the_writer_close_and_others_come_back() -> None:
     rig = PathRig()
     node = RigNode(rig)
     node.store([1])
-    rig.send(node.client, Retire(2))
+    rig.send(node.client, Retire(PROTOCOL + 1))
     rig.step()
     assert rig.writer.wants_close
     assert RigNode(rig).refused[0].why.value == "closing"

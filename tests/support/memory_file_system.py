@@ -164,6 +164,12 @@ class MemoryFileSystem(FileSystem):
     def sync_dir(self, path: Path) -> None:
         self.enter("sync_dir")
 
+    def sync_all(self, path: Path) -> None:
+        self.enter("sync_all")
+        for name, node in self._nodes.items():
+            if name.is_relative_to(path):
+                MemoryFile(self, node).sync()
+
     def free_bytes(self, path: Path) -> int:
         self.enter("free_bytes")
         return self.size_bytes - sum(len(node.data) for node in self._nodes.values())

@@ -85,6 +85,9 @@ class MemoryFiles(FileSystem):
     def sync_dir(self, path: Path) -> None:
         """Do nothing: the names end with the process."""
 
+    def sync_all(self, path: Path) -> None:
+        """Do nothing: the files end with the process."""
+
     def free_bytes(self, path: Path) -> int:
         return BOUNDLESS_BYTES
 

@@ -9,6 +9,7 @@ several threads may use one `File` at once, as each transfer names its own offse
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -35,6 +36,7 @@ LOCK_PAUSE_S = 0.01
 """Pause between two attempts to take a lock, in seconds."""
 _TEMPORARY_SUFFIX = ".tmp"
 _DIRECT_FLAG = getattr(os, "O_DIRECT", 0)
+_syncfs = ctypes.CDLL(None, use_errno=True).syncfs
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
@@ -140,6 +142,10 @@ class FileSystem(ABC):
         """Make the names in a directory durable."""
 
     @abstractmethod
+    def sync_all(self, path: Path) -> None:
+        """Make all files of the file system of a directory durable, mapped ones included."""
+
+    @abstractmethod
     def free_bytes(self, path: Path) -> int:
         """Return the bytes on this device that an ordinary user may still write."""
 
@@ -163,13 +169,13 @@ class FileSystem(ABC):
         """
 
     def read(self, path: Path, limit: int) -> bytes:
-        """Return the contents of a small file. Raises `OSError` (EFBIG) if it exceeds `limit`
+        """Return the contents of a small file. Raises `OSError` (EOVERFLOW) if it exceeds `limit`
         bytes."""
         file = self.open(path)
         try:
             size = file.size()
             if size > limit:
-                raise OSError(errno.EFBIG, f"longer than {limit} bytes", str(path))
+                raise OSError(errno.EOVERFLOW, f"longer than {limit} bytes", str(path))
             data = bytearray(size)
             moved = file.preadv([memoryview(data)], 0) if size else 0
             return bytes(data[:moved])
@@ -350,6 +356,15 @@ class RealFileSystem(FileSystem):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def sync_all(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            if _syncfs(descriptor):
+                code = ctypes.get_errno()
+                raise OSError(code, os.strerror(code), str(path))
         finally:
             os.close(descriptor)
 

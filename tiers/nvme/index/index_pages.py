@@ -28,6 +28,7 @@ from ..namespace import INDEX_FILE
 from .clean_close import read_mark
 from .index_file import META_PAGES, damaged, newest_meta
 
+READ_BYTES = 1 << 20
 ALWAYS_CHECKED_BYTES = 16 << 20
 """Largest file that is checked completely even after a clean close; it takes some tens of
 milliseconds."""
@@ -92,11 +93,24 @@ def check_pages(path: Path, *, is_trusted: bool) -> None:
     try:
         size = os.fstat(descriptor).st_size
         walk = _Walk(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ), size)
-        walk.run(is_trusted or walk.transaction == read_mark(path))
+        is_trusted = is_trusted or walk.transaction == read_mark(path)
+        if not is_trusted or size <= ALWAYS_CHECKED_BYTES:
+            _read_all(descriptor)
+        walk.run(is_trusted)
     except _Damage as damage:
         raise CorruptionError(damaged(path, str(damage))) from None
     finally:
         os.close(descriptor)
+
+
+def _read_all(descriptor: int) -> None:
+    """Read a file into the page cache. Raises `OSError` for a page that the disk cannot deliver.
+
+    Touching such a page in mapped memory would end the process.
+    """
+    buffer, offset = bytearray(READ_BYTES), 0
+    while moved := os.preadv(descriptor, [buffer], offset):
+        offset += moved
 
 
 class _Walk:
@@ -128,7 +142,6 @@ class _Walk:
             pass
         if is_trusted and self._size > ALWAYS_CHECKED_BYTES:
             return
-        self._data.madvise(mmap.MADV_WILLNEED)
         for tree in trees.values():
             for _ in self._leaves(tree):
                 pass

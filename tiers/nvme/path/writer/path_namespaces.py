@@ -50,9 +50,9 @@ from .path_options import (
     PathRecord,
     check_mounted,
     differences,
-    load_record,
     record_in_force,
     save_record,
+    sync_blocks,
     was_reset,
 )
 from .path_plan import fixed_bytes
@@ -75,10 +75,7 @@ class PathNamespaces:
         """Put the options in force and record them; see `PathWriter`."""
         self.roots = tuple(roots)
         self._means = means
-        found = load_record(means.fs, roots[0])
-        self.record = record_in_force(means.fs, roots, found, options)
-        self._was_durable = found is not None and found.options.durability == POWER
-        """False if former writers may not have synced every block."""
+        self.record = record_in_force(means.fs, roots, options)
         in_force = self.record.options
         idle = IdleNamespaces(means, roots)
         idle.find(in_force.capacity_bytes, with_days=in_force.write_budget_bytes is not None)
@@ -222,6 +219,7 @@ class PathNamespaces:
     def strengthen(self) -> None:
         """Sync every commit from now on, because a node asks for that. Raises a `KVCascadeError`,
         and then the promise is not made."""
+        sync_blocks(self.fs, self.roots)
         for namespace in self.open.values():
             namespace.make_durable(partial(self._means.table_of, is_durable=True))
         options = msgspec.structs.replace(self.options, durability=POWER)
@@ -333,7 +331,7 @@ class PathNamespaces:
         *,
         is_for_room: bool = False,
     ) -> None:
-        is_durable = self._was_durable and self.options.durability == POWER
+        is_durable = self.options.durability == POWER
         self.openings.begin(NamespaceToOpen(name, home_of, is_durable, bytes_by_path, is_for_room))
 
     def _home_of(self, name: str, own: frozenset[Path]) -> NamespaceHome:
@@ -345,8 +343,7 @@ class PathNamespaces:
         return _with_room(self.fs, home, self.space.capacity, own)
 
     def _adopt(self, opening: NamespaceToOpen, namespace: NamespaceWriter) -> KVCascadeError | None:
-        """Count a namespace that was opened. Sync its blocks, and every commit from now on, if that
-        holds now and did not hold before."""
+        """Count a namespace that was opened, and sync its commits if a node asked for that."""
         try:
             if self.options.durability == POWER and not opening.is_durable:
                 namespace.make_durable(partial(self._means.table_of, is_durable=True))

@@ -108,25 +108,22 @@ def save_record(fs: FileSystem, root: Path, record: PathRecord) -> None:
 
 
 def record_in_force(
-    fs: FileSystem,
-    roots: Sequence[Path],
-    found: PathRecord | None,
-    options: PathOptions | None,
+    fs: FileSystem, roots: Sequence[Path], options: PathOptions | None
 ) -> PathRecord:
     """Return paths and options in force, and record them if options are given.
-
-    `found` is what is recorded with the path.
 
     On a full disk other options than the recorded ones hold without a record, such as a smaller
     capacity. A stronger durability does not. Raises a `KVCascadeError`, such as `ConfigError` if
     the tier has other paths, or one of them is not mounted.
     """
+    found = load_record(fs, roots[0])
     if options is None:  # a tool may reach the paths by other names
         if found is None or len(found.paths) != len(roots):
             raise ConfigError(
                 f"{roots[0]} has no record of {len(roots)} paths; give all paths of a tier that an "
                 "engine has used"
             )
+        _check_parts(fs, roots)
         check_mounted(fs, roots)
         return found
     check_options(options)
@@ -134,7 +131,10 @@ def record_in_force(
     if found is not None:
         check_paths(found.paths, record.paths)
         record = replace(found, options=options)
+    _check_parts(fs, roots)
     check_mounted(fs, roots)  # first: a record in a bare mount point would look like the tier's
+    if options.durability == POWER and (found is None or found.options.durability != POWER):
+        sync_blocks(fs, roots)
     if record != found:
         try:
             save_record(fs, roots[0], record)
@@ -163,23 +163,19 @@ def check_paths(found: Sequence[str], given: Sequence[str]) -> None:
 
 
 def check_mounted(fs: FileSystem, roots: Sequence[Path]) -> None:
-    """Raise `ConfigError` if a disk is not mounted, or is another part than its place says.
+    """Raise `ConfigError` if the disk of one of several paths is not mounted.
 
     Its blocks would count as lost, and others would be written to the disk of the mount point.
     Raises `TierIOError` if a path cannot be listed.
     """
-    homes = [homes_under(fs, root) if fs.exists(root) else {} for root in roots]
-    for part, root in enumerate(roots):
-        for name, document in homes[part].items():
-            _check_part(root / name, document, part, len(roots))
-    first = homes[0]
-    is_recorded = fs.exists(roots[0] / PATH_FOLDER / PATH_FILE)
-    for root, here in zip(roots[1:], homes[1:], strict=True):
-        # On the right disk, a first part may be missing: it was damaged, or removed for room.
-        orphans = set() if is_recorded else here.keys() - first
-        if orphans:
+    if len(roots) == 1:
+        return
+    first, *others = [_homes(fs, root) for root in roots]
+    is_bare = not first and not fs.exists(roots[0] / PATH_FOLDER / PATH_FILE)
+    for root, here in zip(roots[1:], others, strict=True):
+        if is_bare and here:
             raise ConfigError(
-                f"path: {roots[0]} has nothing of this tier, but {root / min(orphans)} is a part "
+                f"path: {roots[0]} has nothing of this tier, but {root / min(here)} is a part "
                 "of it; mount its disk, or remove that directory if the disk is lost"
             )
         if not first or not fs.exists(root):
@@ -193,14 +189,37 @@ def check_mounted(fs: FileSystem, roots: Sequence[Path]) -> None:
             )
 
 
-def _check_part(folder: Path, document: Mapping[str, Any], part: int, parts: int) -> None:
-    found = document.get("part"), document.get("parts")
-    if found != (part, parts):
-        raise ConfigError(
-            f"path: {folder} was made as part {found[0]} of {found[1]}, counted from 0, and is "
-            f"given as part {part} of {parts}; give the same list of paths as before, or remove "
-            "that directory"
-        )
+def _check_parts(fs: FileSystem, roots: Sequence[Path]) -> None:
+    """Raise `ConfigError` if a folder is another part of the tier than its place says.
+
+    Of a tier with a record, directories that only a later path has are no part.
+    """
+    is_recorded = fs.exists(roots[0] / PATH_FOLDER / PATH_FILE)
+    first = _homes(fs, roots[0])
+    for part, root in enumerate(roots):
+        for name, document in _homes(fs, root).items():
+            found = document.get("part"), document.get("parts")
+            if found != (part, len(roots)) and (name in first or not is_recorded):
+                raise ConfigError(
+                    f"path: {root / name} was made as part {found[0]} of {found[1]}, counted from "
+                    f"0, and is given as part {part} of {len(roots)}; give the same list of paths "
+                    "as before, or remove that directory"
+                )
+
+
+def _homes(fs: FileSystem, root: Path) -> dict[str, Mapping[str, Any]]:
+    return homes_under(fs, root) if fs.exists(root) else {}
+
+
+def sync_blocks(fs: FileSystem, roots: Sequence[Path]) -> None:
+    """Sync all blocks of a tier, also those of namespaces that nobody has open.
+
+    Raises `TierIOError`.
+    """
+    for root in roots:
+        if _homes(fs, root):
+            with os_errors(f"syncing the disk of {root}"):
+                fs.sync_all(root)
 
 
 def check_options(options: PathOptions) -> None:

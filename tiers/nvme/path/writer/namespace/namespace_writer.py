@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-from ......errors import KVCascadeError, os_errors
+from ......errors import KVCascadeError
 from ......logs import get_logger
 from .....endurance import DayTotals
 from ...block_table import MAX_COMMIT_BLOCKS, Applied, ApplyOutcome, BlockTable, Changes
@@ -209,13 +209,10 @@ class NamespaceWriter:
         self.home.close()
 
     def make_durable(self, reopen: Callable[[NamespaceHome], BlockTable]) -> None:
-        """Sync all blocks, and open the block table anew, so that every commit is durable.
+        """Sync the block table, and open it anew, so that every commit is durable.
 
-        Raises a `KVCascadeError`.
+        The segments must have been synced. Raises a `KVCascadeError`.
         """
-        with os_errors(f"syncing {self.home.name}"):
-            for number in self.space.segments:
-                self.home.segments.sync(number)
         self.table.sync()
         self.table.abandon()  # a clean mark could fail for want of room
         self.table = reopen(self.home)

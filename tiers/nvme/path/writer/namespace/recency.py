@@ -180,6 +180,6 @@ def _read_digits(fs: FileSystem, path: Path) -> bytes:
     try:
         return fs.read(path, MAX_SESSION_DIGITS)
     except OSError as error:
-        if error.errno != errno.EFBIG:
+        if error.errno != errno.EOVERFLOW:
             raise
         return b""
