@@ -32,7 +32,7 @@ from vllm.v1.kv_offload.base import (
 
 from ..assembly.build import Cascade, Geometry, WorkerSide, open_worker
 from ..assembly.named import configured
-from ..config.schema import CascadeConfig
+from ..config.schema import CascadeConfig, OnReset
 from ..handlers.device.copier import GpuBlocks
 from ..manager.base import HIT, MISS, PENDING, BlockEvent
 from ..manager.promotion.standstill import Standstill
@@ -114,7 +114,7 @@ class CascadeManager(OffloadingManager):
         """KV group of the last key that was looked up for such a request."""
         self._served_end = cascade.manager.options.served_end
         self._was_reset = False
-        """True in the first step after a reset."""
+        """True in the first step after a reset that keeps the blocks."""
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
@@ -236,7 +236,7 @@ class CascadeManager(OffloadingManager):
         return self._manager.has_pending_work()
 
     def reset_cache(self) -> None:
-        self._was_reset = True
+        self._was_reset = self._manager.options.on_reset is OnReset.KEEP
         self._manager.reset_cache()
 
     def on_reset_flushed(self) -> None:
