@@ -122,8 +122,8 @@ class StartLimits:
 
     def __init__(self) -> None:
         self._starts_s: deque[float] = deque(maxlen=STARTS_PER_DAY)
-        self._fruitless = 0
-        """Number of starts since a node last answered a job."""
+        self.fruitless = 0
+        """Number of starts since a process last answered a job; its owner sets it to 0."""
         self.starts = 0
         """Number of processes that were started."""
 
@@ -139,15 +139,11 @@ class StartLimits:
     def note_start(self, now_s: float) -> None:
         """Count a start."""
         self._starts_s.append(now_s)
-        self._fruitless += 1
+        self.fruitless += 1
         self.starts += 1
-
-    def note_answer(self) -> None:
-        """Forget the starts that brought nothing: a process answered a job."""
-        self._fruitless = 0
 
     @property
     def _pause_s(self) -> float:
         """Shortest time from the last start to the next one."""
-        too_many = self._fruitless - STARTS_PER_MINUTE
+        too_many = self.fruitless - STARTS_PER_MINUTE
         return min(MAX_PAUSE_S, 2.0**too_many) if too_many > 0 else 0.0

@@ -321,7 +321,7 @@ class NodeKeeper:
             return
         on_end(message)
         del self._jobs[ticket]
-        self._limits.note_answer()
+        self._limits.fruitless = 0
 
     def _take_note(self, stream: NodeStream, message: Any) -> None:
         """The first message without a ticket says that the process is ready."""

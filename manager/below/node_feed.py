@@ -6,7 +6,6 @@ reads it in mapped memory.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from functools import partial
@@ -63,20 +62,21 @@ class MappedPresence:
         self._mapping: Future[PresenceTable] | None = None
         self._wanted = "", 0
         """Folder and number of slots of the last mapping."""
-        self._again_s = math.inf
-        """Time of the next attempt; infinite if the last one has not failed."""
+        self.again_s: float | None = None
+        """Time of the next attempt; None if the last one has not failed."""
         self._problem = ""
         """Last error that was logged since a table was mapped."""
 
     def begin(self, folder: str, slots: int) -> Future[PresenceTable]:
         """Begin to map the table in a folder; `end` takes what is returned."""
-        self._wanted, self._again_s = (folder, slots), math.inf
+        self._wanted, self.again_s = (folder, slots), None
         self._mapping = self._executor.submit(self._map_table, folder, slots)
         return self._mapping
 
     def begin_again(self) -> Future[PresenceTable] | None:
-        """Do so once more, some time after it failed; else return None."""
-        return self.begin(*self._wanted) if self._clock() >= self._again_s else None
+        """Do so once more after it failed; return None if it is too early."""
+        is_due = self.again_s is not None and self._clock() >= self.again_s
+        return self.begin(*self._wanted) if is_due else None
 
     def end(self, mapping: Future[PresenceTable]) -> PresenceTable | None:
         """Take in the table; return None if mapping it failed, or the node has joined again."""
@@ -88,7 +88,7 @@ class MappedPresence:
             if str(error) != self._problem:
                 self._problem = str(error)
                 _log.warning("tier %s: its blocks are not found: %s", self.name, error)
-            self._again_s = self._clock() + MAP_AGAIN_AFTER_S
+            self.again_s = self._clock() + MAP_AGAIN_AFTER_S
             return None
         self._problem = ""
         return self.table
@@ -125,7 +125,7 @@ class NodeFeed(NodeInbox):
         self.lost: list[BlockHash] = []
         self.events = NodeEvents(name, medium, is_wanted=with_events)
         self.departures = Departures()
-        self._presence = MappedPresence(name, map_table, executor, clock)
+        self.presence = MappedPresence(name, map_table, executor, clock)
         self._epoch: int | None = None
         self._is_resetting = False
         self._names_changes = True
@@ -134,7 +134,7 @@ class NodeFeed(NodeInbox):
     @property
     def can_write(self) -> bool:
         """True if the node has a writer that answers, and its blocks are found."""
-        return self.state in CAN_WRITE and self._presence.table is not None
+        return self.state in CAN_WRITE and self.presence.table is not None
 
     @property
     def is_reporter(self) -> bool:
@@ -170,15 +170,15 @@ class NodeFeed(NodeInbox):
         """Epoch of this engine's blocks; None if it is that of a reset that was not answered."""
         return None if self._is_resetting else self._epoch
 
-    def maintain(self) -> None:
-        """Map the presence table again if that failed; called now and then."""
-        mapping = self._presence.begin_again()
+    def map_again(self) -> None:
+        """Map the presence table again if it is time; called while `presence.again_s` is set."""
+        mapping = self.presence.begin_again()
         if mapping is not None:
             self._follow(mapping)
 
     def was_reset(self) -> bool:
         """Return True once after another engine reset the namespace."""
-        table = self._presence.table
+        table = self.presence.table
         if table is None or self._is_resetting or table.epoch == self._epoch:
             return False
         self._epoch = table.epoch
@@ -211,10 +211,10 @@ class NodeFeed(NodeInbox):
                 self._enter(message.state)
                 self.folder = Path(message.folder)
                 self.events.joined()
-                self._follow(self._presence.begin(message.folder, message.slots))
+                self._follow(self.presence.begin(message.folder, message.slots))
             case NodeNote():
                 if message.text:
-                    _log.warning("tier %s: %s", self._presence.name, message.text)
+                    _log.warning("tier %s: %s", self.presence.name, message.text)
                 self.misconfigured = message.text if message.is_misconfigured else ""
                 self._enter(message.state)
             case None:
@@ -237,7 +237,7 @@ class NodeFeed(NodeInbox):
 
     def _look(self) -> None:
         """Set `find` and `can_read` by the state."""
-        table = self._presence.table
+        table = self.presence.table
         self.can_read = self.state in CAN_READ
         is_found = self.can_read and not self._is_resetting
         self.find = table.find if is_found and table is not None else find_nothing
@@ -246,7 +246,7 @@ class NodeFeed(NodeInbox):
         mapping.add_done_callback(partial(self.end, self._mapped))
 
     def _mapped(self, mapping: Future[PresenceTable]) -> None:
-        table = self._presence.end(mapping)
+        table = self.presence.end(mapping)
         if table is None:
             return
         if self._epoch is None:

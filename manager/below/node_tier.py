@@ -267,7 +267,8 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
     def maintain(self) -> int:
         """See `Below`. Jobs and notes of the step are sent together here."""
         self._listen()
-        self.feed.maintain()
+        if self.feed.presence.again_s is not None:
+            self.feed.map_again()
         events = self.feed.events
         if events.listed_to is not None and (question := events.question()) is not None:
             self._client.tell(question)
