@@ -46,13 +46,14 @@ def node_process(
     """
 
     following = _Following(setup, on_note)
-    last: list[Connection] = []
+    last: Connection | None = None
 
     def start() -> Connection:
-        if last:
-            following.note_status(last.pop().child.poll())
-        last.append(launch(following.setup, duplicate_arena(), NODE_MODULE))
-        return last[0]
+        nonlocal last
+        if last is not None:
+            following.note_status(last.child.poll())
+        last = launch(following.setup, duplicate_arena(), NODE_MODULE)
+        return last
 
     return client_of(start, from_node_process.decode, following.note, options)
 

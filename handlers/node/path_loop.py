@@ -46,10 +46,8 @@ class NodeLoop:
         self._posted: deque[Callable[[], None]] = deque()
         self._scheduler = FrameSocket(scheduler, to_node.decode, self._selector, self._ordered)
         self._writer: FrameSocket | None = None
-        self._unwanted: tuple[type, ...] = (Stored, Removed, TierFigures)
+        self._unwanted = () if setup.wants_changes else (Stored, Removed, TierFigures)
         """Types of messages that the scheduler does not get."""
-        if setup.wants_changes:
-            self._unwanted = ()
         self._search = WriterSearch(
             fs,
             roots,

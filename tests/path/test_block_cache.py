@@ -286,7 +286,7 @@ def test_an_engines_namespace_is_read_by_name(
 def test_changes_by_others_do_not_pile_up_for_an_idle_cache(
     open_cache: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody receives them between two calls. Its node would end at `MAX_UNSENT_BYTES`."""
+    """An idle cache receives nothing. Its node would end at `MAX_UNSENT_BYTES`."""
     heard: list[type] = []
     note = kvcascade.BlockCache._note
 

@@ -35,6 +35,15 @@ class LosesAll(random.Random):
         return seq[0]
 
 
+def filled(rig: PathRig) -> tuple[str, list[int]]:
+    """Fill a tier of 64 blocks. Return the name of the namespace and the blocks."""
+    node, blocks = RigNode(rig), list(range(64))
+    for start in range(0, 64, 8):
+        node.store(blocks[start : start + 8])
+    assert node.welcome is not None and node.held(blocks) == blocks
+    return node.welcome.folder, blocks
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_power_holds_from_the_welcome_on_or_the_node_is_refused(fails: bool) -> None:
     rig = PathRig()
@@ -57,10 +66,7 @@ def test_a_tier_of_which_a_disk_is_not_mounted_is_refused_and_keeps_its_blocks(
 ) -> None:
     one, two, disk = Path("/one"), Path("/two"), Path("/disk")
     rig = PathRig(8, roots=(one, two))
-    node, blocks = RigNode(rig), list(range(64))
-    for start in range(0, 64, 8):
-        node.store(blocks[start : start + 8])
-    assert node.welcome is not None and node.held(blocks) == blocks
+    folder, blocks = filled(rig)
     rig.close()
     rig.fs.rename(two, disk)
     rig.fs.make_dir(two)  # the mount point
@@ -69,7 +75,7 @@ def test_a_tier_of_which_a_disk_is_not_mounted_is_refused_and_keeps_its_blocks(
             rig.start()
     assert rig.fs.list_dir(two) == []
     if is_lost:
-        rig.fs.make_dir(two / node.welcome.folder)  # the remedy
+        rig.fs.make_dir(two / folder)  # the remedy
     else:
         rig.fs.remove_tree(two)
         rig.fs.rename(disk, two)
@@ -84,10 +90,7 @@ def test_a_tier_whose_first_disk_is_not_mounted_is_refused_and_keeps_its_blocks(
 ) -> None:
     one, two, disk = Path("/one"), Path("/two"), Path("/disk")
     rig = PathRig(8, roots=(one, two))
-    node, blocks = RigNode(rig), list(range(64))
-    for start in range(0, 64, 8):
-        node.store(blocks[start : start + 8])
-    assert node.welcome is not None and node.held(blocks) == blocks
+    folder, blocks = filled(rig)
     if not is_running:
         rig.close()
     rig.fs.rename(one, disk)
@@ -103,7 +106,7 @@ def test_a_tier_whose_first_disk_is_not_mounted_is_refused_and_keeps_its_blocks(
             rig.start()
     assert rig.fs.list_dir(one) == []
     if is_lost:
-        rig.fs.remove_tree(two / node.welcome.folder)  # the remedy
+        rig.fs.remove_tree(two / folder)  # the remedy
     else:
         rig.fs.remove_tree(one)
         rig.fs.rename(disk, one)
@@ -114,9 +117,7 @@ def test_a_tier_whose_first_disk_is_not_mounted_is_refused_and_keeps_its_blocks(
 @pytest.mark.parametrize("given", ["/new /one /two", "/two /one", "/two", "/two /new"])
 def test_folders_of_a_tier_in_another_list_are_refused_and_keep_their_blocks(given: str) -> None:
     rig = PathRig(8, roots=(Path("/one"), Path("/two")))
-    node, blocks = RigNode(rig), list(range(64))
-    for start in range(0, 64, 8):
-        node.store(blocks[start : start + 8])
+    _, blocks = filled(rig)
     rig.close()
     rig.fs.make_dir(Path("/new"))
     roots, rig.roots = rig.roots, tuple(map(Path, given.split()))

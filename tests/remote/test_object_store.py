@@ -126,7 +126,7 @@ class TestFolder(ObjectsContract):
 
     @pytest.mark.parametrize("kind", ["pipe", "link"])
     def test_what_is_no_file_holds_up_nobody(self, engine: RemoteEngine, kind: str) -> None:
-        """Nobody would ever open the other end of such a pipe."""
+        """The other end of such a pipe is never opened."""
         assert engine.put(names(2), [an_object(1)] * 2, LIMIT_S) == [OK] * 2
         odd, whole = (self.folder / name for name in names(2))
         odd.unlink()

@@ -24,7 +24,7 @@ QUEUED, HELD, FULL = Offer.QUEUED, Offer.HELD, Offer.FULL
 
 
 class Owner:
-    """Who offers blocks: its rule, and what it knows of the server."""
+    """The owner that offers blocks, with its rule and its memory of the server."""
 
     def __init__(
         self,

@@ -125,7 +125,7 @@ HUGE_FILES = {
     "../.kvcascade/writer.json": "served 64",
     "../.kvcascade/writer.lock": "served 64",
 }
-"""What an engine makes of a path in which this file is as large as that; "": none is."""
+"""By name of the file that is a terabyte long: the answer of an engine. With "", no file is."""
 
 
 def test_a_file_of_a_terabyte_costs_no_memory(folder: Path, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def prompts() -> list[list[int]]:
 
 
 def ask(engine: Engine, prompt: list[int]) -> list[int]:
-    """What the engine answers; then the first tier has room again for a whole prompt."""
+    """Return the engine's answer, once the first tier has room again for a whole prompt."""
     (answer,) = engine.generate([prompt])
     engine.settle()
     tokens: list[int] = answer["tokens"]
