@@ -280,6 +280,16 @@ def continues_prefixes(config: Any) -> bool:
     return bool(chunks or caches or current_platform.is_cuda_alike())
 
 
+def pools_whole_prompts(config: Any) -> bool:
+    """Return True if a pooling model needs every token of a prompt to be computed.
+
+    The answer is what vLLM says of the model. Its prefix cache may be off for other reasons.
+    """
+    model = config.model_config
+    pools = getattr(model, "runner_type", "generate") == "pooling"
+    return pools and not getattr(model, "is_prefix_caching_supported", True)
+
+
 def pipeline_depth(config: Any | None) -> int:
     """Return the number of steps after which all transfers from before a reset have ended."""
     stages = 1 if config is None else int(config.parallel_config.pipeline_parallel_size)

@@ -1,4 +1,4 @@
-"""Refuse engines that would give wrong tokens even with correct blocks, each in one sentence.
+"""Refuse engines that would end or give wrong tokens even with correct blocks, each in a sentence.
 
 The cause lies in vLLM's own scheduler or attention and cannot be seen from the blocks it offers.
 """
@@ -32,12 +32,36 @@ def refuse_platform() -> None:
 
 
 def refuse_useless(engine_config: Any | None) -> None:
-    """Raise `ConfigError` if attention cannot continue from cached blocks."""
-    if engine_config is not None and not engine_facts.continues_prefixes(engine_config):
+    """Raise `ConfigError` if attention or pooling cannot continue from cached blocks."""
+    if engine_config is None:
+        return
+    if engine_facts.pools_whole_prompts(engine_config):
+        raise ConfigError(
+            "kv_transfer_config: vLLM supports no prefix caching for this pooling model (MEAN, CLS "
+            "and STEP pooling need whole prompts), so a loaded block may end the engine; leave "
+            "kv_transfer_config out"
+        )
+    if not engine_facts.continues_prefixes(engine_config):
         raise ConfigError(
             "kv_transfer_config: vLLM cannot continue a model with MLA from cached blocks on this "
             "machine (it turns its own prefix cache off), so offloading would give wrong tokens; "
             "leave kv_transfer_config out, or use a GPU or a CPU with AMX"
+        )
+
+
+def refuse_routed_experts(engine_config: Any | None) -> None:
+    """Raise `ConfigError` if answers shall name the experts of tokens that are loaded.
+
+    vLLM keeps the experts beside its own prefix cache. What it lacks there ends the engine from
+    0.32 on, and is replaced by experts of other tokens in earlier versions.
+    """
+    model = getattr(engine_config, "model_config", None)
+    later = getattr(engine_config, "aux_output_config", None)  # has the option from 0.32 on
+    if getattr(model, "enable_return_routed_experts", False) or getattr(later, "enabled", False):
+        raise ConfigError(
+            "--enable-return-routed-experts: vLLM does not know the experts of tokens whose blocks "
+            "are loaded, so that a hit may end the engine; leave it out, or leave "
+            "kv_transfer_config out"
         )
 
 
@@ -67,7 +91,9 @@ def refuse_wrong_stores(
     refuse_producers(engine_config)
     refuse_early_clearing(engine_config, kv_config)
     if kv_config is not None:
-        specs = (spec for _, spec in group_specs(kv_config, numbered_groups(config)))
+        specs = [spec for _, spec in group_specs(kv_config, numbered_groups(config))]
+        refuse_lookahead(specs)
+        refuse_answer_windows(specs, config.extra_config)
         refuse_gaps(specs, config.cache.blocks_per_chunk)
 
 
@@ -104,11 +130,42 @@ def refuse_answers(extra_config: Mapping[str, Any]) -> None:
 
     A block that ends with its answer would then be stored, and the next turn would load it.
     """
-    if generation.offers_the_last_token() and not extra_config.get("offload_prompt_only", True):
+    if generation.offers_the_last_token() and _stores_answers(extra_config):
         raise ConfigError(
             "offload_prompt_only: vLLM 0.26 to 0.29 stores the last token of an answer, which is "
             "never computed, so that the next turn of a conversation would get wrong tokens; "
             "leave it out, or install vLLM 0.30 or newer"
+        )
+
+
+def _stores_answers(extra_config: Mapping[str, Any]) -> bool:
+    return not extra_config.get("offload_prompt_only", True)
+
+
+def refuse_lookahead(specs: Iterable[Any]) -> None:
+    """Raise `ConfigError` if a block depends on later tokens, which its hash does not cover.
+
+    vLLM turns its own prefix cache off for such models (prefix LM), and goes on offering blocks.
+    """
+    if any(getattr(each, "non_causal", False) for each in _of_layers(specs)):
+        raise ConfigError(
+            "kv_transfer_config: blocks of this model depend on later tokens of the prompt (prefix "
+            "LM), so that requests that share a prefix would get wrong tokens; leave "
+            "kv_transfer_config out"
+        )
+
+
+def refuse_answer_windows(specs: Iterable[Any], extra_config: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if answers are to be offloaded and see a window of themselves (R-SWA).
+
+    vLLM frees blocks that have left the window while they may still be read by a store. In the
+    next turn the answer is part of the prompt, and has other bytes.
+    """
+    if _stores_answers(extra_config) and any(map(_windows_answers, _of_layers(specs))):
+        raise ConfigError(
+            "offload_prompt_only: this model's answers see only a window of themselves, and vLLM "
+            "frees their blocks while they are stored, so that later requests would get wrong "
+            "tokens; leave it out"
         )
 
 
@@ -130,8 +187,17 @@ def keeps_every_block(spec: Any) -> bool:
     """Return False for a KV group with gaps in its list of device blocks: a window, or states."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    # One kind of full attention has a window, over the answer.
     return all(
-        isinstance(each, FullAttentionSpec) and not hasattr(each, "rswa_window")
-        for each in specs_by_layer(spec).values()
+        isinstance(each, FullAttentionSpec) and not _windows_answers(each)
+        for each in _of_layers([spec])
     )
+
+
+def _of_layers(specs: Iterable[Any]) -> list[Any]:
+    """Return the KV cache specs of the layers of KV groups with these specs."""
+    return [each for spec in specs for each in specs_by_layer(spec).values()]
+
+
+def _windows_answers(spec: Any) -> bool:
+    """Return True for R-SWA, a kind of full attention with a window over the answer."""
+    return hasattr(spec, "rswa_window")

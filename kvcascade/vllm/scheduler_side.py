@@ -16,7 +16,7 @@ from ..observe.tracing import TransferSpans
 from ..tiers.nvme.namespace import NamespaceKey
 from . import engine_facts, packing
 from .generation import span_maker, version_of_blocks
-from .refusals import refuse_other_connectors, refuse_useless
+from .refusals import refuse_other_connectors, refuse_routed_experts, refuse_useless
 
 logger = get_logger(__name__)
 
@@ -50,9 +50,10 @@ def namespace_key(
     """Return the namespace of an engine, and warn if its blocks cannot outlive it.
 
     `about` is written beside the fingerprint, for people; for the rest see `namespace_facts`.
-    Raises `ConfigError` for an engine that would give wrong tokens.
+    Raises `ConfigError` for an engine that would end or give wrong tokens.
     """
     refuse_useless(engine_config)
+    refuse_routed_experts(engine_config)
     refuse_other_connectors()
     facts = namespace_facts(settings, engine_config, model, shape)
     warn_of_privacy(settings, engine_config, facts, model)
