@@ -27,8 +27,8 @@ MAX_SETTLED = 512
 a restart, or with strict admission, most blocks of the tier are such."""
 _NO_USE = frozenset({Put.ALREADY, Put.UNWANTED})
 """Answers of the port to blocks that need no write now."""
-_LATER = (Put.LATER, Put.RESTING, Put.NOT_TAKEN)
-"""Answers of the port to blocks that it may take soon."""
+_LATER = (Put.LATER, Put.FULL, Put.RESTING, Put.NOT_TAKEN)
+"""Answers of the port to blocks that it may take in another job."""
 AGING_PER_SLOT = 2
 """Entries per slot of the queue of stored blocks."""
 
@@ -141,8 +141,7 @@ class Demoter:
         )
         """Decides whether a block is written; None: all are."""
         self.aging = aging
-        """Blocks to write once they are due. Those to try again come back: their device failed, or
-        only a part of their job had room."""
+        """Blocks to write once they are due. After a write that failed, they come back."""
         self.search = ColdSearch(level)
         self._batch = batch_blocks(level.block_size)
         self._window = max(1, round(high_watermark * level.capacity))
@@ -171,7 +170,7 @@ class Demoter:
         if aging is None or not aging.stored:
             return
         free_jobs = MAX_JOBS_IN_FLIGHT - self._counted_jobs
-        if free_jobs <= 0 or not self._below.takes_puts:
+        if free_jobs <= 0 or not self._below.takes_puts or self._below.is_blocked:
             return
         due = aging.take_due(free_jobs * self._batch)
         left = self.demote(due) if due else 0
@@ -258,8 +257,7 @@ class Demoter:
                     settled.append(slot)
             else:
                 failed.append(slot)
-                if outcome is not BlockOutcome.NO_SPACE:
-                    again.append(block_hash)
+                again.append(block_hash)
         self._level.dirt.set_settled(settled)
         self._level.dirt.set_dirty(failed)
         if again:

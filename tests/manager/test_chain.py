@@ -209,10 +209,13 @@ def test_what_a_stand_in_refuses_afterwards_is_offered_again() -> None:
     assert list(chain.put(0, 2).outcomes) == [BlockOutcome.REFUSED] * 2
 
 
-def test_what_a_stand_in_has_no_room_for_is_offered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("refusal", [Put.RESTING, Put.FULL])
+def test_what_a_stand_in_has_no_room_for_is_offered_again(
+    refusal: Put, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = TwinEngine(slots=4 * LOWER_SHARE, lower=2, mode=WriteMode.THROUGH)
     monkeypatch.setattr(engine.lower, "room", lambda n: n)
-    engine.twin.answer = Put.RESTING
+    engine.twin.answer = refusal
     assert engine.offer(keys(4)) == keys(4)
     engine.step()
     engine.step()

@@ -9,6 +9,7 @@ from support.keys import key, keys
 
 from kvcascade.config.schema import OnReset, WriteMode
 from kvcascade.manager.base import LookupState
+from kvcascade.manager.below.node_tier import FULL_LIMIT_S
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.demotion import AGING_PER_SLOT
 from kvcascade.manager.request import Request
@@ -110,11 +111,14 @@ def test_what_waits_to_be_written_is_bounded_while_the_tier_below_fails(mode: Wr
 
 
 @pytest.mark.parametrize("mode", [WriteMode.BACK, WriteMode.THROUGH])
-def test_a_write_that_failed_is_tried_again_without_anybodys_doing(mode: WriteMode) -> None:
+@pytest.mark.parametrize("outcome", [BlockOutcome.IO_ERROR, BlockOutcome.NO_SPACE])
+def test_a_write_that_failed_is_tried_again_without_anybodys_doing(
+    mode: WriteMode, outcome: BlockOutcome
+) -> None:
     """As when a node dies: what a crash may lose is bounded all the same."""
     cascade = Cascade((50, 60), ManagerOptions(write_mode=mode, dirty_age_s=5.0))
     cascade.store(keys(0, 4))
-    cascade.down[0].fate = lambda source, target: BlockOutcome.IO_ERROR
+    cascade.down[0].fate = lambda source, target: outcome
     for _ in range(3):
         cascade.now_s += REST_S + 1
         cascade.run_transfers()
@@ -126,6 +130,23 @@ def test_a_write_that_failed_is_tried_again_without_anybodys_doing(mode: WriteMo
     assert all(cascade.holds(1, h) for h in keys(0, 4))
     aging = cascade.manager._demoter.aging
     assert aging is not None and not aging.stored
+
+
+@pytest.mark.parametrize("mode", [WriteMode.BACK, WriteMode.THROUGH])
+def test_a_full_tier_is_asked_once_a_second_until_it_has_room(mode: WriteMode) -> None:
+    cascade = Cascade((50, 60), ManagerOptions(write_mode=mode, dirty_age_s=5.0))
+    cascade.nodes[0].is_full = True
+    cascade.store(keys(0, 4))
+    for _ in range(600):
+        cascade.now_s += 0.1
+        cascade.run_transfers()
+    refused = cascade.manager.counters.links[0].demote_no_space_blocks
+    assert 4 * 10 <= refused <= 4 * 60 / FULL_LIMIT_S
+    cascade.nodes[0].is_full = False
+    for _ in range(60):
+        cascade.now_s += 0.1
+        cascade.run_transfers()
+    assert all(cascade.holds(1, h) for h in keys(0, 4))
 
 
 def test_an_idle_engine_does_not_compute() -> None:

@@ -77,6 +77,8 @@ class MemoryNode:
         self._tickets = count(1)
         self._ends: dict[int, tuple[OnEnd, Callable[[Sequence[BlockOutcome]], JobDone]]] = {}
         """By ticket: who gets the answer, and what makes it of the outcomes of the transfers."""
+        self.is_full = False
+        """If true, the writer grants no slot, and makes no room."""
         self._evicted_blocks = 0
         self._figures: TierFigures | None = None
 
@@ -180,9 +182,10 @@ class MemoryNode:
             if epoch != self.presence.epoch:
                 became = dict.fromkeys(became, BlockOutcome.GONE)
             self._commit([(keys[at], status, became[at]) for at, status in granted])
-            refused = BlockOutcome.CANCELLED
+            refused = BlockOutcome.NO_SPACE if self.is_full else BlockOutcome.CANCELLED
             packed = pack_outcomes(tuple(became.get(at, refused) for at in range(len(keys))))
-            why = Why.GRANTED if len(granted) == len(keys) else Why.LATER
+            lacks = Why.FULL if self.is_full else Why.LATER
+            why = Why.GRANTED if len(granted) == len(keys) else lacks
             return JobDone(order.ticket, packed, why=why)
 
         self._ends[order.ticket] = on_end, done
@@ -210,6 +213,8 @@ class MemoryNode:
 
     def _grant(self, keys: Sequence[BlockHash]) -> list[tuple[int, BlockStatus]]:
         """Give slots to the first keys, as many as can be had; evict for them."""
+        if self.is_full:
+            return []
         missing = len(keys) - self._backend.get_num_free_blocks()
         removed: list[bytes] = []
         for _ in range(missing):
