@@ -127,7 +127,8 @@ class CascadingOffloadingManager:
         workers = self._workers = WorkerTransfers(flow, options.steps_until_flushed, served_end)
         holds = self._holds = Holds()
         promoter = self._promoter = Promoter(flow, demoter, holds, workers, deadline_s, worth)
-        room = PromotionRoom(flow.top, promoter, holds, workers, options.promotion_budget_slots)
+        slots = options.promotion_budget_slots
+        room = PromotionRoom(flow, promoter, holds, workers, deadline_s, slots)
         answers = Answers(flow.top.policy.ready_at)
         claims = self._claims = ClaimQueue(
             flow, promoter, holds, room, worth, answers, deadline_s, served_end

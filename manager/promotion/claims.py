@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...tiers.base import BlockHash, BlockStatus
-from ..level import Level
+from ..flow import Flow
 from ..request import Request
 from ..workers import WorkerTransfers
 
@@ -46,6 +46,8 @@ class Claim:
     """Number of blocks that no request has to compute if this claim is read."""
     overtaken_blocks: int = 0
     """Slots that later claims took while this claim waited."""
+    alone_since_s: float | None = None
+    """Time at which, for the first time, only loads in flight kept the claim from its slots."""
     ready_s: float | None = None
     """Time at which the last block in flight arrived; None before."""
 
@@ -107,15 +109,21 @@ class PromotionRoom:
 
     def __init__(
         self,
-        top: Level,
+        flow: Flow,
         promoter: Promoter,
         holds: Holds,
         workers: WorkerTransfers,
+        deadline_s: float,
         budget_slots: int | None,
     ) -> None:
-        """`budget_slots`: slots of the first tier for promotions. None: the clean slots, or half of
-        all."""
-        self._top = top
+        """`deadline_s`: longest wait for loads in flight alone.
+
+        `budget_slots`: slots of the first tier for promotions. None: the clean slots, or half of
+        all.
+        """
+        top = self._top = flow.top
+        self._clock = flow.clock
+        self._deadline_s = deadline_s
         self._promoter = promoter
         self._holds = holds
         self._workers = workers
@@ -133,24 +141,38 @@ class PromotionRoom:
 
         `blocked` is the first waiting claim in the queue, if it comes before this one. If no other
         claim has slots, this claim may also take those of dirty blocks, which are written back for
-        it. A claim is cut only if it is larger than the whole budget, and while loads in flight
-        leave more than half of it. With many hits, some load is always in flight.
+        it. With many hits, some load is always in flight, so a claim may be cut in two cases:
+
+        - it is larger than the whole budget, and loads in flight leave more than half of it;
+        - loads in flight alone have kept it waiting for `deadline_s`.
         """
         if claim.new_slots is None:
             return None
         if blocked is None:
-            is_alone = self.taken() == len(claim.request.holds)
+            held = len(claim.request.holds)
+            is_alone = self.taken() == held
             room = self.left(self._most if is_alone else budget)
-            is_too_large = claim.new_slots > self._most - len(claim.request.holds)
-            is_quiet = room + len(claim.request.holds) > self._most // 2
-            may_be_cut = is_alone and is_too_large and is_quiet
-            return room if claim.new_slots <= room or may_be_cut else None
+            if claim.new_slots <= room:
+                return room
+            return room if is_alone and self._may_cut(claim, room + held) else None
         if not claim.new_slots:
             return 0
         room = self.left(budget)
         is_small = claim.new_slots <= min(room, budget // SMALL_SHARE)
         overtaken = blocked.overtaken_blocks + claim.new_slots
         return room if is_small and overtaken <= budget // OVERTAKING_SHARE else None
+
+    def _may_cut(self, claim: Claim, available: int) -> bool:
+        """Return True if a claim that only loads in flight keep waiting may be cut.
+
+        `available`: slots that it holds or may take now.
+        """
+        now_s = self._clock()
+        if claim.alone_since_s is None:
+            claim.alone_since_s = now_s
+        is_too_large = (claim.new_slots or 0) + len(claim.request.holds) > self._most
+        is_quiet = available > self._most // 2
+        return is_too_large and is_quiet or now_s >= claim.alone_since_s + self._deadline_s
 
     def budget(self) -> int:
         """Return the number of slots that promotions may take or hold now."""

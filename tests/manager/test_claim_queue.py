@@ -154,12 +154,18 @@ class TestTurns:
         assert rig.ask(huge, 10, 26) == 8
         assert rig.manager.counters.recomputed_blocks[Reason.BUDGET] == 8
 
-    def test_a_prefix_beyond_the_budget_waits_for_no_pause_of_other_loads(self) -> None:
+    @pytest.mark.parametrize(
+        ("stop", "is_cut_at_once"), [(40, True), (25, False)], ids=["larger", "as large"]
+    )
+    def test_a_prefix_as_large_as_the_budget_waits_for_no_pause_of_other_loads(
+        self, stop: int, is_cut_at_once: bool
+    ) -> None:
         """An engine with many hits loads in every step, so a step without loads may never come."""
-        rig, large = Rig(promotion_budget_slots=None), Request("large")
+        rig, large = Rig(promotion_budget_slots=None, promotion_deadline_s=10.0), Request("large")
         others = [Request("even"), Request("odd")]
         assert rig.ask(others[0], 0, 1) is None
         rig.read()
+        start_s = rig.cascade.now_s
         for step in range(20):
             now, before = others[step % 2], others[1 - step % 2]
             assert rig.ask(now, 0, 1) == 1
@@ -168,9 +174,12 @@ class TestTurns:
                 rig.manager.complete_load(keys(0, 1))
                 rig.manager.finish_request(before)
                 others[1 - step % 2] = Request()
-            if rig.ask(large, 10, 40) is not None:
+            if rig.ask(large, 10, stop) is not None:
+                waited_s = rig.cascade.now_s - start_s
+                assert waited_s < 3.0 if is_cut_at_once else 10.0 <= waited_s < 14.0
                 return
             rig.read()
+            rig.cascade.now_s += 1.0
         raise AssertionError("it got no turn")
 
     def test_loads_count_against_a_small_budget_only_beyond_the_rest_of_the_tier(self) -> None:
