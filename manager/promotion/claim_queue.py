@@ -76,11 +76,12 @@ class ClaimQueue:
         self._answers = answers
         self._deadline_s = deadline_s
         self._served_end = served_end
-        self._below = flow.below
         self._asked: list[Claim] = []
         """Waiting claims whose requests asked in this step, in that order."""
         self._queue: dict[Claim, None] = {}
         """Waiting claims, in the order of their turns."""
+        self._owned: set[BlockHash] = set()
+        """Own blocks of the waiting claims."""
         self.admitted: dict[Claim, None] = {}
         """Claims whose blocks are pinned or being read."""
         self._has_new = False
@@ -149,7 +150,7 @@ class ClaimQueue:
         """Drop the claim and the pins of a request."""
         claim = request.claim
         if claim is not None:
-            self._queue.pop(claim, None)
+            self._leave_queue(claim)
             self.admitted.pop(claim, None)
             if request.pending:
                 self._promoter.leave(request)
@@ -162,6 +163,7 @@ class ClaimQueue:
         for claim in (*self._queue, *self.admitted):
             claim.request.end_wait()
         self._queue.clear()
+        self._owned.clear()
         self.admitted.clear()
         self._asked.clear()
 
@@ -218,7 +220,7 @@ class ClaimQueue:
                 if admitted >= MAX_ADMITTED_PER_STEP:
                     self._has_new = True  # the next step goes on
                     return
-            for level, blocks in enumerate(claim.blocks):
+            for level, blocks in enumerate(claim.own_blocks):
                 ahead[level] += blocks
 
     def _is_time(self) -> bool:
@@ -246,7 +248,7 @@ class ClaimQueue:
 
         The tier rests, or computing is faster for any number of blocks.
         """
-        if self._below.rests(level):
+        if self._flow.below.rests(level):
             self._flow.counters.links[level - 1].promote_refused_blocks += 1
             return False
         if request.recomputes:
@@ -265,9 +267,13 @@ class ClaimQueue:
         self._flow.counters.promotions_not_worth += 1
 
     def _count(self, claim: Claim) -> None:
-        """Count the slots and reads that the claim needs now, and the blocks that it would save."""
+        """Count the slots and reads that the claim needs now, and the blocks that it would save.
+
+        A block that several waiting claims want is read once, so it counts as read for one of them.
+        If that one leaves without reading it, the others count it when they are counted anew.
+        """
         users, get = self._holds.users, self._flow.top.policy.get
-        pending = self._promoter.pending
+        pending, below, owned = self._promoter.pending, self._flow.below, self._owned
         blocks = [0] * len(self._flow.counters.tier_names)
         to_read: list[BlockHash] = []
         new_slots = 0
@@ -278,7 +284,7 @@ class ClaimQueue:
             if status is not None:
                 new_slots += status.ref_cnt >= 0 and status.block_id not in users
             elif block_hash not in pending:
-                level = level or self._below.may_hold(block_hash, claim.request.allowed_media)
+                level = level or below.may_hold(block_hash, claim.request.allowed_media)
                 if not level:  # evicted everywhere, so the rest is useless
                     claim.wanted = dict(islice(claim.wanted.items(), at))
                     break
@@ -286,6 +292,12 @@ class ClaimQueue:
                 blocks[level] += 1
                 to_read.append(block_hash)
         claim.new_slots, claim.blocks = new_slots + len(to_read), blocks
+        owned.difference_update(claim.own)
+        claim.own = [h for h in to_read if h not in owned]
+        owned.update(claim.own)
+        claim.own_blocks = [0] * len(blocks)
+        for block_hash in claim.own:
+            claim.own_blocks[claim.wanted[block_hash]] += 1
         if self._worth is not None:
             saved = self._worth.saved_blocks(to_read, list(claim.wanted))
             claim.saved_blocks = saved - self._worth.backlog.shared(to_read)
@@ -294,13 +306,11 @@ class ClaimQueue:
         """Give the claim up if its tier rests or computing is faster. Return True if it was given
         up."""
         for level, blocks in enumerate(claim.blocks):
-            if blocks and self._below.rests(level):
+            if blocks and self._flow.below.rests(level):
                 self.release(claim.request)
                 return True
         worth = self._worth
-        if worth is None or not any(claim.blocks):
-            return False
-        if worth.is_worth(claim.blocks, ahead, now_s, claim.saved_blocks):
+        if worth is None or worth.is_worth(claim.own_blocks, ahead, now_s, claim.saved_blocks):
             return False
         self._compute_instead(claim, now_s)
         return True
@@ -340,8 +350,14 @@ class ClaimQueue:
         else:
             self._take_part(claim, room)
         claim.is_admitted = True
-        del self._queue[claim]
+        self._leave_queue(claim)
         self.admitted[claim] = None
+
+    def _leave_queue(self, claim: Claim) -> None:
+        """Remove a claim from the queue, if it is there."""
+        self._queue.pop(claim, None)
+        self._owned.difference_update(claim.own)
+        claim.own.clear()
 
     def _take_part(self, claim: Claim, room: int) -> None:
         """Take the part of a claim that fits. The request computes the rest.

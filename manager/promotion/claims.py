@@ -42,6 +42,10 @@ class Claim:
     """Slots that the claim would take and no other request has taken; None: not counted yet."""
     blocks: list[int] = field(default_factory=list)
     """Number of blocks to read from each tier; index 0 stands for the first tier."""
+    own: list[BlockHash] = field(default_factory=list)
+    """Blocks to read that no other waiting claim counts as its own."""
+    own_blocks: list[int] = field(default_factory=list)
+    """Number of own blocks in each tier."""
     saved_blocks: int = 0
     """Number of blocks that no request has to compute if this claim is read."""
     overtaken_blocks: int = 0

@@ -476,6 +476,35 @@ class TestQueues:
         assert counters.recomputed_blocks[Reason.NOT_WORTH] == 5
         assert counters.promotions_not_worth == 1
 
+    @pytest.mark.parametrize("stop", [35, 36], ids=["the same", "one more"])
+    def test_a_block_that_several_wait_for_counts_once_in_the_queue(self, stop: int) -> None:
+        rig, busy = self.rig(), Request("busy")
+        requests = [Request(str(i)) for i in range(5)]
+        rig.ask(busy, 0, 8)
+        rig.ask(requests[0], 30, 35)
+        for request in requests[1:4]:
+            rig.ask(request, 30, stop)
+        rig.ask(requests[4], 40, 52)
+        rig.manager.end_step()
+        assert not any(request.recomputes for request in requests)
+        for request in requests:
+            assert request.claim is not None and not request.claim.is_admitted
+
+    def test_a_block_counts_for_another_once_its_request_has_ended(self) -> None:
+        rig, busy = self.rig(), Request("busy")
+        first, second = Request("first"), Request("second")
+        rig.ask(busy, 0, 8)
+        rig.ask(first, 30, 35)
+        rig.ask(second, 30, 35)
+        rig.manager.end_step()
+        assert second.claim is not None and not second.claim.own
+        rig.manager.finish_request(first)
+        rig.cascade.now_s += claim_queue.LOOK_AGAIN_S
+        rig.manager.end_step()
+        assert second.claim.own == keys(30, 35)
+        rig.manager.finish_request(second)
+        assert not rig.manager._claims._owned
+
     def test_who_computes_makes_computing_slower_for_the_others(self) -> None:
         rig = self.rig()
         requests = [Request(str(i)) for i in range(6)]
