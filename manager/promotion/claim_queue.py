@@ -47,6 +47,9 @@ HOLD_DEADLINES = 2
 MAX_ADMITTED_PER_STEP = 4096
 """Number of blocks after which a step admits no more, at 1 to 2 µs each. If many requests end at
 once, there is room for a whole tier of blocks."""
+MAX_CHECKED = 256
+"""Number of waiting claims that one check looks at again, at 2 µs each, in rotation. It also looks
+at new claims, and at all claims up to the first one that does not fit."""
 LOOK_AGAIN_S = 0.02
 """Seconds between two checks of waiting claims, if none is new and the first does not fit. A claim
 may have become pointless meanwhile. Each check counts one waiting claim anew, at 0.2 µs a block."""
@@ -84,9 +87,10 @@ class ClaimQueue:
         """Own blocks of the waiting claims."""
         self.admitted: dict[Claim, None] = {}
         """Claims whose blocks are pinned or being read."""
-        self._has_new = False
-        """True if a claim was made or shortened since the last check of the queue."""
         self._look_again_s = -math.inf
+        """Time of the next check of the queue; `-inf` once a claim was made or shortened."""
+        self._checked = 0
+        """Number of claims that the checks of this rotation have passed."""
         self._recounted = 0
         """Index of the waiting claim that the last check counted anew."""
 
@@ -114,7 +118,7 @@ class ClaimQueue:
             at = list(claim.wanted).index(first)
             claim.wanted = dict(islice(claim.wanted.items(), at, None))
             claim.new_slots = None
-            self._has_new = True
+            self._look_again_s = -math.inf
         self._asked.append(claim)
         return True
 
@@ -136,7 +140,7 @@ class ClaimQueue:
             claim = request.claim = Claim(request, self._flow.clock(), hits)
             self._queue[claim] = None
             self._asked.append(claim)
-            self._has_new = True
+            self._look_again_s = -math.inf
         claim.wanted[block_hash] = level
         return PENDING
 
@@ -185,7 +189,7 @@ class ClaimQueue:
         """Drop expired pins, admit claims, and read their blocks."""
         if self.admitted:
             self._release_expired()
-        if self._queue and (self._has_new or self._is_time()):
+        if self._queue and self._is_time():
             self._admit_waiting()
         if self._promoter.is_queued:  # a slot or a job may be free now
             self._promoter.flush(self._answers.hits(), may_displace=bool(self._queue))
@@ -193,17 +197,26 @@ class ClaimQueue:
     def _admit_waiting(self) -> None:
         """Admit waiting claims that fit, and give up those that are better computed."""
         now_s, budget = self._flow.clock(), self.room.budget()
-        self._has_new, self._look_again_s = False, now_s + LOOK_AGAIN_S
+        self._look_again_s = now_s + LOOK_AGAIN_S
         ahead = [0, *(len(queue.queued) for queue in self._promoter.queues)]
         blocked: Claim | None = None
         admitted = 0
-        self._recounted = (self._recounted + 1) % len(self._queue)
-        for number, claim in enumerate(list(self._queue)):
+        waiting = list(self._queue)
+        start = self._checked if self._checked < len(waiting) else 0
+        stop = self._checked = start + MAX_CHECKED
+        self._recounted = (self._recounted + 1) % len(waiting)
+        for number, claim in enumerate(waiting):
             is_exact = claim.new_slots is None or number == self._recounted
+            if blocked is not None and not is_exact and not start <= number < stop:
+                continue
+            if number:
+                ahead = waiting[number - 1].ahead_of_next
             if is_exact:
                 self._count(claim)
+            claim.ahead_of_next = ahead
             if self._gives_up(claim, ahead, now_s):
                 continue
+            claim.ahead_of_next = [a + own for a, own in zip(ahead, claim.own_blocks, strict=True)]
             room = self.room.room_for(claim, budget, blocked)
             if room is not None and not is_exact:  # blocks may have been evicted since
                 self._count(claim)
@@ -218,13 +231,11 @@ class ClaimQueue:
                 self._admit(claim, room, now_s)
                 admitted += len(claim.wanted)
                 if admitted >= MAX_ADMITTED_PER_STEP:
-                    self._has_new = True  # the next step goes on
+                    self._look_again_s = -math.inf  # the next step goes on
                     return
-            for level, blocks in enumerate(claim.own_blocks):
-                ahead[level] += blocks
 
     def _is_time(self) -> bool:
-        """Return True if a check of the queue may change something although no claim is new."""
+        """Return True if a check of the queue may change something."""
         if self._flow.clock() >= self._look_again_s:
             return True
         first = next(iter(self._queue))
@@ -292,12 +303,13 @@ class ClaimQueue:
                 blocks[level] += 1
                 to_read.append(block_hash)
         claim.new_slots, claim.blocks = new_slots + len(to_read), blocks
-        owned.difference_update(claim.own)
-        claim.own = [h for h in to_read if h not in owned]
-        owned.update(claim.own)
-        claim.own_blocks = [0] * len(blocks)
-        for block_hash in claim.own:
-            claim.own_blocks[claim.wanted[block_hash]] += 1
+        claim.own_blocks = blocks
+        if claim.own != to_read:
+            owned.difference_update(claim.own)
+            claim.own = [h for h in to_read if h not in owned]
+            owned.update(claim.own)
+            levels = [claim.wanted[h] for h in claim.own]
+            claim.own_blocks = [levels.count(level) for level in range(len(blocks))]
         if self._worth is not None:
             saved = self._worth.saved_blocks(to_read, list(claim.wanted))
             claim.saved_blocks = saved - self._worth.backlog.shared(to_read)

@@ -46,6 +46,9 @@ class Claim:
     """Blocks to read that no other waiting claim counts as its own."""
     own_blocks: list[int] = field(default_factory=list)
     """Number of own blocks in each tier."""
+    ahead_of_next: list[int] = field(default_factory=list)
+    """Number of blocks to read from each tier before those of the next claim in the queue, at the
+    last check of this one."""
     saved_blocks: int = 0
     """Number of blocks that no request has to compute if this claim is read."""
     overtaken_blocks: int = 0
