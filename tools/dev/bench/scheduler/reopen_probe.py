@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
+import psutil
+
 from .....manager.base import LookupState
 from .....manager.request import Request
 from .filled import WrittenTier, coldest_keys, key_of, open_written
@@ -23,24 +25,14 @@ SAMPLE_BLOCKS = 50_000
 """Number of blocks to look up before memory is measured again."""
 COLDEST_BLOCKS = 1000
 CPU_BLOCKS = 1024
-_KINDS = {"RssAnon": "anonymous", "RssFile": "file", "RssShmem": "shared"}
-
-
-def resident_bytes() -> dict[str, int]:
-    """Return the resident memory of this process by kind: anonymous, mapped from files, shared."""
-    found: dict[str, int] = {}
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name in _KINDS:
-            found[_KINDS[name]] = int(value.split()[0]) << 10
-    return found
 
 
 def probe(folder: Path, blocks: int) -> tuple[WrittenTier, object]:
     """Open, look up, and measure; return the open tier and the results."""
     asked = [key_of(number) for number in random.sample(range(blocks), min(SAMPLE_BLOCKS, blocks))]
     expected = coldest_keys(blocks, COLDEST_BLOCKS)
-    before = resident_bytes()
+    process = psutil.Process()
+    before = process.memory_info()
     began = perf_counter()
     opened = open_written(folder, blocks, CPU_BLOCKS)
     opened_s = perf_counter() - began
@@ -48,15 +40,15 @@ def probe(folder: Path, blocks: int) -> tuple[WrittenTier, object]:
     first_s = perf_counter() - began - opened_s
     held = opened.holds(asked)
     recency_kept = opened.share_of_victims(expected)
-    after = resident_bytes()
+    after = process.memory_info()
     return opened, {
         "open_s": opened_s,
         "first_lookup_s": first_s,
         "was_found": state is LookupState.PENDING,
         "hit_rate": held / len(asked),
         "recency_kept": recency_kept,
-        "resident_bytes": sum(after.values()) - sum(before.values()),
-        "anonymous_bytes": after["anonymous"] - before["anonymous"],
+        "resident_bytes": after.rss - before.rss,
+        "anonymous_bytes": (after.rss - after.shared) - (before.rss - before.shared),
     }
 
 
