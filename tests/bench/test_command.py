@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import signal
 import sys
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch
 from support.bench_scale import SMOKE
 from support.clock import ManualClock
 
-from kvcascade.config import schema
 from kvcascade.tools.__main__ import main
 from kvcascade.tools.commands.bench.bench_results import (
     OURS,
@@ -61,11 +59,9 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(command, "run", run)
     assert main(["bench"]) == 0
-    words = "bench --quick --only busy --only manager --repeats 3 --nvme io_threads=8"
-    more = "--nvme policy=arc --path /mnt --out here --json --minutes 7"
-    peer = "--lmcache-python python"
-    assert main([*words.split(), *more.split(), *peer.split()]) == 0
-    nvme = {"io_threads": 8, "policy": "arc"}
+    words = "bench --quick --only busy --only manager --repeats 3"
+    more = "--path /mnt --out here --json --minutes 7 --lmcache-python python"
+    assert main([*words.split(), *more.split()]) == 0
     places = (Path("/mnt"), Path("here"))
     assert asked == [
         BenchOptions(),
@@ -73,7 +69,6 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
             True,
             ("busy", "manager"),
             3,
-            nvme,
             *places,
             as_json=True,
             minutes=7.0,
@@ -126,19 +121,9 @@ def test_a_gpu_is_asked_everything_it_is_there_for() -> None:
     assert not {"gpu", "round_trip", "gpu_engine"} & {*bench.names_of((), FULL)}
 
 
-def test_the_options_that_help_shows_are_right_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--help"]) == 0
-    shown = set(re.findall(r"\b(?:io_threads|direct_io)=\w+", capsys.readouterr().out))
-    assert len(shown) == 2
-    nvme = {"type": "nvme", "capacity": "1GiB", "path": "/mnt/nvme/kv"}
-    for name, _, value in (option.partition("=") for option in shown):
-        given = {name: json.loads(value)}
-        schema.parse({"tiers": [{"type": "cpu", "capacity": "1GiB"}, {**nvme, **given}]})
-
-
 @pytest.mark.parametrize(
     "wrong",
-    [["--only", "sleep"], ["--repeats", "0"], ["--repeats", "x"], ["one", "two"], ["--nvme", "x"]],
+    [["--only", "sleep"], ["--repeats", "0"], ["--repeats", "x"], ["one", "two"]],
 )
 def test_wrong_arguments(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *wrong]) == ExitCode.USAGE

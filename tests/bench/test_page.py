@@ -94,13 +94,11 @@ def test_the_command_prints_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_the_command_of_a_run_has_its_options_and_no_folder() -> None:
-    nvme = {"io_threads": 8, "direct_io": False, "policy": "lru"}
     options = BenchOptions(
-        quick=True, only=("busy",), repeats=3, minutes=7.5, nvme=nvme, path=Path("/mnt/nvme")
+        quick=True, only=("busy",), repeats=3, minutes=7.5, path=Path("/mnt/nvme")
     )
     words = "--only busy --repeats 3 --minutes 7.5"
-    nvme_words = "--nvme io_threads=8 --nvme direct_io=false --nvme policy=lru"
-    assert command_of(options) == f"kvcascade bench --quick {words} {nvme_words}"
+    assert command_of(options) == f"kvcascade bench --quick {words}"
     assert command_of(BenchOptions()) == "kvcascade bench"
     timed = BenchOptions(only=("gpu",), minutes=20.0)
     assert command_of(timed) == "kvcascade bench --only gpu --minutes 20"

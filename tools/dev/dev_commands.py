@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -31,16 +30,6 @@ def _known(names: list[str] | None) -> list[str] | None:
 
 def _begun(incomplete: str) -> list[tuple[str, str]]:
     return [pair for pair in MEASUREMENTS.items() if pair[0].startswith(incomplete)]
-
-
-def _option(text: str) -> tuple[str, Any]:
-    name, sign, value = text.partition("=")
-    if not (name and sign):
-        raise typer.BadParameter("give it as OPTION=VALUE")
-    try:
-        return name, json.loads(value)
-    except ValueError:  # a word, not a JSON value
-        return name, value
 
 
 DEFAULT_OUT = Path("out")
@@ -67,15 +56,6 @@ MinutesOption = Annotated[
         metavar="N",
         min=0,
         help=f"Limit in minutes to start cases; {BARE_MINUTES:g} for {', '.join(BARE)}, else none.",
-    ),
-]
-NvmeOption = Annotated[
-    list[Any] | None,
-    typer.Option(
-        "--nvme",
-        metavar="OPTION=VALUE",
-        parser=_option,
-        help="An option of our NVMe tier in transfers, such as io_threads=8 or direct_io=false.",
     ),
 ]
 LMCacheOption = Annotated[
@@ -110,7 +90,6 @@ def bench(
     quick: QuickOption = False,
     only: OnlyOption = None,
     repeats: RepeatsOption = None,
-    nvme: NvmeOption = None,
     path: PathOption = None,
     out: OutOption = DEFAULT_OUT,
     minutes: MinutesOption = None,
@@ -127,10 +106,9 @@ def bench(
 
         kvcascade bench --path /mnt/nvme --only transfers --repeats 5
     """
-    options = dict(nvme or ())
     names = tuple(only or ())
     python = lmcache_python and lmcache_python.absolute()  # servers have other working folders
-    asked = BenchOptions(quick, names, repeats, options, path, out, as_json, minutes, python)
+    asked = BenchOptions(quick, names, repeats, path, out, as_json, minutes, python)
     if disk is not None:
         if asked != BenchOptions(as_json=as_json):
             said = "PATH stands alone; options other than --json are for comparisons without PATH"

@@ -124,7 +124,6 @@ def measure_path(path: Path, scale: RatesScale | None = None) -> dict[str, Any]:
             "versions": version_facts(),
             "is_quick": False,
             "repeats": scale.repeats,
-            "nvme": {},
             "notes": [],
         }
         reporter.print(f"kvcascade bench: {headline(facts)}")

@@ -13,9 +13,9 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib import import_module
@@ -103,8 +103,6 @@ class BenchOptions:
     only: tuple[str, ...] = ()
     """Names of measurements; empty for those of the scale."""
     repeats: int | None = None
-    nvme: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the NVMe tier."""
     path: Path | None = None
     """Folder on the disk to measure; None for the folder of `out`."""
     out: Path = Path("out")
@@ -178,7 +176,6 @@ def _run(options: BenchOptions) -> dict[str, Any]:
         "versions": version_facts(),
         "is_quick": options.quick,
         "repeats": scale.repeats,
-        "nvme": dict(options.nvme),
         "notes": [],
     }
     if options.lmcache_python is not None:
@@ -203,13 +200,11 @@ def _run(options: BenchOptions) -> dict[str, Any]:
                 note(f"{name} is not measured, the time is up; --minutes gives more")
             else:
                 with reporter.measuring(name):
-                    nvme = dict(options.nvme)
                     in_time = partial(has_time, name)
                     setup = MeasurementSetup(
                         folder / name,
                         scale,
                         reporter.progress,
-                        nvme,
                         note,
                         in_time,
                         options.lmcache_python,
@@ -233,8 +228,6 @@ def command_of(options: BenchOptions) -> str:
     words += ["--repeats", str(options.repeats)] if options.repeats else []
     words += ["--minutes", f"{options.minutes:g}"] if options.minutes is not None else []
     words += ["--lmcache-python", "PYTHON"] if options.lmcache_python else []
-    for name, value in options.nvme.items():
-        words += ["--nvme", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
     return shlex.join(words)
 
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 from ...commands.bench.bench_results import BenchError, Quantity, Row, Table
 from .scale import Scale
@@ -37,8 +36,6 @@ class MeasurementSetup:
     """Empty folder for this measurement, on the disk that is measured."""
     scale: Scale
     say: Say
-    nvme: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the NVMe tier in transfers, added to those that a measurement sets."""
     note: Say = lambda line: None
     """Function that stores a sentence with the results: which measurement is missing, why, and the
     remedy."""

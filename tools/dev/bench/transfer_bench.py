@@ -69,7 +69,6 @@ class TransferBench:
         self.block_bytes = block_bytes
         self.blocks = max(1, total_bytes // block_bytes)
         self.folders = [setup.folder / f"disk{number}" for number in range(paths)]
-        self._options = setup.nvme
         spare = max(2, SPARE_BYTES // block_bytes)
         asked_for = min(self.blocks, WINDOW * REQUEST_BYTES // block_bytes)
         # promotions may use half of the tier
@@ -103,9 +102,7 @@ class TransferBench:
         """Return our engine over this device, for weights of this name."""
         from .peers.vllm_engines import OurEngine
 
-        return OurEngine(
-            device, self._cpu_blocks, self.folders, self._disk_bytes, self._options, weights
-        )
+        return OurEngine(device, self._cpu_blocks, self.folders, self._disk_bytes, weights)
 
     def vllm(self, device: torch.Tensor) -> VllmEngine:
         """Return vLLM's engine over this device."""

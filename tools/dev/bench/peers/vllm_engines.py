@@ -9,7 +9,7 @@ tensor copy on a separate thread.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
 from itertools import count
@@ -86,11 +86,9 @@ class OurEngine(Engine):
         cpu_blocks: int,
         folders: Sequence[Path],
         disk_bytes: int,
-        options: Mapping[str, Any],
         weights: str = "bench",
     ) -> None:
-        """Open the engine; `options` are further options of the NVMe tier, `weights` names the
-        weights."""
+        """Open the engine; `weights` names the weights."""
         super().__init__(device)
         self._folders = list(folders)
         block_bytes = device.shape[1]
@@ -102,7 +100,6 @@ class OurEngine(Engine):
                     "capacity": disk_bytes,
                     "path": [str(folder) for folder in folders],
                     "min_free": 0,
-                    **options,
                 },
             ],
             "write_mode": "through",
