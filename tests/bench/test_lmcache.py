@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 from kvcascade.tools.commands.bench.bench_results import LMCACHE, BenchError
 from kvcascade.tools.commands.command_line import ExitCode
@@ -70,7 +71,9 @@ def test_an_environment_without_it_is_refused(
     with pytest.raises(BenchError, match="has no lmcache"):
         version_of(tmp_path / "python")
     asked = BenchOptions(only=("faults",), out=tmp_path, lmcache_python=tmp_path / "python")
-    assert bench.run(asked) == ExitCode.PROBLEMS
+    with pytest.raises(typer.Exit) as ended:
+        bench.run(asked)
+    assert ended.value.exit_code == ExitCode.PROBLEMS
     assert "--lmcache-python" in capsys.readouterr().err
 
 

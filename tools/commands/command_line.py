@@ -116,20 +116,21 @@ def code_of(error: KVCascadeError) -> ExitCode:
 
 
 @contextmanager
-def answering(as_json: bool) -> Iterator[None]:
+def answering(as_json: bool, command: str = "kvcascade") -> Iterator[None]:
     """End the command on an error: print one sentence or a JSON document, and exit.
 
-    SIGTERM ends it as SIGINT does, so contexts inside clean up. Main thread only.
+    `command` is the word before the sentence. SIGTERM ends the command as SIGINT does, so contexts
+    inside clean up. Main thread only.
     """
     try:
         with terminable():
             yield
     except CommandError as error:
-        _fail(str(error), error.code, as_json)
+        _fail(str(error), error.code, as_json, command)
     except KVCascadeError as error:
-        _fail(str(error), code_of(error), as_json)
+        _fail(str(error), code_of(error), as_json, command)
     except KeyboardInterrupt:
-        _fail("interrupted", ExitCode.INTERRUPTED, as_json)
+        _fail("interrupted", ExitCode.INTERRUPTED, as_json, command)
 
 
 @contextmanager
@@ -233,17 +234,16 @@ def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def lacks(modules: Sequence[str], command: str, as_json: bool) -> bool:
-    """Report missing optional modules that the command needs; return True if any is missing."""
+def check_found(modules: Sequence[str], command: str) -> None:
+    """Raise `CommandError` if an optional module that the command needs is missing."""
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         use = f"use `make {command}` or pip install 'kvcascade[vllm,plot]'"
-        complain(f"{', '.join(missing)} not found; {use}", ExitCode.MISSING, as_json, command)
-    return bool(missing)
+        raise CommandError(f"{', '.join(missing)} not found; {use}", ExitCode.MISSING)
 
 
-def _fail(message: str, code: ExitCode, as_json: bool) -> NoReturn:
-    raise typer.Exit(int(complain(message, code, as_json))) from None
+def _fail(message: str, code: ExitCode, as_json: bool, command: str) -> NoReturn:
+    raise typer.Exit(int(complain(message, code, as_json, command))) from None
 
 
 @contextmanager

@@ -115,7 +115,7 @@ def bench(
             raise typer.Exit(complain(said, ExitCode.USAGE, as_json))
         bench_path(disk, as_json)
         return
-    raise typer.Exit(run(asked))
+    run(asked)
 
 
 def demo(
@@ -131,7 +131,7 @@ def demo(
     """
     from .demo import run as run_demo
 
-    raise typer.Exit(run_demo(out, keep, as_json))
+    run_demo(out, keep, as_json)
 
 
 COMMANDS: Mapping[str, Callable[..., None]] = {"bench": bench, "demo": demo}

@@ -27,6 +27,7 @@ from typing import Any
 
 import psutil
 
+from ..commands.command_line import CommandError, ExitCode
 from ..commands.version import installed_version
 
 BLOCK_TOKENS = 32
@@ -68,8 +69,11 @@ CPU_TIERING = {
 """vLLM's own tiering with a device copy that accepts CPU tensors."""
 
 
-class ServerError(Exception):
+class ServerError(CommandError):
     """The server cannot continue; the message gives the reason and the file to look at."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, ExitCode.PROBLEMS)
 
 
 @dataclass(frozen=True, slots=True)

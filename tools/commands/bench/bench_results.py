@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..command_line import CommandError, ExitCode
+
 FORMAT = 1
 """Version of the JSON document."""
 
@@ -28,8 +30,11 @@ _UNITS = {"KiB": KIB, "MiB": MIB}
 _CASE = re.compile(r"([0-9]+) (KiB|MiB) blocks")
 
 
-class BenchError(Exception):
+class BenchError(CommandError):
     """A measurement could not be made; the message names the missing requirement."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, ExitCode.PROBLEMS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,13 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...commands.command_line import (
-    ExitCode,
+    answering,
     answering_apart,
-    code_of,
-    complain,
+    check_found,
     emit,
-    lacks,
-    terminable,
 )
 
 if TYPE_CHECKING:
@@ -114,27 +111,15 @@ class BenchOptions:
     """Python of an environment with LMCache and the engine."""
 
 
-def run(options: BenchOptions) -> int:
-    """Run the benchmark; return the exit status."""
+def run(options: BenchOptions) -> None:
+    """Run the benchmark. An error ends the command."""
     is_bare = set(options.only or MEASUREMENTS) <= set(BARE)
-    if lacks(BARE_NEEDED if is_bare else NEEDED, "bench", options.as_json):
-        return ExitCode.MISSING
-    from ....errors import KVCascadeError
-    from ...commands.bench.bench_results import BenchError
-
-    try:
-        with _only_errors_of_vllm(), terminable():
-            with answering_apart(options.as_json):
-                found = _run(options)
-    except BenchError as error:
-        return complain(str(error), ExitCode.PROBLEMS, options.as_json, "\nbench")
-    except KVCascadeError as error:
-        return complain(str(error), code_of(error), options.as_json, "\nbench")
-    except KeyboardInterrupt:
-        return complain("interrupted", ExitCode.INTERRUPTED, options.as_json, "\nbench")
-    if options.as_json:
-        emit("bench", found)
-    return ExitCode.OK
+    with answering(options.as_json, "\nbench"):
+        check_found(BARE_NEEDED if is_bare else NEEDED, "bench")
+        with _only_errors_of_vllm(), answering_apart(options.as_json):
+            found = _run(options)
+        if options.as_json:
+            emit("bench", found)
 
 
 @contextmanager

@@ -20,29 +20,29 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ...commands.command_line import ExitCode, answering_apart, complain, emit, lacks, terminable
+from ...commands.command_line import (
+    ExitCode,
+    answering,
+    answering_apart,
+    check_found,
+    emit,
+    finish,
+)
 from ...commands.version import installed_version
 
 NEEDED = ("vllm", "rich", "matplotlib", "obstore")
 """Modules that the demo needs and the package does not."""
 
 
-def run(out: Path, keep: bool, as_json: bool) -> int:
-    """Run the demo; return the exit status."""
-    if lacks(NEEDED, "demo", as_json):
-        return ExitCode.MISSING
-    from ..server import ServerError
-
-    try:
-        with terminable(), answering_apart(as_json):
+def run(out: Path, keep: bool, as_json: bool) -> None:
+    """Run the demo. An error ends the command, and so does a problem."""
+    with answering(as_json, "\ndemo"):
+        check_found(NEEDED, "demo")
+        with answering_apart(as_json):
             found = _run(out.absolute(), keep)
-    except ServerError as error:
-        return complain(str(error), ExitCode.PROBLEMS, as_json, "\ndemo")
-    except KeyboardInterrupt:
-        return complain("interrupted", ExitCode.INTERRUPTED, as_json, "\ndemo")
-    if as_json:
-        emit("demo", found)
-    return ExitCode.PROBLEMS if found["problems"] else ExitCode.OK
+        if as_json:
+            emit("demo", found)
+    finish(ExitCode.PROBLEMS if found["problems"] else ExitCode.OK)
 
 
 def _run(out: Path, keep: bool) -> dict[str, Any]:

@@ -22,12 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ....commands.bench.bench_results import LMCACHE, NONE, OURS, VLLM, BenchError, quantile
+from ....commands.bench.bench_results import LMCACHE, NONE, OURS, VLLM, quantile
 from ...demo import disk
 from ...server import (
     BLOCK_TOKENS,
     COMMAND,
-    ServerError,
     ServerProcess,
     cascade_extra,
     differing_tokens,
@@ -176,16 +175,13 @@ class Servers:
         log = self._folder / f"server-{self._started}.log"
         environment = {**environment_of(on_cpu=self._on_cpu), **QUIET}
         environment |= _cpu_environment() if self._on_cpu else {}
-        try:
-            with ServerProcess(log, options, environment, self._command(contender)) as server:
-                server.ready()
-                server.complete_all(warm_up, ANSWER_TOKENS, 1)
-                self._say(f"{contender}: server {self._started} answers")
-                yield server
-                if server.is_running:
-                    server.stop()
-        except ServerError as error:
-            raise BenchError(str(error)) from error
+        with ServerProcess(log, options, environment, self._command(contender)) as server:
+            server.ready()
+            server.complete_all(warm_up, ANSWER_TOKENS, 1)
+            self._say(f"{contender}: server {self._started} answers")
+            yield server
+            if server.is_running:
+                server.stop()
 
     @contextmanager
     def disk(self, contender: str) -> Iterator[Path]:
