@@ -608,14 +608,14 @@ class TestFigures:
 
     def test_the_latency_is_that_of_an_answer(self) -> None:
         rig = RemoteRig()
-        assert rig.store.latency_s is None
+        assert rig.store.counters.lookup_s is None
         spent = {"exist_many": 0.01}
         rig.twin.before = lambda method: rig.clock.advance(spent.get(method, 0.0))
         rig.look(keys(8))
-        assert rig.store.latency_s == pytest.approx(0.01)
+        assert rig.store.counters.lookup_s == pytest.approx(0.01)
         rig.twin.fails["exist_many"] = TIMED_OUT
         rig.look([key(9)])
-        assert rig.store.latency_s == pytest.approx(0.01), "no answer tells nothing"
+        assert rig.store.counters.lookup_s == pytest.approx(0.01), "no answer tells nothing"
 
     def test_close_ends_everything(self) -> None:
         stepping = SteppingExecutor()

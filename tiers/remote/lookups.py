@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,8 +15,6 @@ from .shared_generation import SharedGeneration
 
 NAMES_PER_LOOKUP = 4096
 """Limit on the names of one call."""
-NEW_SHARE = 0.25
-"""Weight of a new observation in the moving average."""
 
 
 @dataclass(slots=True)
@@ -32,21 +29,6 @@ class ChainAsk:
     answers: list[RemoteOutcome] = field(default_factory=list)
 
 
-class RoundTripTime:
-    """Time of one request that moves no payload, measured. Any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.average_s: float | None = None
-        """Moving average; None before the first request."""
-
-    def took(self, took_s: float) -> None:
-        """Note the time of a request that was answered."""
-        with self._lock:
-            old_s = took_s if self.average_s is None else self.average_s
-            self.average_s = old_s + NEW_SHARE * (took_s - old_s)
-
-
 @dataclass(frozen=True, slots=True)
 class RemoteLink:
     """Parts that lookups, reads and uploads share."""
@@ -56,7 +38,6 @@ class RemoteLink:
     generation: SharedGeneration
     memory: PresenceMemory
     counters: RemoteCounters
-    round_trip: RoundTripTime
     clock: Callable[[], float]
 
     def call(
@@ -78,8 +59,6 @@ class RemoteLink:
             payload_bytes=moved * self.objects.payload_bytes,
             took_s=took_s,
         )
-        if verb is Verb.LOOKUP and FAILURES.isdisjoint(outcomes):
-            self.round_trip.took(took_s)
         return outcomes
 
 

@@ -9,8 +9,10 @@ from enum import StrEnum
 
 import msgspec
 
-from .base import RemoteOutcome
+from .base import FAILURES, RemoteOutcome
 
+NEW_SHARE = 0.25
+"""Weight of a new observation in the moving average."""
 MAX_SAMPLES = 1024
 """Limit on the times of calls of one verb that wait to be taken. The others are only summed up."""
 
@@ -51,6 +53,8 @@ class RemoteCounters:
         self.verbs = {verb: VerbTotals() for verb in Verb}
         self.unsent: Counter[str] = Counter()
         """Blocks that were offered and not written, by reason."""
+        self.lookup_s: float | None = None
+        """Time of a lookup that was answered, a moving average; None before the first one."""
         self._samples_s: dict[Verb, list[float]] = {}
 
     def note(
@@ -65,13 +69,17 @@ class RemoteCounters:
         """Add the outcomes of some keys; `took_s` is None if no call was made."""
         with self._lock:
             totals = self.verbs[verb]
-            for outcome, keys in Counter(outcomes).items():
+            found = Counter(outcomes)
+            for outcome, keys in found.items():
                 totals.outcomes[outcome.value] = totals.outcomes.get(outcome, 0) + keys
             totals.requests += requests
             totals.payload_bytes += payload_bytes
             if took_s is not None:
                 totals.calls += 1
                 totals.seconds += took_s
+                if verb is Verb.LOOKUP and FAILURES.isdisjoint(found):
+                    old_s = took_s if self.lookup_s is None else self.lookup_s
+                    self.lookup_s = old_s + NEW_SHARE * (took_s - old_s)
                 samples_s = self._samples_s.setdefault(verb, [])
                 if len(samples_s) < MAX_SAMPLES:
                     samples_s.append(took_s)

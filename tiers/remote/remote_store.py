@@ -25,7 +25,7 @@ from ..base import BlockHash
 from ..breaker import Breaker
 from .base import RemoteEngine, RemoteOutcome
 from .lane import Errand, Lane, TokenBucket
-from .lookups import ChainAsk, RemoteLink, RemoteLookups, RoundTripTime
+from .lookups import ChainAsk, RemoteLink, RemoteLookups
 from .objects import ObjectFormat
 from .presence import PresenceMemory, known_prefix
 from .reads import Reads, RemoteRead
@@ -139,9 +139,7 @@ class RemoteStore:
             asked,
             was_reset=was_reset,
         )
-        self._link = RemoteLink(
-            engine, objects, generation, memory, counters, RoundTripTime(), clock
-        )
+        self._link = RemoteLink(engine, objects, generation, memory, counters, clock)
         self._lookups, self._reads = RemoteLookups(self._link), Reads(self._link)
         self._uploads = Uploads(self._link)
 
@@ -355,11 +353,6 @@ class RemoteStore:
             frozenset(verb for verb, lane in lanes.items() if not lane.is_open),
             {verb: lane.breaker.openings for verb, lane in lanes.items()},
         )
-
-    @property
-    def latency_s(self) -> float | None:
-        """Seconds of a request without payload, a moving average; None before the first answer."""
-        return self._link.round_trip.average_s
 
     def close(self, limit_s: float) -> bool:
         """Begin nothing any more, wait for calls under way, and close the engine.

@@ -131,15 +131,22 @@ class SharedGeneration:
         """Held while the server is asked."""
         self._changing = threading.Lock()
         """Held while what is known changes; never while the server is asked."""
-        self._value: int | None = None
+        self.value: int | None = None
+        """The generation as it was last read; None if it is unknown."""
         self._read_s = self._used_s = 0.0
         self._reset: _Reset | None = None
         """The last reset, until all hosts are told."""
-        self._mark = 0
+        self.mark = 0
+        """Mark of the last reset by any host, as it was last read; 0 if there was none."""
         self._newest = 0
         """Greatest value of the counter that was read."""
         self._was_reset = was_reset
-        self._own_mark: int | None = None
+        self.own_mark: int | None = None
+        """Mark of the last reset of this host, or else of the one before its start.
+
+        None until the server was asked or told. If `mark` is greater, another host has reset the
+        namespace since then.
+        """
         self._last: CounterAnswer | None = None
         """Answer of the last attempt to ask the server."""
 
@@ -147,25 +154,6 @@ class SharedGeneration:
     def is_reset_pending(self) -> bool:
         """True from `reset` until all hosts are told."""
         return self._reset is not None
-
-    @property
-    def value(self) -> int | None:
-        """The generation as it was last read; None if it is unknown."""
-        return self._value
-
-    @property
-    def mark(self) -> int:
-        """Mark of the last reset by any host, as it was last read; 0 if there was none."""
-        return self._mark
-
-    @property
-    def own_mark(self) -> int | None:
-        """Mark of the last reset of this host, or else of the one before its start.
-
-        None until the server was asked or told. If `mark` is greater, another host has reset the
-        namespace since then.
-        """
-        return self._own_mark
 
     def reset(self, mark: int = 0, *, is_new: bool = True, known: int | None = None) -> None:
         """Make the generation unknown until it was raised. Returns at once.
@@ -178,14 +166,14 @@ class SharedGeneration:
             if self._reset is not None:
                 mark, is_new = max(mark, self._reset.mark), is_new or self._reset.is_new
             self._was_reset = self._was_reset or is_new
-            self._reset = _Reset(mark, is_new, self._mark if known is None else known)
-            self._value = self._own_mark = None
+            self._reset = _Reset(mark, is_new, self.mark if known is None else known)
+            self.value = self.own_mark = None
 
     @property
     def is_due(self) -> bool:
         """True if requests use the generation, and it will soon be too old for them."""
         now_s = self._clock()
-        is_in_use = self._value is not None and now_s - self._used_s < IN_USE_S
+        is_in_use = self.value is not None and now_s - self._used_s < IN_USE_S
         return is_in_use and now_s - self._read_s >= REFRESH_S
 
     def current(self, limit_s: float) -> CounterAnswer:
@@ -200,9 +188,9 @@ class SharedGeneration:
     def _fresh(self, now_s: float, fresh_s: float) -> CounterAnswer | None:
         """Return the generation if it is known and younger than `fresh_s`."""
         with self._changing:
-            if self._value is None or self._reset is not None or now_s - self._read_s >= fresh_s:
+            if self.value is None or self._reset is not None or now_s - self._read_s >= fresh_s:
                 return None
-            return CounterAnswer(RemoteOutcome.OK, self._value)
+            return CounterAnswer(RemoteOutcome.OK, self.value)
 
     def _ask(self, fresh_s: float, limit_s: float) -> CounterAnswer:
         seen = self._last
@@ -226,7 +214,7 @@ class SharedGeneration:
             self._last = answer
             if answer.outcome is not RemoteOutcome.OK:
                 with self._changing:
-                    self._value = None
+                    self.value = None
                 return answer
             return self._take_in(answer, mark, reset, begun_s)
 
@@ -241,14 +229,14 @@ class SharedGeneration:
             if self._reset is not reset:  # another reset came meanwhile
                 return CounterAnswer(RemoteOutcome.BUSY)
             self._reset = None
-            if self._own_mark is not None and answer.value != self._newest:
+            if self.own_mark is not None and answer.value != self._newest:
                 self._on_moved()
-            self._mark = max(self._mark, mark)
-            if self._own_mark is None:
-                self._own_mark = mark if reset is None else reset.own_mark
+            self.mark = max(self.mark, mark)
+            if self.own_mark is None:
+                self.own_mark = mark if reset is None else reset.own_mark
             self._newest = max(self._newest, answer.value)
             value = generation_of(answer.value, was_reset=self._was_reset)
-            self._value, self._read_s = value, read_s
+            self.value, self._read_s = value, read_s
             return CounterAnswer(RemoteOutcome.OK, value)
 
     def _made_good(
@@ -258,9 +246,9 @@ class SharedGeneration:
 
         The mark is read after the counter, so that it is no older.
         """
-        marked = self._counters.last_mark(self._mark, limit_s)
-        if marked.outcome is RemoteOutcome.OK and marked.value < self._mark:
-            marked = self._counters.raise_mark(self._mark, limit_s)
+        marked = self._counters.last_mark(self.mark, limit_s)
+        if marked.outcome is RemoteOutcome.OK and marked.value < self.mark:
+            marked = self._counters.raise_mark(self.mark, limit_s)
         if marked.outcome is not RemoteOutcome.OK:
             return marked, 0
         if answer.value < max(self._newest, marked.value):
@@ -280,7 +268,7 @@ class SharedGeneration:
 
     def _tell(self, reset: _Reset, now: int, limit_s: float) -> CounterAnswer:
         """Raise the mark, unless the namespace had this reset. Return the last answer."""
-        last = self._counters.last_mark(self._mark, limit_s)
+        last = self._counters.last_mark(self.mark, limit_s)
         if last.outcome is not RemoteOutcome.OK:
             return last
         is_foreign = last.value > reset.known and last.value != reset.mark

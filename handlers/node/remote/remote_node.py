@@ -207,7 +207,7 @@ class RemoteNode:
             )
             for verb, totals in counters.verbs.items()
         }
-        return RemoteNote(_mark(state), verbs, dict(counters.unsent), self._store.latency_s)
+        return RemoteNote(_mark(state), verbs, dict(counters.unsent), counters.lookup_s)
 
 
 def _mark(state: RemoteState) -> int | None:
