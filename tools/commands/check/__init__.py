@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -17,9 +17,6 @@ from ..command_line import (
     emit,
     finish,
 )
-
-if TYPE_CHECKING:
-    from .config_check import BlockShape, CheckReport
 
 ConfigArgument = Annotated[
     Path,
@@ -83,37 +80,23 @@ def check(
         if model is not None and kv_bytes_per_token is not None:
             raise CommandError("give --model or --kv-bytes-per-token, not both", ExitCode.USAGE)
         with answering_apart(True):  # vLLM prints to standard output
-            report = _check(config, model, kv_bytes_per_token, kv_dtype, block_size, world_size)
+            from ..kv_bytes import kv_shape
+            from . import config_check
+            from .transfer_config import STANDARD_INPUT, read_config
+
+            if config != STANDARD_INPUT:
+                check_is_file("CONFIG", config)
+            given = read_config(config)
+            tokens = config_check.tokens_in_config(given, block_size)
+            note = shape = None
+            if model is not None:
+                found = kv_shape(model, kv_dtype, world_size)
+                note, kv_bytes_per_token = f"{model} ({found.note})", found.bytes_per_token
+            if kv_bytes_per_token is not None:
+                shape = config_check.BlockShape(tokens, kv_bytes_per_token, world_size)
+            report = config_check.check(given, shape, note)
         if as_json:
             emit("check", report.as_json())
         else:
-            from .config_check import print_checked
-
-            print_checked(report)
+            config_check.print_checked(report)
     finish(ExitCode.PROBLEMS if report.problem else ExitCode.OK)
-
-
-def _check(
-    config: Path,
-    model: str | None,
-    per_token: int | None,
-    kv_dtype: str | None,
-    block_size: int,
-    world_size: int,
-) -> CheckReport:
-    from ..kv_bytes import kv_shape
-    from .config_check import BlockShape, check, tokens_in_config
-    from .transfer_config import STANDARD_INPUT, read_config
-
-    shape: BlockShape | None = None
-    if config != STANDARD_INPUT:
-        check_is_file("CONFIG", config)
-    given = read_config(config)
-    tokens = tokens_in_config(given, block_size)
-    note: str | None = None
-    if model is not None:
-        found = kv_shape(model, kv_dtype, world_size)
-        note, per_token = f"{model} ({found.note})", found.bytes_per_token
-    if per_token is not None:
-        shape = BlockShape(tokens, per_token, world_size)
-    return check(given, shape, note)

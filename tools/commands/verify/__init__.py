@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -56,41 +55,29 @@ def verify(
         kvcascade verify /mnt/nvme/kv --repair
     """
     with answering(as_json):
-        code = _run(path, also, namespace, repair, bwlimit, as_json)
-    finish(code)
+        from ....tiers.nvme.disk.transfers import Throttle
+        from ..path_blocks import open_path
+        from ..path_folders import chosen_of
+        from .verify_report import VerifyReport
+        from .verify_view import print_verified
 
-
-def _run(
-    path: Path,
-    also: list[Path] | None,
-    namespace: str | None,
-    repair: bool,
-    bwlimit: str | None,
-    as_json: bool,
-) -> ExitCode:
-    from ....tiers.nvme.disk.transfers import Throttle
-    from ..path_blocks import open_path
-    from ..path_folders import chosen_of
-    from .verify_report import VerifyReport
-    from .verify_view import print_verified
-
-    throttle = Throttle(size_of("--bwlimit", bwlimit))
-    reports: list[VerifyReport] = []
-    with open_path(path, also) as opened:
-        chosen = chosen_of(opened.folders(path), namespace)
-        for one in chosen:
-            try:
-                report = _verify_one(opened, one, repair, throttle, as_json)
-            except KVCascadeError as error:
-                if len(chosen) == 1:
-                    raise
-                report = VerifyReport(one.name, False, problem=str(error))
-            reports.append(report)
-            if not as_json:
-                print_verified(report)
-    if as_json:
-        emit("verify", {"namespaces": [each.as_json() for each in reports]})
-    return ExitCode.OK if all(each.is_clean for each in reports) else ExitCode.PROBLEMS
+        throttle = Throttle(size_of("--bwlimit", bwlimit))
+        reports: list[VerifyReport] = []
+        with open_path(path, also) as opened:
+            chosen = chosen_of(opened.folders(path), namespace)
+            for one in chosen:
+                try:
+                    report = _verify_one(opened, one, repair, throttle, as_json)
+                except KVCascadeError as error:
+                    if len(chosen) == 1:
+                        raise
+                    report = VerifyReport(one.name, False, problem=str(error))
+                reports.append(report)
+                if not as_json:
+                    print_verified(report)
+        if as_json:
+            emit("verify", {"namespaces": [each.as_json() for each in reports]})
+    finish(ExitCode.OK if all(each.is_clean for each in reports) else ExitCode.PROBLEMS)
 
 
 def _verify_one(
