@@ -101,14 +101,42 @@ def export(
         kvcascade export /mnt/nvme/kv prompt.safetensors --prefix 5f3c9a17
     """
     with answering(as_json):
+        from ....config.sizes import human
+        from ....tiers.nvme.disk.transfers import Throttle
+        from ..path_blocks import open_path
+        from ..progress import progress_of
+        from .export_path import export_namespace
+
         if out == STANDARD_OUTPUT:
             raise CommandError("OUT: give the name of a file, not -", ExitCode.USAGE)
         if hashes is not None:
             check_is_file("--hashes", hashes)
         starts = [*(hash_ or ()), *(_lines(hashes) if hashes else ())]
         choice = _choice(prefix or (), starts, hot)
-        code = _export(path, also, namespace, out, choice, force, bwlimit, as_json)
-    finish(code)
+        throttle = Throttle(size_of("--bwlimit", bwlimit))
+        with open_path(path, also) as opened:
+            found = opened.namespace(opened.only(namespace, path))
+            with progress_of("export", None, found.block_bytes, as_json) as advance:
+                report = export_namespace(
+                    opened,
+                    found,
+                    choice,
+                    out,
+                    may_replace=force,
+                    throttle=throttle,
+                    progress=advance,
+                )
+        if as_json:
+            emit("export", report)
+        else:
+            skipped = f", {report.skipped} skipped (damaged, or removed meanwhile)"
+            missing = f", {report.missing} that were asked for are not stored"
+            print(
+                f"{report.blocks} blocks of {report.namespace} in {out} "
+                f"({human(report.file_bytes)})"
+                f"{skipped if report.skipped else ''}{missing if report.missing else ''}"
+            )
+    finish(ExitCode.PROBLEMS if report.skipped or report.missing else ExitCode.OK)
 
 
 def import_(
@@ -135,9 +163,40 @@ def import_(
         kvcascade import /mnt/nvme/kv warm.safetensors --create
     """
     with answering(as_json):
+        from ..progress import progress_of
+        from .carried import CarriedReader
+        from .import_path import import_into_path
+        from .import_report import DifferentNamespaceError
+
         check_is_file("IN", file)
-        code = _import(path, also, namespace, file, create, make_room, as_json)
-    finish(code)
+        with CarriedReader(file) as carried:
+            head = carried.head
+            with progress_of("import", head.blocks, head.block_bytes, as_json) as advance:
+                try:
+                    report = import_into_path(
+                        [path, *(also or ())],
+                        namespace,
+                        carried,
+                        may_create=create,
+                        may_evict=make_room,
+                        progress=advance,
+                    )
+                except DifferentNamespaceError as error:
+                    raise CommandError(str(error), ExitCode.DIFFERENT) from None
+        if as_json:
+            emit("import", report)
+        else:
+            print(
+                f"{report.imported} of {report.blocks} blocks imported into {report.namespace}, "
+                f"{report.already_there} were present, {report.damaged} damaged, "
+                f"{report.failed} failed"
+            )
+            if report.reason is not None:
+                left_out = f"kvcascade: {report.failed} blocks were not imported"
+                print(f"{left_out}: {report.reason}", file=sys.stderr)
+    if report.failed:
+        finish(ExitCode.NO_SPACE)
+    finish(ExitCode.PROBLEMS if report.damaged else ExitCode.OK)
 
 
 def _choice(prompts: Sequence[str], starts: Sequence[str], hot: str | None) -> Choice:
@@ -145,90 +204,6 @@ def _choice(prompts: Sequence[str], starts: Sequence[str], hot: str | None) -> C
     from .export_writer import Choice
 
     return Choice(tuple(prompts), tuple(map(parse_hash, starts)), size_of("--hot", hot))
-
-
-def _export(
-    path: Path,
-    also: list[Path] | None,
-    namespace: str | None,
-    out: Path,
-    choice: Choice,
-    force: bool,
-    bwlimit: str | None,
-    as_json: bool,
-) -> ExitCode:
-    from ....config.sizes import human
-    from ....tiers.nvme.disk.transfers import Throttle
-    from ..path_blocks import open_path
-    from ..progress import progress_of
-    from .export_path import export_namespace
-
-    throttle = Throttle(size_of("--bwlimit", bwlimit))
-    with open_path(path, also) as opened:
-        found = opened.namespace(opened.only(namespace, path))
-        with progress_of("export", None, found.block_bytes, as_json) as advance:
-            report = export_namespace(
-                opened,
-                found,
-                choice,
-                out,
-                may_replace=force,
-                throttle=throttle,
-                progress=advance,
-            )
-    if as_json:
-        emit("export", report)
-    else:
-        skipped = f", {report.skipped} skipped (damaged, or removed meanwhile)"
-        missing = f", {report.missing} that were asked for are not stored"
-        print(
-            f"{report.blocks} blocks of {report.namespace} in {out} ({human(report.file_bytes)})"
-            f"{skipped if report.skipped else ''}{missing if report.missing else ''}"
-        )
-    return ExitCode.PROBLEMS if report.skipped or report.missing else ExitCode.OK
-
-
-def _import(
-    path: Path,
-    also: list[Path] | None,
-    namespace: str | None,
-    file: Path,
-    create: bool,
-    make_room: bool,
-    as_json: bool,
-) -> ExitCode:
-    from ..progress import progress_of
-    from .carried import CarriedReader
-    from .import_path import import_into_path
-    from .import_report import DifferentNamespaceError
-
-    with CarriedReader(file) as carried:
-        head = carried.head
-        with progress_of("import", head.blocks, head.block_bytes, as_json) as advance:
-            try:
-                report = import_into_path(
-                    [path, *(also or ())],
-                    namespace,
-                    carried,
-                    may_create=create,
-                    may_evict=make_room,
-                    progress=advance,
-                )
-            except DifferentNamespaceError as error:
-                raise CommandError(str(error), ExitCode.DIFFERENT) from None
-    if as_json:
-        emit("import", report)
-    else:
-        print(
-            f"{report.imported} of {report.blocks} blocks imported into {report.namespace}, "
-            f"{report.already_there} were present, {report.damaged} damaged, {report.failed} failed"
-        )
-        if report.reason is not None:
-            left_out = f"kvcascade: {report.failed} blocks were not imported"
-            print(f"{left_out}: {report.reason}", file=sys.stderr)
-    if report.failed:
-        return ExitCode.NO_SPACE
-    return ExitCode.PROBLEMS if report.damaged else ExitCode.OK
 
 
 def _lines(path: Path) -> list[str]:
