@@ -16,7 +16,7 @@ import yaml
 
 import kvcascade
 from kvcascade.config.schema import TIER_TYPES, VLLM_KEYS, CascadeConfig, options_class
-from kvcascade.tools.commands.picture import LABEL_GAP, LINES, label_lines, new_figure
+from kvcascade.tools.commands.picture import LINES, draw_ratios, new_figure
 from kvcascade.tools.dev.site import command_reference as commands
 from kvcascade.tools.dev.site.command_reference import all_commands, command_reference
 from kvcascade.tools.dev.site.config_reference import (
@@ -176,25 +176,19 @@ def test_charts_of_policies_are_drawn_from_the_tables_of_their_page(tmp_path: Pa
         policy_table(page, "nothing")
 
 
-def test_names_of_lines_do_not_overlap() -> None:
-    axes = new_figure(5, 4).subplots()
-    axes.set_ylim(0, 1)
-    label_lines(axes, [(str(i), 0.98 + i / 1000, LINES[i]) for i in range(5)])
-    heights = sorted(text.get_position()[1] for text in axes.texts)
-    assert len(heights) == 5 and max(heights) <= 1
-    assert all(b - a > 0.9 * LABEL_GAP for a, b in zip(heights, heights[1:], strict=False))
-
-
-def test_names_of_lines_have_a_sample_for_grey_paper() -> None:
-    """Where lines meet, only dash and marker say which one a name belongs to."""
-    axes = new_figure(5, 4).subplots()
-    label_lines(axes, [(str(i), 0.5, style) for i, style in enumerate(LINES)])
-    looks = {text.get_position()[1]: text.get_text() for text in axes.texts}
-    for line in axes.lines:
-        height = line.get_ydata()[0]
-        style = LINES[int(looks.pop(height))]
-        assert (line.get_linestyle(), line.get_marker()) == (style.dash, style.marker)
-    assert not looks and len({(style.dash, style.marker) for style in LINES}) == len(LINES)
+def test_names_of_lines_are_beside_them_in_their_order() -> None:
+    """Each has a sample: on grey paper only dash and marker say which line a name belongs to."""
+    last = dict(zip("abcdefgh", (0.2, 0.5, 0.5, 0.1, 0.9, 0.3, 0.4, 0.8), strict=True))
+    lines = {f"${name}$": ((0, 1), (0.0, ratio)) for name, ratio in last.items()}
+    axes = draw_ratios(new_figure(5, 4), lines, "")
+    names = axes.get_legend()
+    assert [text.get_text().strip("$") for text in names.get_texts()] == list("ehbcgfad")
+    assert not any(text.get_parse_math() for text in names.get_texts())
+    looks = [(line.get_linestyle(), line.get_marker()) for line in names.get_lines()]
+    assert looks == [(LINES[i].dash, LINES[i].marker) for i in (4, 7, 1, 2, 6, 5, 0, 3)]
+    assert len({*looks}) == len(LINES)
+    axes.figure.draw_without_rendering()
+    assert names.get_window_extent().x0 >= axes.get_window_extent().x1
 
 
 def leaves(part: Any) -> list[str]:

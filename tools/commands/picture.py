@@ -21,11 +21,6 @@ MAP_COLOURS = ("#eef3f6", LIGHT, DARK)
 """From empty to full."""
 DPI = 160
 TITLE_POINTS, TEXT_POINTS, SMALL_POINTS = 14, 9.5, 8.5
-LABEL_GAP = 0.055
-"""Smallest distance of two labels of lines, as a share of the axis."""
-SAMPLE, NAME_LEFT = (1.014, 1.039, 1.064), 1.074
-"""Sample of a line, with its marker in the middle, and left end of its name, in widths of the
-axes."""
 MISSING = "matplotlib is not installed; pip install 'kvcascade[plot]'"
 
 
@@ -96,51 +91,32 @@ def tidy(axes: Any, title: str = "", pad: float = 9) -> None:
     axes.spines["bottom"].set_color(FAINT)
 
 
-def label_lines(axes: Any, lines: Sequence[tuple[str, float, LineStyle]]) -> None:
-    """Write a sample and the name of each line right of its last point: name, height, style.
-
-    Names that would overlap move apart; then the sample says which line one names, on grey paper
-    too. The limits of the axes must be set before.
-    """
-    from matplotlib.lines import Line2D
-
-    low, high = axes.get_ylim()
-    gap = (high - low) * LABEL_GAP
-    heights: list[float] = []
-    ordered = sorted(lines, key=lambda line: line[1])
-    for _, height, _ in ordered:
-        heights.append(max(height, heights[-1] + gap) if heights else height)
-    if heights:
-        above = max(0.0, heights[-1] - high)
-        for place in range(len(heights) - 1, -1, -1):
-            top = heights[place + 1] - gap if place + 1 < len(heights) else heights[-1] - above
-            heights[place] = min(heights[place], top)
-    place_of = axes.get_yaxis_transform()
-    for (name, _, style), height in zip(ordered, heights, strict=True):
-        sample = Line2D(SAMPLE, [height] * len(SAMPLE), **style.options, markevery=[1])
-        sample.set(transform=place_of, clip_on=False)
-        axes.add_artist(sample)
-        axes.text(
-            NAME_LEFT, height, name, transform=place_of, va="center", fontsize=TEXT_POINTS,
-            color=style.colour, parse_math=False,
-        )  # fmt: skip
-
-
 def draw_ratios(
     figure: Any, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], label: str
 ) -> Any:
-    """Draw a line with its name for each sequence of places and ratios; return the axes."""
+    """Draw a line for each sequence of places and ratios; return the axes.
+
+    Names are on the right, in the order of the last ratios.
+    """
     axes = figure.add_axes((0.075, 0.135, 0.745, 0.66))
-    ends: list[tuple[str, float, LineStyle]] = []
     for (name, (places, ratios)), style in zip(lines.items(), cycle(LINES), strict=False):
-        axes.plot(places, ratios, **style.options)
-        ends.append((name, ratios[-1], style))
+        axes.plot(places, ratios, label=name, **style.options)
     axes.set_ylim(0, 1.06 * max(max(ratios) for _, ratios in lines.values()) or 1)
     axes.yaxis.set_major_formatter(lambda value, place: f"{value:.0%}")
     axes.set_xlabel(label, parse_math=False, color=INK, fontsize=9)
     axes.grid(axis="y", alpha=0.25)
     tidy(axes)
-    label_lines(axes, ends)
+    names = axes.legend(
+        handles=sorted(axes.lines, key=lambda line: line.get_ydata()[-1], reverse=True),
+        loc="upper left",
+        bbox_to_anchor=(1, 1),
+        frameon=False,
+        handlelength=3,
+        fontsize=TEXT_POINTS,
+        labelcolor="linecolor",
+    )
+    for text in names.get_texts():
+        text.set_parse_math(False)
     return axes
 
 
