@@ -75,19 +75,13 @@ _MODULES = {
     "path": "path_rates",
     "shared": "shared_path",
     "transfers": "transfer_bench",
-    "busy": "busy",
-    "faults": "faults",
     "engine": "engine.engine",
     "first_token": "engine.first_token",
     "restart": "engine.restart",
     "gpu": "gpu.gpu",
-    "round_trip": "round_trip",
     "gpu_engine": "engine.gpu_engine",
-    "remote_rates": "remote_rates",
-    "remote_obj": "remote_obj",
-    "remote_lookups": "remote_lookups",
 }
-"""Modules of all measurements."""
+"""Modules of measurements, where they have another name."""
 ASKED_FOR = (*BARE, "faults", "shared", "remote_rates", "remote_obj", "remote_lookups")
 """Measurements that run only if their name is given."""
 
@@ -265,7 +259,8 @@ def names_of(only: Sequence[str], scale: Scale) -> list[str]:
 
 def measurement_of(name: str) -> Measurement:
     """Return one of the `MEASUREMENTS`."""
-    measurement: Measurement = import_module(f".{_MODULES[name]}", __package__).MEASUREMENT
+    module = import_module(f".{_MODULES.get(name, name)}", __package__)
+    measurement: Measurement = module.MEASUREMENT
     return measurement
 
 
