@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -77,6 +79,10 @@ def store(
         kvcascade store /mnt/nvme/kv --policy s3fifo --take-over
     """
     with answering(as_json=False):
+        from ....logs import log_to_stderr
+        from .serve_path import Rival, StoreEnd, parts_of, serve
+
+        log_to_stderr("kvcascade store", logging.INFO)
         given = {
             "capacity": capacity,
             "policy": policy,
@@ -85,21 +91,7 @@ def store(
             "min_free": min_free,
             "segment_size": segment_size,
         }
-        code = _run([path, *(also or ())], given, wait=wait, take_over=take_over)
-    finish(code)
-
-
-def _run(
-    paths: list[Path], given: dict[str, str | None], *, wait: bool, take_over: bool
-) -> ExitCode:
-    import logging
-    import os
-
-    from ....logs import log_to_stderr
-    from .serve_path import Rival, StoreEnd, parts_of, serve
-
-    log_to_stderr("kvcascade store", logging.INFO)
-    words = {name: value for name, value in given.items() if value is not None}
-    rival = Rival.ASKED if take_over else Rival.AWAITED if wait else Rival.REFUSED
-    end = serve(parts_of(paths, words, os.environ), rival=rival)
-    return ExitCode.CANNOT_OPEN if end is StoreEnd.FAILED else ExitCode.OK
+        words = {name: value for name, value in given.items() if value is not None}
+        rival = Rival.ASKED if take_over else Rival.AWAITED if wait else Rival.REFUSED
+        end = serve(parts_of([path, *(also or ())], words, os.environ), rival=rival)
+    finish(ExitCode.CANNOT_OPEN if end is StoreEnd.FAILED else ExitCode.OK)

@@ -59,11 +59,21 @@ def top(
         kvcascade top --url localhost:8000 --json
     """
     with answering(as_json):
+        from .. import show
+        from .top_frame import frame
+        from .top_view import render, run
+
         if (path is None) == (url is None):
             raise CommandError("give a PATH or --url, one of the two", ExitCode.USAGE)
         source, read = _source(path, also, url)
-        code = _show(source, read, interval, once, as_json)
-    finish(code)
+        if not (as_json or once):
+            run(source, read, interval)
+        picture = frame(source, read())
+        if as_json:
+            emit("top", picture)
+        else:
+            show.console().print(render(picture))
+    finish(ExitCode.PROBLEMS if any(tier.problem for tier in picture.tiers) else ExitCode.OK)
 
 
 def _source(
@@ -77,20 +87,3 @@ def _source(
     from .path_readings import PathReadings
 
     return str(path), PathReadings(path, also).read
-
-
-def _show(
-    source: str, read: Callable[[], Reading], interval: float, once: bool, as_json: bool
-) -> ExitCode:
-    from .. import show
-    from .top_frame import frame
-    from .top_view import render, run
-
-    if not (as_json or once):
-        run(source, read, interval)
-    picture = frame(source, read())
-    if as_json:
-        emit("top", picture)
-    else:
-        show.console().print(render(picture))
-    return ExitCode.PROBLEMS if any(tier.problem for tier in picture.tiers) else ExitCode.OK
