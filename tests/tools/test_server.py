@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from kvcascade.tools.commands.command_line import ExitCode
 from kvcascade.tools.dev.demo import disk
 from kvcascade.tools.dev.server import ServerError, ServerProcess, arguments
 
@@ -108,6 +109,7 @@ def test_leaving_kills(tmp_path: Path) -> None:
 def test_failure_names_the_log_and_shows_the_error(tmp_path: Path) -> None:
     with process(tmp_path, FAILING) as server, pytest.raises(ServerError) as raised:
         server.ready()
+    assert raised.value.code is ExitCode.PROBLEMS, "a command that needs the server ends so"
     text = str(raised.value)
     assert "it ended with status 0 while starting" in text and str(tmp_path / "server.log") in text
     assert "capacity is wrong" in text and "noise" not in text
