@@ -613,7 +613,7 @@ class TestFigures:
         rig.twin.before = lambda method: rig.clock.advance(spent.get(method, 0.0))
         rig.look(keys(8))
         assert rig.store.counters.lookup_s == pytest.approx(0.01)
-        rig.twin.fails["exist_many"] = TIMED_OUT
+        rig.twin.fails["exist_many"], spent["exist_many"] = TIMED_OUT, 0.5
         rig.look([key(9)])
         assert rig.store.counters.lookup_s == pytest.approx(0.01), "no answer tells nothing"
 
