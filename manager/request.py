@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from ..tiers.base import BlockHash, BlockStatus
 
@@ -15,19 +15,6 @@ if TYPE_CHECKING:
     from .promotion.claim_queue import ClaimQueue
     from .promotion.claims import Claim
     from .promotion.worth import Worth
-
-Hash = TypeVar("Hash", bound=bytes)
-
-
-def runs_from_the_end(
-    in_order: Iterable[Hash], is_new: Callable[[Hash], bool]
-) -> list[tuple[bool, list[Hash]]]:
-    """Split blocks in prompt order into runs of new or reused blocks. Return the last run first.
-
-    Each entry is the pair of `is_new` and the blocks of the run. If the caller sets recency run by
-    run, tails are evicted before heads.
-    """
-    return [(new, list(run)) for new, run in groupby(in_order, is_new)][::-1]
 
 
 @dataclass(slots=True, eq=False)
@@ -170,8 +157,8 @@ class RequestEnds:
         if policy.wants_chains:
             policy.note_chain(in_order)
         else:
-            for is_new, run in runs_from_the_end(in_order, used.__getitem__):
-                (policy.settle if is_new else policy.touch)(run)
+            for is_new, run in groupby(reversed(in_order), used.__getitem__):  # tails before heads
+                (policy.settle if is_new else policy.touch)([*run][::-1])
         if not self._flow.is_single and not all(used.values()):
             self._note_reuse(used)
 

@@ -10,16 +10,17 @@ thread.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any, ClassVar, cast
 
 from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 
-from ..manager.request import Request, runs_from_the_end
+from ..manager.request import Request
 from ..tiers.base import BlockHash
 from ..tiers.policies import ORDERS, EvictionOrder, order_class
 from ..tiers.policies.ordered import tag_of
-from .generation import chunk_slot, key_positions
+from .generation import KEY_POSITIONS, chunk_slot
 
 PUBLIC_MODULE = "kvcascade.vllm_policies"
 """Name of the module that users and vLLM import these classes from."""
@@ -66,15 +67,16 @@ class _OrderPolicy(CachePolicy):
         reused_keys: set[OffloadKey],
         req_context: object = None,
     ) -> None:
-        request = Request(positions=key_positions(req_context))
+        request = Request(positions=getattr(req_context, KEY_POSITIONS, {}))
         hashes = [BlockHash(key) for group in key_groups for key in group]
         keys = cast(list[OffloadKey], request.in_prompt_order(hashes))
         if self._order.wants_chains and keys:
             self._order.chain(self._slots(keys)[::-1], len(keys))
             return
         used = [key for key in keys if key in insertion_only_keys or key in reused_keys]
-        for new, run in runs_from_the_end(used, insertion_only_keys.__contains__):
-            (self._order.settle if new else self._order.touch)(self._slots(run))
+        # The order gets the tails before the heads, as in `RequestEnds.end`.
+        for new, run in groupby(reversed(used), insertion_only_keys.__contains__):
+            (self._order.settle if new else self._order.touch)(self._slots([*run][::-1]))
 
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, Any]] | None:
         def may_leave(slot: int) -> bool:

@@ -309,27 +309,26 @@ def chunk_rows(job: Any) -> list[int]:
     return [int(row) for row in rows]
 
 
-def key_positions(context: object) -> dict[Any, int]:
-    """Return the position of every key of a request, known from 0.31 on; vLLM adds to it."""
-    return getattr(context, "_offload_key_positions", {})
+KEY_POSITIONS = "_offload_key_positions"
+"""Field of a request's context from 0.31 on: the position of each key. vLLM adds to it."""
 
 
-def state_of(context: ReqContext, kind: type[State]) -> State | None:
-    """Return what `set_state` left with a request; its context lives as long as the request."""
-    if hasattr(context, "get_state"):
-        return context.get_state(kind)
-    return cast("State | None", _plain_states(context).get(kind.__name__))
+def _plain_state_of(context: object, kind: type[State]) -> State | None:
+    """Return the attribute that `_set_plain_state` set."""
+    return cast("State | None", vars(context).get(kind.__name__))
 
 
-def set_state(context: ReqContext, state: object) -> None:
-    """Leave an object with a request, at most one of each class."""
-    if hasattr(context, "set_state"):
-        context.set_state(state)
-    else:
-        _plain_states(context)[type(state).__name__] = state
+def _set_plain_state(context: object, state: object) -> None:
+    """Set an attribute of a context that has no state of its own, as up to 0.26."""
+    setattr(context, type(state).__name__, state)
 
 
-def _plain_states(context: Any) -> dict[str, Any]:
-    """Return the attributes of a context that has no state of its own, as up to 0.26."""
-    attributes: dict[str, Any] = context.__dict__
-    return attributes
+_ReqContext = offered(f"{_BASE}.base", "ReqContext")
+state_of: Callable[[ReqContext, type[State]], State | None] = getattr(
+    _ReqContext, "get_state", _plain_state_of
+)
+"""Returns what `set_state` left with a request; its context lives as long as the request."""
+set_state: Callable[[ReqContext, object], None] = getattr(
+    _ReqContext, "set_state", _set_plain_state
+)
+"""Leaves an object with a request, at most one of each class."""

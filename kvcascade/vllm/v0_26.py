@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from statistics import harmonic_mean
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCaches,
@@ -37,16 +36,16 @@ from ..handlers.device.copier import GpuBlocks
 from ..manager.base import HIT, MISS, PENDING, BlockEvent
 from ..manager.promotion.standstill import Standstill
 from ..manager.request import Request
-from ..tiers.base import GROUP_BYTES, BlockHash, SlotArray
+from ..tiers.base import GROUP_BYTES, BlockHash
 from . import engine_facts, offload_metrics
 from .generation import (
+    KEY_POSITIONS,
     Locality,
     LookupResult,
     Medium,
     OffloadingWorker,
     TierFilter,
     TransferResult,
-    key_positions,
     known_fields,
     schedules_block_holders_first,
     set_state,
@@ -176,9 +175,11 @@ class CascadeManager(OffloadingManager):
         return CacheHitSource.HOST if source == "CPU" else CacheHitSource.DISK
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        self._note_progress()
+        if self._standstill is not None:
+            self._standstill.note_progress()
         request = self._request_of(req_context)
-        return _to_vllm(self._manager.prepare_load(_hashes(keys), request).slots)
+        slots = self._manager.prepare_load(cast(Collection[BlockHash], keys), request).slots
+        return CascadeLoadStoreSpec(slots)  # type: ignore[arg-type]
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._manager.complete_load(cast(Collection[BlockHash], keys))
@@ -186,19 +187,21 @@ class CascadeManager(OffloadingManager):
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Note the keys, to count them once; called at every step of a request up to 0.30."""
         noted = self._request_of(req_context).keys
-        for key in _hashes(keys):
+        for key in cast(Collection[BlockHash], keys):
             noted.setdefault(key, False)
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        self._note_progress()
-        output = self._manager.prepare_store(_hashes(keys), self._request_of(req_context))
+        if self._standstill is not None:
+            self._standstill.note_progress()
+        hashes = cast(list[BlockHash], list(keys))
+        output = self._manager.prepare_store(hashes, self._request_of(req_context))
         if output is None:
             return None
         return PrepareStoreOutput(
             keys_to_store=cast(list[OffloadKey], output.block_hashes_to_store),
-            store_spec=_to_vllm(output.store_spec.slots),
+            store_spec=CascadeLoadStoreSpec(output.store_spec.slots),  # type: ignore[arg-type]
             evicted_keys=cast(list[OffloadKey], output.block_hashes_evicted),
         )
 
@@ -213,7 +216,8 @@ class CascadeManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._note_progress()
+        if self._standstill is not None:
+            self._standstill.note_progress()
         request = self._request_of(req_context)
         if self._cascade.recorder is not None:
             self._cascade.record(request, _prompt(request, req_context))
@@ -253,16 +257,12 @@ class CascadeManager(OffloadingManager):
     def shutdown(self) -> None:
         self._cascade.close()
 
-    def _note_progress(self) -> None:
-        if self._standstill is not None:
-            self._standstill.note_progress()
-
     def _request_of(self, context: ReqContext) -> Request:
         if context is self._context:
             return self._request
         request = state_of(context, Request)
         if request is None:
-            positions = key_positions(context)
+            positions = getattr(context, KEY_POSITIONS, {})
             request = Request(context.req_id, _allowed_media(context), time.monotonic(), positions)
             set_state(context, request)
             self._metrics.note_begin()
@@ -505,27 +505,16 @@ def in_prompt_order(context: ReqContext, used: Collection[BlockHash]) -> list[Bl
     From 0.31 on the context knows all blocks, including those that the device held and those of the
     answer. Before, the result is `used` in its own order.
     """
-    positions = key_positions(context)
+    positions: dict[BlockHash, int] = getattr(context, KEY_POSITIONS, {})
     if not positions:
         return list(used)
-    end = max((positions.get(cast(OffloadKey, key), 0) for key in used), default=0)
+    end = max((positions.get(key, 0) for key in used), default=0)
     ordered = sorted(positions.items(), key=lambda item: item[1])
-    return _hashes([key for key, position in ordered if position <= end])
-
-
-def _hashes(keys: Collection[OffloadKey]) -> list[BlockHash]:
-    """Return vLLM's keys as our hashes; they differ only for the type checker."""
-    return cast(list[BlockHash], keys if isinstance(keys, list) else list(keys))
+    return [key for key, position in ordered if position <= end]
 
 
 def _gpu_blocks(spec: GPULoadStoreSpec) -> GpuBlocks:
     return GpuBlocks(spec.block_ids, tuple(spec.group_sizes), tuple(spec.block_indices))
-
-
-def _to_vllm(slots: SlotArray) -> LoadStoreSpec:
-    translated = CascadeLoadStoreSpec([])
-    translated.block_ids = np.ascontiguousarray(slots, dtype=np.int32)
-    return translated
 
 
 def _allowed_media(context: ReqContext) -> frozenset[str] | None:

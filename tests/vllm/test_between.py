@@ -16,7 +16,12 @@ from vllm.v1.kv_offload.base import OffloadingSpec, ReqContext
 from kvcascade.errors import ConfigError
 from kvcascade.manager.request import Request
 from kvcascade.vllm import v0_25
-from kvcascade.vllm.generation import set_state, state_of
+from kvcascade.vllm.generation import (
+    _plain_state_of,
+    _set_plain_state,
+    set_state,
+    state_of,
+)
 from kvcascade.vllm.v0_26 import shape_facts
 
 
@@ -82,12 +87,15 @@ class PlainContext:
     req_id: str
 
 
-@pytest.mark.parametrize("make", [PlainContext, ReqContext])
-def test_a_context_keeps_what_belongs_to_its_request(make: Any) -> None:
+@pytest.mark.parametrize(
+    ("make", "read", "write"),
+    [(PlainContext, _plain_state_of, _set_plain_state), (ReqContext, state_of, set_state)],
+)
+def test_a_context_keeps_what_belongs_to_its_request(make: Any, read: Any, write: Any) -> None:
     one, other, request = make("one"), make("other"), Request("one")
-    assert state_of(one, Request) is None
-    set_state(one, request)
-    assert state_of(one, Request) is request and state_of(other, Request) is None
+    assert read(one, Request) is None
+    write(one, request)
+    assert read(one, Request) is request and read(other, Request) is None
 
 
 @pytest.fixture
