@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 
-from ..tiers.base import BlockHash, BlockOutcome
+from ..tiers.base import BlockHash, BlockOutcome, slot_of
 from .admission import Admission, AdmissionFunction, AdmitAll
 from .below.port import NOT_WANTED, Ended, Put
 from .counters import LinkCounters
@@ -314,22 +314,19 @@ class Demoter:
         if not wanted:
             return 0
         wanted.reverse()
-        hashes = [block_hash for block_hash, _ in wanted]
-        slots = [status.block_id for _, status in wanted]
+        hashes, statuses = map(list, zip(*wanted, strict=True))
         ticket = next(self._flow.tickets)
-        answers = self._below.put(ticket, hashes, slots)
+        answers = self._below.put(ticket, hashes, list(map(slot_of, statuses)))
         if answers.count(Put.STARTED) < len(answers):
             wanted = self._sort(wanted, answers)
-            hashes = [block_hash for block_hash, _ in wanted]
-            slots = [status.block_id for _, status in wanted]
-        started = len(wanted)
-        if started:
-            statuses = [status for _, status in wanted]
-            for status in statuses:
-                status.ref_cnt += 1
-            self._level.dirt.set_arriving(slots)
-            self.jobs[ticket] = Transfer(ticket, hashes, statuses, self._flow.clock())
-        return started if started or not _NO_USE.isdisjoint(answers) else None
+            if not wanted:
+                return None if _NO_USE.isdisjoint(answers) else 0
+            hashes, statuses = map(list, zip(*wanted, strict=True))
+        for status in statuses:
+            status.ref_cnt += 1
+        self._level.dirt.set_arriving(list(map(slot_of, statuses)))
+        self.jobs[ticket] = Transfer(ticket, hashes, statuses, self._flow.clock())
+        return len(wanted)
 
     def _sort(self, wanted: Pairs, answers: Sequence[Put]) -> Pairs:
         """Settle or defer the blocks that the port refused. Return those whose write started."""

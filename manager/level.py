@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..tiers.base import Backend, BlockHash, BlockStatus, CachePolicy, SlotMask
+from ..tiers.base import Backend, BlockHash, BlockStatus, CachePolicy, SlotMask, slot_of
 from .admission import USES_MAX, PastUses
 
 Pairs = list[tuple[BlockHash, BlockStatus]]
@@ -27,8 +26,6 @@ together."""
 
 SPENT = 255
 """Origin of a promoted block that a request has loaded. Copies are on the device and below."""
-
-_block_id = attrgetter("block_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +142,7 @@ class UseCounts:
     def note_reuse(self, statuses: Sequence[BlockStatus]) -> None:
         """Count one more use of each block. Admission may now accept a block that it refused
         before."""
-        slots = np.fromiter(map(_block_id, statuses), np.intp, len(statuses))
+        slots = np.fromiter(map(slot_of, statuses), np.intp, len(statuses))
         self._uses_of[slots] += self._uses_of[slots] < USES_MAX
 
     def note_refused(self, block_hash: BlockHash, slot: int) -> None:
@@ -255,7 +252,7 @@ class Level:
         """
         statuses = self.backend.allocate_blocks(block_hashes)
         self.taken_blocks += len(statuses)
-        slots = np.fromiter(map(_block_id, statuses), np.intp, len(statuses))
+        slots = np.fromiter(map(slot_of, statuses), np.intp, len(statuses))
         self.uses.begin(block_hashes, slots, depth)
         self.dirt.set_arriving(slots)
         self.policy.insert_many(block_hashes, statuses)
@@ -267,7 +264,7 @@ class Level:
         They count as dirty. The demoter asks the tier below once they are among the coldest,
         because asking for all of them here would take seconds.
         """
-        slots = np.fromiter(map(_block_id, statuses), np.intp, len(statuses))
+        slots = np.fromiter(map(slot_of, statuses), np.intp, len(statuses))
         self.policy.insert_many(block_hashes, statuses)
         self.policy.mark_ready(block_hashes, slots.tolist())
         self.uses.begin_found(slots)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Sequence, Set
 from dataclasses import dataclass
+from itertools import filterfalse
 
 from ..tiers.base import BlockHash
 from .base import PrepareStoreOutput
@@ -76,9 +77,7 @@ class Stores:
         flow, top = self._flow, self._top
         get = top.policy.get
         flow.evicted.clear()
-        new = [block_hash for block_hash in block_hashes if get(block_hash) is None]
-        if len(new) > 1:
-            new = list(dict.fromkeys(new))
+        new = list(dict.fromkeys(filterfalse(get, block_hashes)))
         if self._workers.outdated:
             new = [h for h in new if h not in self._workers.outdated]
         if new:
@@ -136,7 +135,7 @@ class Stores:
             self._worth.prefill.all_stored(flow.clock())
         if stored and self._aging is not None:
             # A worker reports a set; slots were taken in the order of the offers.
-            in_order = [block_hash for _, block_hash in sorted(zip(slots, stored, strict=True))]
+            in_order = sorted(stored, key=dict(zip(stored, slots, strict=True)).__getitem__)
             self._aging.note(request.in_prompt_order(in_order) if request else in_order)
 
     def _make_room(

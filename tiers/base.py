@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from operator import attrgetter
 from typing import NewType
 
 import numpy as np
@@ -48,6 +49,10 @@ class BlockStatus(ctypes.Structure):
 
     ref_cnt: int
     block_id: int
+
+
+slot_of = attrgetter("block_id")
+"""Returns the slot of a `BlockStatus`."""
 
 
 class BlockOutcome(Enum):

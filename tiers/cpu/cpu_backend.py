@@ -13,7 +13,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -26,14 +25,13 @@ from ..base import (
     BlockStatus,
     LoadStoreSpec,
     RefCounts,
+    slot_of,
 )
 
 SORT_FROM_BLOCKS = 4
 """Allocations of at least this many blocks sort free slots first, to get adjacent ones."""
 SORT_WINDOW_FACTOR = 4
 """Free slots sorted per block of such an allocation."""
-
-_block_id = attrgetter("block_id")
 
 
 @contextmanager
@@ -92,7 +90,7 @@ class CpuBackend(Backend):
         del free[-n:]
         slots.sort()
         statuses, taken = self._statuses, self._taken
-        allocated = [statuses[slot] for slot in slots]
+        allocated = list(map(statuses.__getitem__, slots))
         for status in allocated:
             status.ref_cnt = NOT_READY
         for slot in slots:
@@ -115,7 +113,7 @@ class CpuBackend(Backend):
         self._unsorted = True
 
     def free_many(self, statuses: Sequence[BlockStatus]) -> None:
-        slots = list(map(_block_id, statuses))
+        slots = list(map(slot_of, statuses))
         taken = self._taken
         for slot in slots:
             assert taken[slot], f"slot {slot} was freed twice"
@@ -132,7 +130,7 @@ class CpuBackend(Backend):
         first = statuses[0].block_id if n else 0
         if self._statuses[first : first + n] == statuses:  # a prefix usually lies in adjacent slots
             return LoadStoreSpec(np.arange(first, first + n, dtype=np.int32))
-        return LoadStoreSpec(np.fromiter(map(_block_id, statuses), np.int32, n))
+        return LoadStoreSpec(np.fromiter(map(slot_of, statuses), np.int32, n))
 
     def reset(self) -> list[BlockStatus]:
         is_busy = (self._taken_flags != 0) & (self._ref_counts != 0)

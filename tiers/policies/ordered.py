@@ -7,7 +7,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from ..base import BlockHash, BlockStatus, CachePolicy, SlotMask
+from ..base import BlockHash, BlockStatus, CachePolicy, SlotMask, slot_of
 from .directory import DictDirectory
 from .order import EvictionOrder
 
@@ -57,7 +57,7 @@ class OrderedPolicy(CachePolicy):
     def insert_many(
         self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
     ) -> None:
-        slots = [status.block_id for status in statuses]
+        slots = list(map(slot_of, statuses))
         self._directory.put_many(block_hashes, statuses, slots)
         slots.reverse()
         self._order.insert(slots, self._tags(block_hashes[::-1]))
