@@ -16,7 +16,7 @@ import math
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
-from ...tiers.base import BlockHash, BlockOutcome
+from ...tiers.base import BlockHash, BlockOutcome, slot_of
 from ..below.port import Ended
 from ..counters import Reason
 from ..demotion import Demoter
@@ -210,12 +210,14 @@ class Promoter:
         batch = self._batch
         free_jobs = MAX_JOBS_IN_FLIGHT - len(queue.jobs)
         wanted = min(len(queued), free_jobs * batch)
-        may_drop = self._below.is_blocked
         if top.policy.expects:
             top.policy.expect(queued[:wanted])
-        if may_displace:
-            top.make_room_of_spent(wanted, protected)
-        room = top.make_room(wanted, protected, may_drop_dirty=may_drop)
+        room, may_drop = wanted, False
+        if wanted > top.backend.get_num_free_blocks():
+            may_drop = self._below.is_blocked
+            if may_displace:
+                top.make_room_of_spent(wanted, protected)
+            room = top.make_room(wanted, protected, may_drop_dirty=may_drop)
         for start in range(0, room, batch):
             self._send(queue, queued[start : min(start + batch, room)])
         queue.queued = queued[room:]
@@ -254,7 +256,7 @@ class Promoter:
         if self._worth is not None:
             speed = self._worth.links[queue.tier - 1]
             speed.started(len(present) * self._top.block_size, now_s)
-        self._below.get(ticket, queue.tier, present, [status.block_id for status in targets])
+        self._below.get(ticket, queue.tier, present, list(map(slot_of, targets)))
 
     def _fail(self, block_hash: BlockHash, reason: Reason | None = None) -> None:
         """Drop a promotion: its block is a miss for every waiting request."""
