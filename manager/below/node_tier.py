@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 
 from ...handlers.node.path_wire import JobDone, NodeState, PutJob, ResetJob, pack_slots
 from ...tiers.base import BlockHash, BlockOutcome
@@ -112,9 +113,8 @@ class NodeWrites(Traffic[NodeFeed]):
         if len(started) < n:
             keys, slots = [keys[at] for at in started], [slots[at] for at in started]
         packed, epoch = pack_slots(slots), flow.feed.epoch
-        if started and self._submit(
-            ticket, keys, lambda number: PutJob(number, list(keys), packed, epoch)
-        ):
+        order = partial(PutJob, keys=list(keys), arena_slots=packed, epoch=epoch)
+        if started and self._submit(ticket, keys, order):
             coming.update(keys)
         elif started:
             self.breaker.trip()

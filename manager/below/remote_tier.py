@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ...handlers.node.node_keeper import JOBS_AT_MOST
@@ -252,7 +253,7 @@ class _RemoteReads(NodeReads[RemoteFeed]):
         limit_s = self._questions.left_s(keys)
         if limit_s <= 0:
             return None
-        return lambda number: FetchJob(number, list(keys), slots, limit_s)
+        return partial(FetchJob, keys=list(keys), arena_slots=slots, limit_s=limit_s)
 
     def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
         super()._land(going, outcomes, done)
@@ -296,9 +297,8 @@ class _RemoteWrites(Traffic[RemoteFeed]):
     def _start(self, ticket: int, keys: list[BlockHash], slots: list[int]) -> bool:
         packed, mark = pack_slots(slots), self._flow.feed.mark
         self._epochs[ticket] = self._memory.epoch
-        if len(self.jobs) < PUTS_AT_MOST and self._submit(
-            ticket, keys, lambda number: PutJob(number, list(keys), packed, mark)
-        ):
+        order = partial(PutJob, keys=list(keys), arena_slots=packed, epoch=mark)
+        if len(self.jobs) < PUTS_AT_MOST and self._submit(ticket, keys, order):
             return True
         self.rule.end(keys, [False] * len(keys), self._epochs.pop(ticket))
         self._flow.feed.unsent[Offer.RESTING.value] += len(keys)

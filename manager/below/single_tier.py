@@ -188,7 +188,7 @@ class NodeReads(Traffic[Feed]):
 
     def _order(self, keys: Sequence[BlockHash], slots: bytes) -> Callable[[int], Any] | None:
         """Return what builds the message of a job from its ticket; None: do not start it."""
-        return lambda number: GetJob(number, list(keys), slots)
+        return partial(GetJob, keys=list(keys), arena_slots=slots)
 
     def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
         flow, counters = self._flow, self._flow.counters
