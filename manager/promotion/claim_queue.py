@@ -181,7 +181,7 @@ class ClaimQueue:
         room = self.room
         room.store_need, room.refused_store = room.refused_store, 0
         if self._asked:
-            first = [c for c in self._asked if c in self._queue]
+            first = filter(self._queue.__contains__, self._asked)
             self._queue = dict.fromkeys(first) | self._queue
             self._asked.clear()
 
