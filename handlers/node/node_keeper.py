@@ -229,10 +229,14 @@ class NodeKeeper:
             if stream.unsent:
                 stream.flush()
             before = stream.received_bytes
-            for message in stream.receive(to_the_end=self._is_closed):
-                self._take(stream, message)
-                if stream.has_ended:
-                    break
+            try:
+                for message in stream.receive(to_the_end=self._is_closed):
+                    self._take(stream, message)
+                    if stream.has_ended:
+                        break
+            except BaseException:  # an interrupt: what was received may be lost
+                stream.close()
+                raise
             if stream.received_bytes > before:
                 stream.heard_s = now_s
             owes_message = bool(self._jobs) or not stream.is_ready

@@ -159,8 +159,9 @@ class Traffic(ABC, Generic[Feed]):
         self.open_tickets.discard(going.ticket)
 
     def _end(self, going: Going, done: JobDone | None) -> None:
-        """Conclude a job, under the manager's lock."""
-        del self.jobs[going.ticket]
+        """Conclude a job, under the manager's lock. After an interrupt, a job may end twice."""
+        if self.jobs.pop(going.ticket, None) is None:
+            return
         n = len(going.keys)
         if done is None:
             self._land(going, [BlockOutcome.IO_ERROR] * n, DIED)

@@ -127,6 +127,17 @@ class TestChainOfNodes(BelowContract):
         return ChainOfNodesRig()
 
 
+def test_a_job_whose_end_is_told_twice_ends_once() -> None:
+    """An interrupt between an answer and its record, and then the death of the node."""
+    rig = NodeTierRig(engines=1)
+    rig.begin_put(keys(2))
+    (tell,) = rig.nodes[0].engine.jobs.values()
+    assert list(rig.end().outcomes) == [BlockOutcome.OK] * 2
+    tell(None)
+    assert list(rig.below.poll()) == []
+    assert list(rig.get(keys(2))) == [BlockOutcome.OK] * 2
+
+
 def test_the_twin_lies_stalls_and_fails_when_it_is_told_to() -> None:
     rig = TwinRig()
     rig.put(keys(2))

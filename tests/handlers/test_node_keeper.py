@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,6 +19,25 @@ from kvcascade.handlers.node.path_wire import JobDone, NodeReady, PutJob, to_nod
 from kvcascade.tiers.nvme.path.frames import RECEIVES_PER_CALL, FrameReader, frame
 
 
+class InterruptedSocket(socket.socket):
+    """A socket. Ctrl-C comes during a call, which Python notices when the call has returned."""
+
+    call = ""
+    """Name of the call that is interrupted, once."""
+
+    def send(self, *args: Any) -> int:
+        return self._after("send", super().send(*args))
+
+    def recv_into(self, *args: Any) -> int:
+        return self._after("recv_into", super().recv_into(*args))
+
+    def _after(self, call: str, result: int) -> int:
+        if call == self.call:
+            self.call = ""
+            raise KeyboardInterrupt
+        return result
+
+
 class PlayedChild:
     """A process that dies when the test says so."""
 
@@ -26,7 +46,8 @@ class PlayedChild:
         self.status: int | None = None
         self.was_killed = False
         self.dies_when_killed = True
-        self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.ours = InterruptedSocket(fileno=ours.detach())
         self.ours.setblocking(False)
         self.theirs.settimeout(10.0)
         self._reader = FrameReader()
@@ -270,6 +291,47 @@ def test_a_node_that_is_replaced_fails_its_jobs_once_it_is_dead(stage: Stage) ->
     assert stage.keeper.wait(lambda: stage.ended == [("a", False)], 1.0)
     stage.keeper.poll()
     assert len(stage.children) == 2 and stage.submit("b")
+
+
+def test_an_interrupt_sends_no_job_twice(stage: Stage) -> None:
+    """The slots of a job that comes again may be those of another job by then."""
+    child = stage.children[0]
+    child.dies_when_killed = False
+    child.ours.call = "send"
+    with pytest.raises(KeyboardInterrupt):
+        stage.submit("a")
+    assert not stage.submit("b")
+    assert child.was_killed and stage.ended == []
+    child.hear(1)
+    assert child.theirs.recv(1) == b"", "the end of the stream"
+    child.die()
+    stage.keeper.poll()
+    assert stage.ended == [("a", False)]
+    stage.keeper.poll()
+    assert len(stage.children) == 2 and stage.submit("b")
+
+
+@pytest.mark.parametrize("call", ["recv_into", "on_end"])
+def test_a_job_whose_answer_an_interrupt_loses_has_failed(stage: Stage, call: str) -> None:
+    child = stage.children[0]
+    child.ours.call = call
+
+    def end(answer: object) -> None:
+        stage.ended.append(("a", answer is not None))
+        if answer is not None:
+            raise KeyboardInterrupt
+
+    stage.keeper.submit(lambda ticket: PutJob(ticket, [b"key"], b"", 0), end)
+    assert stage.submit("b")
+    for order in child.hear(2):
+        assert isinstance(order, PutJob)
+        child.say(JobDone(order.ticket))
+    with pytest.raises(KeyboardInterrupt):
+        stage.keeper.poll()
+    stage.keeper.poll()
+    assert stage.ended[-2:] == [("a", False), ("b", False)]
+    stage.keeper.poll()
+    assert len(stage.children) == 2 and stage.submit("c")
 
 
 @pytest.mark.parametrize("nonsense", [b"\xff\xff\xff\xff", b"\1\0\0\0\xc1", frame(JobDone(77))])

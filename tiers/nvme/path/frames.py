@@ -120,13 +120,15 @@ class MessageStream:
         unsent = self.unsent
         while unsent and not self.has_ended:
             try:
-                sent = self._socket.send(unsent)
+                del unsent[: self._socket.send(unsent)]
             except BlockingIOError:
                 return
             except OSError:
                 self.has_ended = True
                 return
-            del unsent[:sent]
+            except BaseException:  # an interrupt: what was sent would be sent again
+                self.has_ended = True
+                raise
 
     def receive(self, *, to_the_end: bool = False) -> Iterator[Any]:
         """Yield the messages that came; then see `has_ended`.
