@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import select
 import threading
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from itertools import count
 from time import monotonic
 from typing import Any
+from weakref import WeakMethod
 
 import msgspec
 
@@ -59,13 +61,26 @@ Order = Callable[[int], msgspec.Struct]
 _log = get_logger(__name__)
 
 
-def at_exit(call: Callable[[], None]) -> None:
+def at_exit(call: Callable[[], object]) -> None:
     """Call this when the process ends, while thread pools still work.
 
     Thread pools stop before ordinary exit handlers run. A process that `multiprocessing` forked
     runs none of the latter, but it runs this call, which its parent may have registered.
     """
     getattr(threading, "_register_atexit", atexit.register)(call)
+
+
+def at_own_exit(call: Callable[[], object]) -> None:
+    """Call this when this process ends, and not when one ends that is forked later: all belongs to
+    its parent."""
+    pid = os.getpid()
+    at_exit(lambda: call() if os.getpid() == pid else None)
+
+
+def close_at_exit(close: Callable[[], None]) -> None:
+    """Call a bound method when this process ends, if its object still exists."""
+    found = WeakMethod(close)
+    at_own_exit(lambda: None if (method := found()) is None else method())
 
 
 @dataclass(frozen=True, slots=True)

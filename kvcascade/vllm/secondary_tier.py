@@ -35,6 +35,7 @@ from ..assembly.named import admission_rule, checked_tier
 from ..assembly.node_parts import EngineFacts, SlotMemory, open_node_tier
 from ..config.machine import Machine
 from ..config.schema import CascadeConfig, NvmeTierOptions, OnReset
+from ..handlers.node.node_keeper import close_at_exit
 from ..logs import get_logger
 from ..manager.below.single_tier import STALLED_S
 from ..manager.below.tier_jobs import TierJobs
@@ -104,6 +105,7 @@ class KVCascadeTier(SecondaryTierManager):
             folder,
         )
         self._ticker = Ticker(self._tick)
+        close_at_exit(self.shutdown)  # vLLM may do so only after thread pools have stopped
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         if not self._jobs.has(BlockHash(key)):

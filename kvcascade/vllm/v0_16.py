@@ -17,9 +17,8 @@ their pages, while stores are in flight.
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from vllm.v1.kv_offload.abstract import (
@@ -36,7 +35,7 @@ from ..assembly.build import Cascade, Geometry, open_worker
 from ..assembly.named import configured
 from ..config.schema import CascadeConfig
 from ..errors import ConfigError
-from ..handlers.node.node_keeper import at_exit
+from ..handlers.node.node_keeper import at_own_exit
 from ..logs import get_logger
 from ..manager.promotion.anonymous import AnonymousManager
 from ..tiers.base import SlotArray
@@ -148,7 +147,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
             )
             depth = engine_facts.pipeline_depth(config)
             self._manager = CascadeManagerV16(cascade, self._tokens_per_chunk, depth)
-            _at_exit(self._manager.close)
+            at_own_exit(self._manager.close)
         return self._manager
 
     def get_handlers(
@@ -176,7 +175,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
                 steps_while_storing=False,
             )
             self._handler = CascadeHandler(side, self._geometry.blocks_per_chunk)
-            _at_exit(self._handler.shutdown)
+            at_own_exit(self._handler.shutdown)
         yield GPULoadStoreSpec, CascadeLoadStoreSpecV16, self._handler
         yield CascadeLoadStoreSpecV16, GPULoadStoreSpec, self._handler
 
@@ -260,13 +259,6 @@ def _check_what_is_missing(settings: CascadeConfig, given: Mapping[str, Any]) ->
             "kvcascade: load_or_recompute has no effect, because vLLM 0.16 to 0.19 do not show how "
             "fast they compute; give prefill_tokens_per_s, or install vLLM 0.24 or newer"
         )
-
-
-def _at_exit(close: Callable[[], None]) -> None:
-    """Call `close` when this process ends, and not when one ends that is forked later: all belongs
-    to its parent."""
-    pid = os.getpid()
-    at_exit(lambda: close() if os.getpid() == pid else None)
 
 
 def _to_vllm(slots: SlotArray) -> LoadStoreSpec:

@@ -33,6 +33,7 @@ from ..assembly.build import Cascade, Geometry, WorkerSide, open_worker
 from ..assembly.named import configured
 from ..config.schema import CascadeConfig, OnReset
 from ..handlers.device.copier import GpuBlocks
+from ..handlers.node.node_keeper import close_at_exit
 from ..manager.base import HIT, MISS, PENDING, BlockEvent
 from ..manager.promotion.standstill import Standstill
 from ..manager.request import Request
@@ -375,6 +376,8 @@ class CascadeOffloadingSpec(OffloadingSpec):
                 engine_config,
                 with_events=self.kv_events_config.enable_kv_cache_events,
             )
+            # vLLM closes an engine in the process of its script after thread pools have stopped.
+            close_at_exit(cascade.close)
             self._manager = self.manager_type(cascade, self._geometry.tokens_per_block)
         return self._manager
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import pytest
 from support.clock import ManualClock
 from support.executors import InlineExecutor
+from support.forks import said_by_fork
 
 from kvcascade.handlers.node import node_child as start_limits
 from kvcascade.handlers.node import node_keeper as limits
 from kvcascade.handlers.node.node_child import Connection
-from kvcascade.handlers.node.node_keeper import KeeperOptions, NodeKeeper
+from kvcascade.handlers.node.node_keeper import KeeperOptions, NodeKeeper, close_at_exit
 from kvcascade.handlers.node.path_wire import JobDone, NodeReady, PutJob, to_node
 from kvcascade.tiers.nvme.path.frames import RECEIVES_PER_CALL, FrameReader, frame
 
@@ -499,3 +501,30 @@ def test_a_node_that_never_gets_ready_is_killed_and_another_started() -> None:
     for child in stage.children:
         child.die()
     stage.keeper.close()
+
+
+class Engine:
+    """What is closed at the end of a process."""
+
+    def __init__(self, closed: list[str]) -> None:
+        self._closed = closed
+
+    def close(self) -> None:
+        self._closed.append("closed")
+
+
+def test_what_is_open_closes_with_its_process_and_not_with_a_fork(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`multiprocessing` calls these functions at the end of a forked process, too."""
+    calls: list[Callable[[], None]] = []
+    monkeypatch.setattr(threading, "_register_atexit", calls.append)
+    closed: list[str] = []
+    left, dropped = Engine(closed), Engine(closed)
+    close_at_exit(left.close)
+    close_at_exit(dropped.close)
+    del dropped
+    assert said_by_fork(lambda: [*(call() for call in calls), *closed]) == "[None, None]"
+    for call in calls:
+        call()
+    assert closed == ["closed"]

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.forks import said_by_fork
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from kvcascade.assembly.build import open_worker
@@ -266,20 +264,6 @@ def test_a_gpu_is_given_all_of_a_store_at_once(
     monkeypatch.setattr(adapted, "open_worker", noted)
     Engine(tmp_path, shared).close()
     assert [options["steps_while_storing"] for options in asked] == [False]
-
-
-def test_a_process_that_is_forked_later_closes_nothing_at_its_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """`multiprocessing` calls these functions at the end of a forked process, too."""
-    calls: list[Callable[[], None]] = []
-    monkeypatch.setattr(threading, "_register_atexit", calls.append)
-    closed: list[bool] = []
-    import_module("kvcascade.vllm.v0_16")._at_exit(lambda: closed.append(True))
-    (at_exit,) = calls
-    assert said_by_fork(lambda: [at_exit(), *closed]) == "[None]"
-    at_exit()
-    assert closed == [True]
 
 
 def test_bad_configurations_are_one_sentence(shared: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,6 +84,21 @@ def test_a_restart_finds_everything(shape: Shape, is_late: bool, tmp_path: Path)
         for text in range(4):
             assert driver.serve(f"text {text}", 6 // len(shape.groups)) == 6 // len(shape.groups)
         assert driver.counters.links[0].promoted_blocks > 0
+
+
+def test_an_engine_that_is_left_open_is_written_when_its_process_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An `LLM` in the process of its script. vLLM closes it when no pool takes work any more."""
+    calls: list[Callable[[], None]] = []
+    monkeypatch.setattr(threading, "_register_atexit", calls.append)
+    options = tiers(Shape(), tmp_path, cpu=16, nvme=96)
+    with Driver(Shape(), options) as driver:
+        driver.serve("text", 6)
+        for call in reversed(calls):
+            call()
+        with Driver(Shape(), options) as following:
+            assert following.serve("text", 6) == 6
 
 
 def test_damaged_blocks_are_misses_and_counted(shape: Shape, tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,8 @@ from vllm.v1.kv_offload.tiering.manager import (
 
 from kvcascade.errors import ConfigError
 from kvcascade.tiers.base import BlockHash
+from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.path.path_lock import try_lead
 from kvcascade.vllm_tier import KVCascadeTier
 
 ROW_BYTES, ROWS = 4096, 32
@@ -139,6 +142,21 @@ def test_two_tiers_share_a_path_and_tools_work_beside_them(tmp_path: Path) -> No
     assert call("verify", tmp_path, "--json").one["ok"] == 2
     for rig in (one, two):
         rig.tier.shutdown()
+
+
+def test_a_tier_that_is_left_open_closes_with_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Callable[[], None]] = []
+    monkeypatch.setattr(threading, "_register_atexit", calls.append)
+    rig = Rig(tmp_path)
+    rig.store(rig.request("a", [1]), [1])
+    for call_back in reversed(calls):
+        call_back()
+    lock = try_lead(RealFileSystem(), tmp_path)
+    assert lock is not None, "its writer has closed"
+    lock.release()
+    rig.tier.shutdown()  # as vLLM does afterwards
 
 
 @pytest.fixture(params=["lru", "prefix"])
