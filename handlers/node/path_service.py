@@ -54,14 +54,21 @@ class ClientSockets:
         self._links: dict[int, FrameSocket] = {}
         self._is_deaf = True
         """True while nobody is accepted, because this process has too many open files."""
+        self._is_closed = False
+        """Set before `close` looks at `_new`: either it or `connect` closes a late connection."""
         self._new: list[socket.socket] = []
         """Connections of the node of this process that were not added yet."""
         self.listen()
 
     def connect(self) -> socket.socket:
-        """Return a connection for the node of this process. Any thread."""
+        """Return a connection for the node of this process. Any thread.
+
+        After `close` the connection has ended: its writer's thread lives a moment longer.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._new.append(theirs)
+        if self._is_closed:
+            theirs.close()
         self.wake()
         return ours
 
@@ -100,6 +107,7 @@ class ClientSockets:
 
     def close(self) -> None:
         """Close all connections, but not the listener."""
+        self._is_closed = True
         for link in self._links.values():
             link.close()
         for connection in self._new:

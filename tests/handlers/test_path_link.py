@@ -209,6 +209,20 @@ def test_the_end_of_a_node_is_seen_before_the_hello_of_its_engine_that_starts_ag
         assert namespace.epoch == 2, "blocks since the reset are not for it"
 
 
+def test_a_node_that_connects_to_a_writer_past_its_end_sees_the_end(tmp_path: Path) -> None:
+    """The writer's thread lives a moment longer. The node of its process would wait for it."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "door"))
+        listener.listen()
+        clients = ClientSockets(listener, PathRig().writer)
+        before = clients.connect()
+        clients.close()
+        for end in (before, clients.connect()):
+            with end:
+                end.setblocking(False)
+                assert end.recv(1) == b""
+
+
 def test_a_newer_version_retires_a_service(
     tmp_path: Path, serve: Callable[[], WriterService]
 ) -> None:
