@@ -178,26 +178,27 @@ class RunningCalls:
     def __init__(self) -> None:
         self._threads: list[int] = []
         """Thread of each call. A thread is there twice if a signal interrupted its call."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
     @contextmanager
     def one(self, check: Callable[[], None]) -> Iterator[None]:
         """Context of a call. It does not begin if `check` raises an error."""
         thread = threading.get_ident()
-        with self._changed:
+        with self._lock:
             check()
             self._threads.append(thread)
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._threads.remove(thread)
                 self._changed.notify_all()
 
     def wait(self, limit_s: float) -> None:
         """Wait until the calls of other threads have ended, or the time is over."""
         thread = threading.get_ident()
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: set(self._threads) <= {thread}, limit_s)
 
 
@@ -213,7 +214,11 @@ class BlockMoves:
         self._arena = self._arena.reshape(self.slots, block_bytes)
         self._most = max(1, PART_BYTES // block_bytes)
         """Most blocks of one job."""
-        self._turn = threading.Lock()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        """Notified when a turn ends. Enter the lock: an interrupt may leave a condition locked."""
+        self._mover: Move | None = None
+        """Call that has its turn."""
         self._free = list(range(self.slots))
         self._left: list[MoveJob] = []
         """Jobs of calls that ran out of time, or that an error ended."""
@@ -223,25 +228,27 @@ class BlockMoves:
 
         `check` raises an error if it is of no use to go on.
         """
-        with self._taking_turn(move) as has_turn:
-            while has_turn and (move.todo or move.jobs):
+        try:
+            while (move.todo or move.jobs) and self._has_turn(move):
                 check()
                 self._step(move, client)
                 if not move.left_s:
                     return
+        finally:
+            with self._lock:
+                if self._mover is move:
+                    self._left += move.jobs
+                    self._mover = None
+                    self._changed.notify_all()
 
     # -- inside, for the call that has its turn ------------------------------------------------
 
-    @contextmanager
-    def _taking_turn(self, move: Move) -> Iterator[bool]:
-        """Wait until no other call moves blocks; False if the time is over before that."""
-        has_turn = bool(move.todo) and self._turn.acquire(timeout=move.left_s)
-        try:
-            yield has_turn
-        finally:
-            if has_turn:
-                self._left += move.jobs
-                self._turn.release()
+    def _has_turn(self, move: Move) -> bool:
+        """Wait until no other call moves blocks. Return False if the time is over before that."""
+        with self._lock:
+            if self._changed.wait_for(lambda: self._mover in (None, move), move.left_s):
+                self._mover = move
+            return self._mover is move
 
     def _step(self, move: Move, client: MovesClient) -> None:
         """Send jobs, wait for an answer, and take the answers.

@@ -319,7 +319,7 @@ class NodeKeeper:
     # -- inside --------------------------------------------------------------------------------
 
     def _wait_for_news(self, limit_s: float) -> None:
-        with self._changed:
+        with self._lock:  # an interrupt may leave a condition locked
             stream = self._stream
             if stream is None or stream.has_ended:
                 self._changed.wait(limit_s)

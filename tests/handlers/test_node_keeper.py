@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -463,6 +464,22 @@ def test_waits_are_bounded(stage: Stage) -> None:
     assert isinstance(order, PutJob)
     stage.children[0].say(JobDone(order.ticket))
     assert stage.keeper.wait(lambda: bool(stage.ended), 60.0)
+
+
+class InterruptedCondition(threading.Condition):
+    """A condition. An interrupt comes at the end of its `__enter__`, which is Python."""
+
+    def __enter__(self) -> bool:
+        super().__enter__()
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_wait_keeps_no_thread_from_starting_the_next_process(stage: Stage) -> None:
+    changed: Any = InterruptedCondition(stage.keeper._lock)
+    stage.keeper._changed = changed
+    with suppress(KeyboardInterrupt):
+        stage.keeper.wait(lambda: False, limits.WAIT_SLICE_S)
+    assert not changed._is_owned()
 
 
 def test_after_closing_nothing_is_taken_or_started(stage: Stage) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -10,12 +12,14 @@ import pytest
 from support.keys import key
 
 from kvcascade.block_buffers import Bytes
-from kvcascade.block_moves import BlockMoves, GetMove, MoveJob, PutMove
+from kvcascade.block_moves import BlockMoves, GetMove, MoveJob, PutMove, RunningCalls
 from kvcascade.handlers.node.path_jobs import PART_BYTES
 from kvcascade.handlers.node.path_wire import JobDone, PutJob, pack_outcomes
 from kvcascade.tiers.base import BlockOutcome
 
 BLOCK = 4096
+INTERRUPTS = 200
+INTERRUPT_INTERVAL_S = 0.001
 
 
 def content(number: int) -> Bytes:
@@ -54,10 +58,10 @@ def test_slots_of_a_call_that_ran_out_of_time_are_not_used_before_the_answer() -
     names = [key(n) for n in range(2)]
     blocks = [content(n) for n in range(2)]
     late = PutMove(names, [0, 1], 0.0, blocks, 0)
-    moves._turn.acquire()
+    moves._mover = PutMove([], [], 0.0, [], 0)
     moves.run(late, client, lambda: None)
     assert not client.jobs, "it had no turn"
-    moves._turn.release()
+    moves._mover = None
     late = PutMove(names, [0, 1], 0.01, blocks, 0)
     moves.run(late, client, lambda: None)
     assert late.outcomes == [BlockOutcome.CANCELLED] * 2 and len(client.jobs) == 1
@@ -136,3 +140,57 @@ def test_an_error_while_a_block_is_copied_frees_the_slots_of_every_job() -> None
     moves.run(read, client, lambda: None)
     assert len(read.read) == len(names)
     assert len(moves._free) == moves.slots
+
+
+def interrupted(work: Callable[[], object]) -> Iterator[None]:
+    """Do work again and again; go on after each interrupt, which comes at a moment of chance."""
+    is_working = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal is_working
+        if is_working:
+            is_working = False
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGVTALRM, interrupt)
+    signal.setitimer(signal.ITIMER_VIRTUAL, INTERRUPT_INTERVAL_S, INTERRUPT_INTERVAL_S)
+    try:
+        for _ in range(INTERRUPTS):
+            with suppress(KeyboardInterrupt):
+                is_working = True
+                while True:
+                    with suppress(TimeoutError):
+                        work()
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def stop() -> None:
+    raise TimeoutError
+
+
+def test_an_interrupt_at_any_moment_leaves_the_turn_to_the_next_call() -> None:
+    moves, client = BlockMoves(BLOCK, 2 * BLOCK), HeldClient()
+    client.answers = lambda message: JobDone(message.ticket)
+
+    def move(check: Callable[[], None]) -> GetMove:
+        read = GetMove([key(0)], [0], 0.0, None)
+        moves.run(read, client, check)
+        return read
+
+    for _ in interrupted(lambda: move(stop)):
+        assert move(lambda: None).read
+
+
+def test_an_interrupt_at_any_moment_keeps_no_other_thread_from_its_call() -> None:
+    calls = RunningCalls()
+    changed: Any = calls._changed
+
+    def call() -> None:
+        with calls.one(lambda: None):
+            """It ends at once."""
+
+    for _ in interrupted(call):
+        assert not changed._is_owned()
