@@ -6,12 +6,14 @@ path. Everything else runs on the writer's thread.
 
 from __future__ import annotations
 
+import errno
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from .....errors import NoSpaceError
 from .....logs import get_logger
 from .namespace.namespace_writer import NamespaceWriter
 from .path_capacity import RETRY_AFTER_S, PathCapacity
@@ -31,6 +33,9 @@ class _Files:
     """Segments that are being made."""
     making_since_s: float = 0.0
     """Time at which the last of them began to be made."""
+    retry_at_s: dict[int, float] = field(default_factory=dict)
+    """Paths in which the last attempt failed for another reason than room, to the time of the next
+    one; each is logged once."""
 
 
 class SegmentJobs:
@@ -57,7 +62,7 @@ class SegmentJobs:
         """Paths in which the last deletion failed, to the time of the next attempt; each is logged
         once."""
         self._failing: set[int] = set()
-        """Paths in which the last attempt to make a segment failed; each is logged once."""
+        """Paths in which the last segment found no room; each is logged once."""
 
     def add(self, namespace: NamespaceWriter) -> None:
         """Count the files of a namespace that was opened. Raises `TierIOError`."""
@@ -110,8 +115,13 @@ class SegmentJobs:
         return here * files.file_bytes
 
     def missing(self, name: str, path: int) -> int | None:
-        """Return the lowest number in a path of which the namespace has no segment."""
+        """Return the lowest number in a path of which the namespace has no segment.
+
+        None, too, for a while after one could not be made there for another reason than room.
+        """
         files, paths = self._files[name], self._capacity.paths
+        if self._clock() < files.retry_at_s.get(path, 0.0):
+            return None
         total = files.namespace.home.slots // files.namespace.space.slots_per_segment
         return next((n for n in range(path, total, paths) if n not in files.numbers), None)
 
@@ -179,6 +189,7 @@ class SegmentJobs:
     def _made(self, files: _Files, numbers: list[int], foreign: int) -> None:
         path = numbers[0] % self._capacity.paths
         self._failing.discard(path)
+        files.retry_at_s.pop(path, None)
         self._capacity.note_made(path, foreign)
         if self._is_open(files):
             files.making.difference_update(numbers)
@@ -187,10 +198,14 @@ class SegmentJobs:
 
     def _failed(self, files: _Files, numbers: list[int], error: Exception | None) -> None:
         path = numbers[0] % self._capacity.paths
-        if error is not None and path not in self._failing:
-            self._failing.add(path)
+        lacks_room = error is None or _is_lack_of_room(error)
+        if error is not None and path not in (self._failing if lacks_room else files.retry_at_s):
             _log.warning("no segment can be made for now: %s", str(error) or repr(error))
-        self._capacity.put_off(path)
+        if lacks_room:
+            self._failing.add(path)
+            self._capacity.put_off(path)
+        else:  # other namespaces may make theirs, and their room would not help
+            files.retry_at_s[path] = self._clock() + RETRY_AFTER_S
         self._give_up(files, numbers)
 
     def _give_up(self, files: _Files, numbers: list[int]) -> None:
@@ -219,3 +234,9 @@ class SegmentJobs:
             self._executor.submit(job)
         except RuntimeError:  # the executor is shutting down
             self._done.append(refused)
+
+
+def _is_lack_of_room(error: Exception) -> bool:
+    """Return True if room on the disk would help. It does not against limits of files or memory."""
+    number = getattr(error.__cause__, "errno", errno.ENOSPC)
+    return isinstance(error, NoSpaceError) and number in (errno.ENOSPC, errno.EDQUOT)
