@@ -34,7 +34,8 @@ from .path_link import FrameSocket, Waker
 from .started_pool import no_thread, started_pool
 
 PLACE_CHECK_INTERVAL_S = 1.0
-"""Time between two checks that the lock and the folder of the path are still in place."""
+"""Time between two checks that the lock and the folder of the path, and those of its namespaces,
+are still in place."""
 IO_THREADS = 3
 """Threads that create and delete segment files, and open namespaces, which takes one at most."""
 
@@ -100,10 +101,12 @@ class ClientSockets:
             link.flush()
 
     def drop_ended(self) -> None:
-        """Drop the clients that are gone."""
-        for client in [client for client, link in self._links.items() if link.has_ended]:
-            self._links.pop(client).close()
-            self._writer.disconnect(client)
+        """Drop the clients that are gone, and those that the writer has dropped."""
+        served = {client.number for client in self._writer.clients}
+        for client, link in list(self._links.items()):
+            if link.has_ended or client not in served:
+                self._links.pop(client).close()
+                self._writer.disconnect(client)
 
     def close(self) -> None:
         """Close all connections, but not the listener."""
@@ -237,8 +240,8 @@ class WriterService:
         self._clients.receive(self._writer.wait_s)
         self._clients.send(self._writer.step())
         self._clients.flush()
-        self._clients.drop_ended()
         self._check_place()
+        self._clients.drop_ended()
         if self._writer.wants_close:
             self.was_retired = self._is_stopping = True
 
@@ -251,6 +254,8 @@ class WriterService:
         if not (self._lock.is_in_place() and self._door.is_in_place()):
             _log.error("the folder of the tier was replaced or unmounted; nothing is written")
             self._is_stopping, self._is_clean = True, False
+        else:
+            self._writer.forget_gone()
 
     def _end(self) -> None:
         try:

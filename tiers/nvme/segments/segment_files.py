@@ -37,6 +37,11 @@ class SegmentFiles:
         """Return the path of a segment."""
         return self._folders[number % len(self._folders)] / segment_name(number)
 
+    @property
+    def has_folder(self) -> bool:
+        """True if the first folder is there."""
+        return self._fs.exists(self._folders[0])
+
     def found(self) -> list[int]:
         """Return the numbers of the existing segment files, ascending. Raises `TierIOError`."""
         with os_errors(f"listing {self._folders[0]}"):

@@ -15,7 +15,7 @@ from .....errors import KVCascadeError, os_errors
 from .....logs import get_logger
 from ....endurance import DAY_S, day_totals
 from ...disk.filesystem import FileLock
-from ...namespace import LOCK
+from ...namespace import DESCRIPTION, LOCK
 from ..presence_file import recorded_slots
 from .namespace.namespace_home import NOTE_USE_EVERY_S, NamespaceHome, homes_under, open_home
 from .namespace.namespace_start import StartMeans
@@ -85,6 +85,11 @@ class IdleNamespaces:
     def folders(self) -> frozenset[Path]:
         """Directories of all of them."""
         return frozenset(root / name for root in self._roots for name in self._found)
+
+    def gone(self) -> list[str]:
+        """Return the names of those that another program removed."""
+        fs, root = self._means.fs, self._roots[0]
+        return [name for name in self._found if not fs.exists(root / name / DESCRIPTION)]
 
     def bytes_in(self, path: int) -> int:
         """Return the bytes of all of them in a path."""

@@ -27,6 +27,7 @@ from .....errors import (
 from .....logs import get_logger
 from ....endurance import day_totals, merged
 from ...disk.filesystem import FileSystem
+from ...namespace import DESCRIPTION
 from ..path_messages import Hello, NamespaceSpec, PathOptions
 from ..presence_file import recorded_slots
 from .idle_namespaces import IdleNamespaces
@@ -75,6 +76,7 @@ class PathNamespaces:
         """Put the options in force and record them; see `PathWriter`."""
         self.roots = tuple(roots)
         self._means = means
+        self.fs: FileSystem = means.fs
         self.record = record_in_force(means.fs, roots, options)
         in_force = self.record.options
         idle = IdleNamespaces(means, roots)
@@ -98,11 +100,6 @@ class PathNamespaces:
     def open(self) -> dict[str, NamespaceWriter]:
         """Open namespaces by the names of their directories."""
         return self.space.namespaces
-
-    @property
-    def fs(self) -> FileSystem:
-        """File system of the path."""
-        return self._means.fs
 
     def open_for(self, hello: Hello) -> NamespaceWriter:
         """Return the namespace that a node asks for.
@@ -250,6 +247,20 @@ class PathNamespaces:
         finally:  # afterwards: a full disk may have no room for the record before
             self._record_removal(name, day)
 
+    def forget_gone(self) -> list[NamespaceWriter]:
+        """Forget the namespaces that another program removed. Return those that were open."""
+        gone = self.space.gone()
+        for namespace in gone:
+            folder, day = namespace.home.folders[0], namespace.table.day_record()
+            _log.warning("%s was removed or replaced by another program: it begins anew", folder)
+            namespace.abandon()
+            self.space.forget(folder.name)
+            if not self.fs.exists(folder / DESCRIPTION):
+                self._record_removal(folder.name, day)
+        for name in self.space.idle.gone():
+            self._record_removal(name, self.space.idle.take(name))
+        return gone
+
     def remove_idle(self, name: str) -> bool:
         """Delete a namespace that is not open. Return False if another process has it open.
 
@@ -281,7 +292,8 @@ class PathNamespaces:
         """Begin to open the namespace of a node, which may not exist. Raises `ConfigError`."""
         options, paths = self.options, len(self.roots)
         sizes: Sequence[int] = ()
-        if all(one.name != name for one in self.space.idle.all):
+        known = {one.name for one in self.space.idle.all}.difference(self.space.idle.gone())
+        if name not in known:
             plan = plan_of(spec, options.capacity_bytes, options.segment_bytes, paths)
             sizes = [fixed_bytes(plan.slots, path) for path in range(paths)]
         own = self.space.own_folders.union(root / name for root in self.roots)

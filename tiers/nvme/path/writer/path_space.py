@@ -207,16 +207,25 @@ class PathSpace:
         self.taking = TakenSegment(name, number)
         return True
 
+    def gone(self) -> list[NamespaceWriter]:
+        """Return the open namespaces that another program removed, except while segments are being
+        made for them: those files must not come into new directories of that name."""
+        return [
+            namespace
+            for name, namespace in self.namespaces.items()
+            if not namespace.home.is_in_place and self.files.making_since_s(name) is None
+        ]
+
     def take_if_lost(self, namespace: NamespaceWriter, number: int) -> bool:
         """Take a segment if its file is gone or cut, so that a new one is made.
 
-        Return True if it is. It is taken at a later call if another one is being taken, or if a
-        node may write to it still.
+        Return True if it is, also with its whole namespace. It is taken at a later call if another
+        one is being taken, or if a node may write to it still.
         """
         try:
             is_lost = not namespace.home.segments.is_whole(number)
-        except OSError:  # the device failed, as the write that was refused
-            return False
+        except OSError:  # the device failed, as the write that was refused, or all is gone
+            return not namespace.home.is_in_place
         if is_lost and number in namespace.space.segments and not self.is_taking:
             _log.warning(
                 "%s is gone or cut: its blocks are lost", namespace.home.segments.path_of(number)

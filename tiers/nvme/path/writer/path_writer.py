@@ -180,6 +180,13 @@ class PathWriter:
         out, self._out = self._out, []
         return out
 
+    def forget_gone(self) -> None:
+        """Forget namespaces that another program removed. Their clients have to come back."""
+        for namespace in self.path.forget_gone():
+            for number in list(namespace.clients):
+                self._clients[number].namespace = None  # nothing of it is committed any more
+                self.disconnect(number)
+
     def drop_blocks(
         self, namespace: NamespaceWriter, wanted: Mapping[bytes, tuple[int, int]]
     ) -> list[bytes] | None:

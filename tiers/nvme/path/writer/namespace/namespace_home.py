@@ -81,6 +81,14 @@ class NamespaceHome:
         """Directory of the arrays of the eviction order."""
         return self.folders[0] / STATE
 
+    @property
+    def is_in_place(self) -> bool:
+        """True unless another program removed or replaced the first directory, or its segments.
+
+        The disk of a later one may be unmounted.
+        """
+        return self.locks[0].is_in_place() and self.segments.has_folder
+
     def measure_index(self, fs: FileSystem) -> None:
         """Measure the open index. One that was larger once may keep pages at the end of its file.
 
