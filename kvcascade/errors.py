@@ -80,6 +80,10 @@ class ClosedError(KVCascadeError):
 FINAL_ERRORS = (ConfigError, CorruptionError, FormatError)
 """Errors that another attempt cannot mend: the user has to change something."""
 
+_NO_DESCRIPTOR_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE})
+PROCESS_ERRNOS = _NO_DESCRIPTOR_ERRNOS | {errno.ENOMEM}
+"""Errors of a process that lacks something. They say nothing about the device."""
+
 _NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM})
 _PATH_ERRNOS = frozenset(
     {
@@ -92,7 +96,6 @@ _PATH_ERRNOS = frozenset(
     }
 )
 _DENIED_ERRNOS = frozenset({errno.EACCES, errno.EPERM})
-_NO_DESCRIPTOR_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 def from_os_error(error: OSError, doing: str) -> KVCascadeError:

@@ -88,7 +88,7 @@ def give_way() -> None:
 
 
 def allow_open_files() -> None:
-    """Raise the limit of open files as far as this process may: a node opens every segment."""
+    """Raise the limit of open files as far as this process may: it keeps a share of them open."""
     with suppress(OSError, ValueError):
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -380,7 +380,7 @@ class PutJobs(_Jobs):
         self, job: NodeJob, epoch: int, part: Sequence[tuple[int, int]], done: BlocksWritten
     ) -> None:
         if done.failed:
-            self._release([part[i][1] for i in done.failed], has_failed=not done.is_full)
+            self._release([part[i][1] for i in done.failed], has_failed=done.is_device_failure)
             failed = BlockOutcome.NO_SPACE if done.is_full else BlockOutcome.IO_ERROR
             self._all(job, [part[i][0] for i in done.failed], failed)
         if not done.written:

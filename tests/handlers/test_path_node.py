@@ -329,12 +329,25 @@ def test_a_block_that_another_engine_stored_is_held(rig: NodesRig, node: NodeTwi
     assert flat.count(OK) == 3 and flat.count(BlockOutcome.HELD) + flat.count(CANCELLED) == 2
 
 
-def test_a_failed_write_is_released_and_rests_the_tier(rig: NodesRig, node: NodeTwin) -> None:
-    rig.fs.fail("pwritev", errno.EIO)
+@pytest.mark.parametrize(
+    ("operation", "code", "is_of_device"),
+    [
+        ("pwritev", errno.EIO, True),
+        ("open", errno.EMFILE, False),
+        ("open", errno.ENFILE, False),
+        ("pwritev", errno.ENOMEM, False),
+    ],
+)
+def test_a_failed_write_is_released_and_rests_the_tier(
+    rig: NodesRig, node: NodeTwin, operation: str, code: int, is_of_device: bool
+) -> None:
+    """The writer rests the path for all engines only if the device failed."""
+    rig.fs.fail(operation, code)
     put(node, range(2))
     assert end(node).outcomes == [BlockOutcome.IO_ERROR] * 2
     (release,) = heard(rig, Release)
-    assert isinstance(release, Release) and release.has_failed and not rig.twin.granted
+    assert isinstance(release, Release) and not rig.twin.granted
+    assert release.has_failed is is_of_device
     assert not node.tier.takes_puts and node.tier.write_state().rest_left_s > 0
     assert put(node, range(2), ticket=2) == [Put.RESTING] * 2
 

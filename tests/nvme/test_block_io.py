@@ -198,9 +198,11 @@ def test_a_failed_write_names_its_blocks_and_want_of_space(place: Place) -> None
     place.fs.fail("pwritev", errno.EIO, skip=1)
     done = place.writer.write(keys(6), [0, 1, 2, 3, 4, 5], views)
     assert (done.written, done.failed, done.is_full) == ([0, 1, 2, 3], [4, 5], False)
+    assert done.is_device_failure
     place.fs.fail("pwritev", errno.ENOSPC)
     done = place.writer.write(keys(2), [8, 9], views[:2])
     assert (done.written, done.failed, done.is_full) == ([], [0, 1], True)
+    assert not done.is_device_failure
 
 
 def test_durable_writes_are_synced_before_they_are_reported(place: Place) -> None:

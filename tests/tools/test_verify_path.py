@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -21,15 +23,18 @@ from support.path_cache import (
 )
 from support.path_engine import PathEngine
 
-from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.errors import KVCascadeError
+from kvcascade.tiers.nvme.disk.filesystem import File, RealFile, RealFileSystem
 from kvcascade.tiers.nvme.disk.transfers import Throttle
 from kvcascade.tiers.nvme.path.payload_files import PayloadFiles
 from kvcascade.tiers.nvme.path.presence_file import map_presence
 from kvcascade.tiers.nvme.path.writer.path_options import load_record
+from kvcascade.tiers.nvme.segments.format import SegmentLayout
 from kvcascade.tools.commands.block_scan import BlockFinding, NamedBlock, ScanSource, scan_blocks
 from kvcascade.tools.commands.command_line import ExitCode
 from kvcascade.tools.commands.path_blocks import open_path
-from kvcascade.tools.commands.verify.verify_path import verify_namespace
+from kvcascade.tools.commands.verify import verify_path
+from kvcascade.tools.commands.verify.verify_path import damaged_segments, verify_namespace
 
 BLOCKS = 20
 
@@ -164,6 +169,41 @@ def test_several_folders(tmp_path: Path) -> None:
     assert call("verify", roots[0], "--also", roots[1], "--json").one["ok"] == BLOCKS
 
 
+class FailingFiles(RealFileSystem):
+    """Files that cannot be opened."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__()
+        self._code = code
+
+    def open(self, path: Path, *, create: bool = False, direct: bool = False) -> File:
+        raise OSError(self._code, os.strerror(self._code))
+
+
+def failing_source(
+    blocks: tuple[ScanSource, list[NamedBlock]], code: int
+) -> tuple[ScanSource, list[NamedBlock]]:
+    """The blocks of a source, in files that cannot be read."""
+    source, named = blocks
+    files = PayloadFiles(FailingFiles(code), [Path("/nowhere")], source.files.layout)
+    return ScanSource(files, source.table), named
+
+
+def test_segments_that_this_process_cannot_open_are_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = SegmentLayout(BLOCK, PER_SEGMENT, "ab" * 32)
+    deleted = {0: tmp_path / "000000.safetensors"}
+    assert not list(damaged_segments(deleted, layout)), "it was just deleted"
+
+    def fail(path: Path) -> RealFile:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(verify_path, "open_read_only", fail)
+    with pytest.raises(KVCascadeError, match="ulimit -n"):
+        list(damaged_segments(deleted, layout))
+
+
 class TestScan:
     @pytest.fixture
     def blocks(self, tmp_path: Path) -> tuple[ScanSource, list[NamedBlock]]:
@@ -194,6 +234,22 @@ class TestScan:
         for some in (stale, moved):
             found = [finding for batch in scan_blocks(source, some) for _, finding in batch]
             assert found == [BlockFinding.CHANGED] * BLOCKS
+
+    @pytest.mark.parametrize("code", [errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN])
+    def test_an_error_of_the_device_is_damage(
+        self, blocks: tuple[ScanSource, list[NamedBlock]], code: int
+    ) -> None:
+        failing, named = failing_source(blocks, code)
+        found = [finding for batch in scan_blocks(failing, named) for _, finding in batch]
+        assert found == [BlockFinding.UNREADABLE] * BLOCKS
+
+    @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES])
+    def test_another_error_ends_the_scan(
+        self, blocks: tuple[ScanSource, list[NamedBlock]], code: int
+    ) -> None:
+        failing, named = failing_source(blocks, code)
+        with pytest.raises(KVCascadeError, match=f"{os.strerror(code)}.*; "):
+            list(scan_blocks(failing, named))
 
     def test_it_reads_no_faster_than_the_limit(
         self, blocks: tuple[ScanSource, list[NamedBlock]]

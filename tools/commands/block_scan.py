@@ -3,6 +3,9 @@
 The writer listed the blocks a while ago, and the path goes on changing. So a mismatch is looked at
 again. If the block is no longer in the presence table, it has CHANGED. Otherwise it is read a
 second time. Several threads read runs of adjacent slots and hash them.
+
+Only an error of the device is a finding. Another error, such as too few descriptors, says nothing
+about the blocks: the scan ends with it.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ...errors import from_os_error
 from ...tiers.nvme.disk.transfers import Throttle
 from ...tiers.nvme.path.block_reader import payload_checksum
 from ...tiers.nvme.path.payload_files import PayloadFiles
@@ -24,6 +28,10 @@ from ...tiers.nvme.path.presence_table import PresenceTable
 SCAN_THREADS = 4
 MAX_RUNS = 2 * SCAN_THREADS
 """Largest number of runs that are being read, or wait for a thread or for the caller."""
+DEVICE_ERRNOS = frozenset(
+    {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN}
+)
+"""Errors with which a device or its file system refuses damaged bytes."""
 READ_BYTES = 8 << 20
 """Bytes per read and thread; at least one block."""
 
@@ -85,7 +93,8 @@ def scan_blocks(
     """Read and verify blocks in the order of their slots; each item is one run.
 
     `on_valid` receives every valid payload, on one of the threads. It must not keep the payload.
-    Runs that have not begun are cancelled when the iterator is closed.
+    Runs that have not begun are cancelled when the iterator is closed. Raises a `KVCascadeError`
+    if a block cannot be read for another reason than damage.
     """
     size = source.files.layout.block_bytes
     local = threading.local()
@@ -165,4 +174,8 @@ def _look_again(source: ScanSource, block: NamedBlock, view: memoryview) -> Bloc
 def _of_error(source: ScanSource, block: NamedBlock, error: OSError) -> BlockFinding:
     if not source.has_still(block):
         return BlockFinding.CHANGED
-    return BlockFinding.NO_SEGMENT if error.errno == errno.ENOENT else BlockFinding.UNREADABLE
+    if error.errno == errno.ENOENT:
+        return BlockFinding.NO_SEGMENT
+    if error.errno in DEVICE_ERRNOS:
+        return BlockFinding.UNREADABLE
+    raise from_os_error(error, "reading blocks") from error

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from ....errors import from_os_error
+from ....errors import PROCESS_ERRNOS, from_os_error
 from ....logs import get_logger
 from ...base import BlockHash
 from .block_reader import payload_checksum
@@ -32,9 +32,11 @@ class BlocksWritten:
     checksums: list[int]
     """Checksum of each written block, in the order of `written`."""
     failed: list[int]
-    """Positions of the blocks that the device refused."""
+    """Positions of the blocks that could not be written."""
     is_full: bool = False
     """True if a write failed for want of space."""
+    is_device_failure: bool = False
+    """True if a write failed, and neither for want of space nor for want of this process."""
 
 
 class BlockWriter:
@@ -63,18 +65,22 @@ class BlockWriter:
         checksums = [payload_checksum(keys[i], buffers[i]) for i in order]
         written: list[int] = []
         failed: list[int] = []
-        is_full = False
+        errors: set[int] = set()
         with self._at_device:
             for begin, end in self._files.layout.runs(ascending):
                 run = range(begin, end)
                 error = self._write_run(ascending[begin], [buffers[order[at]] for at in run])
-                (written if error is None else failed).extend(run)
-                is_full = is_full or error in _NO_SPACE_ERRNOS
+                if error is None:
+                    written.extend(run)
+                else:
+                    failed.extend(run)
+                    errors.add(error)
         return BlocksWritten(
             [order[at] for at in written],
             [checksums[at] for at in written],
             [order[at] for at in failed],
-            is_full,
+            is_full=not errors.isdisjoint(_NO_SPACE_ERRNOS),
+            is_device_failure=bool(errors - _NO_SPACE_ERRNOS - PROCESS_ERRNOS),
         )
 
     def _write_run(self, first_slot: int, buffers: Sequence[memoryview]) -> int | None:

@@ -3,12 +3,16 @@
 The writer of the path creates and deletes the files. A node opens a file at its first use. A run of
 slots never crosses a segment. Methods raise `OSError`. Any thread may call any method.
 
-A file that the writer deletes is dropped (`forget`). It is closed when its last transfer has ended,
-because a descriptor that is closed earlier might name another file during that transfer.
+A process has a limit of descriptors, so only some files stay open: the next one replaces the one
+that was opened first. A file that the writer deletes is dropped, too (`forget`).
+
+No method here closes a file. A dropped file is closed with its last reference, and each transfer
+holds one. A descriptor that is closed earlier might name another file during that transfer.
 """
 
 from __future__ import annotations
 
+import resource
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,16 +21,29 @@ from ..disk.filesystem import File, FileSystem
 from ..disk.transfers import read_all, vectored, write_all
 from ..segments.format import SegmentLayout, segment_name
 
+DESCRIPTOR_SHARE = 4
+"""One of so many descriptors of the process may be an open segment. The rest is for its own use."""
+
 
 class PayloadFiles:
     """Open segment files of a namespace; segment `i` lies in `folders[i % len(folders)]`."""
 
-    def __init__(self, fs: FileSystem, folders: Sequence[Path], layout: SegmentLayout) -> None:
-        """`folders` are the `segments` folders of the namespace, one per path of the tier."""
+    def __init__(
+        self,
+        fs: FileSystem,
+        folders: Sequence[Path],
+        layout: SegmentLayout,
+        max_open: int | None = None,
+    ) -> None:
+        """`folders` are the `segments` folders of the namespace, one per path of the tier.
+
+        At most `max_open` files stay open; None: a share of the descriptors of this process.
+        """
         self.layout = layout
         self._fs = fs
         self._folders = tuple(folders)
         self._header_bytes = layout.header_bytes
+        self._max_open = max_open or open_files_limit()
         self._lock = threading.Lock()
         self._files: dict[int, File] = {}
 
@@ -78,7 +95,10 @@ class PayloadFiles:
             file = self._files.get(number)
             if file is None:
                 path = self._folders[number % len(self._folders)] / segment_name(number)
-                file = self._files[number] = self._fs.open(path, direct=True)
+                file = self._fs.open(path, direct=True)
+                if len(self._files) >= self._max_open:
+                    del self._files[next(iter(self._files))]
+                self._files[number] = file
             return file
 
     def _locate(self, first_slot: int, count: int) -> tuple[File, int]:
@@ -86,3 +106,8 @@ class PayloadFiles:
         number, index = divmod(first_slot, self.layout.slots)
         assert index + count <= self.layout.slots, "a run may not cross a segment"
         return self._file(number), self._header_bytes + index * self.layout.block_bytes
+
+
+def open_files_limit() -> int:
+    """Return the largest number of segments that this process keeps open."""
+    return max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // DESCRIPTOR_SHARE)

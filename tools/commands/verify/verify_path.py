@@ -6,12 +6,13 @@ has changed about them.
 
 from __future__ import annotations
 
+import errno
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 
-from ....errors import os_errors
+from ....errors import PROCESS_ERRNOS, TierIOError, os_errors
 from ....tiers.nvme.disk.filesystem import open_read_only
 from ....tiers.nvme.disk.transfers import Throttle, read_all
 from ....tiers.nvme.segments.format import SegmentLayout
@@ -83,7 +84,8 @@ def _check_space(path: OpenPath, report: VerifyReport, named: list[NamedBlock]) 
 def damaged_segments(files: Mapping[int, Path], layout: SegmentLayout) -> Iterator[tuple[int, str]]:
     """Yield the numbers of segment files whose header or size is wrong, with the reason.
 
-    The next writer that opens the namespace corrects them.
+    The next writer that opens the namespace corrects them. Raises a `KVCascadeError` if this
+    process lacks descriptors or memory.
     """
     for number, path in files.items():
         problem = _problem_of(path, layout.header(number), layout.file_bytes)
@@ -99,8 +101,8 @@ def _problem_of(path: Path, header: bytes, file_bytes: int) -> str:
                 if file.size() < file_bytes:
                     return f"it has {file.size()} of {file_bytes} bytes"
                 read_all(file, [found], 0)
-    except FileNotFoundError:  # it was just deleted
-        return ""
-    except OSError as error:
-        return str(error)
+    except TierIOError as error:
+        if error.errno in PROCESS_ERRNOS:
+            raise
+        return "" if error.errno == errno.ENOENT else str(error)  # it was just deleted
     return "" if bytes(found) == header else "its header is damaged"

@@ -18,7 +18,7 @@ from ..presence_table import presence_bytes
 SEGMENT_BYTES = 1 << 30
 MIN_SEGMENTS_PER_PATH = 8
 MAX_SEGMENTS_PER_PATH = 128
-"""Most segments per path; larger tiers have larger segments, as each takes a descriptor in every
+"""Most segments per path; larger tiers have larger segments, as each may take a descriptor in every
 node."""
 SMALL_FILES_BYTES = 64 << 10
 """Room per namespace and path for small files."""
