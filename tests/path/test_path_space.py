@@ -14,7 +14,7 @@ import pytest
 from support.executors import SteppingExecutor
 from support.path_rig import BLOCK_BYTES, ROOT, PathRig, RigNode, key_of, slots_in
 
-from kvcascade.errors import TierIOError
+from kvcascade.errors import ConfigError, TierIOError
 from kvcascade.tiers.nvme.path.block_table import ApplyOutcome
 from kvcascade.tiers.nvme.path.path_messages import (
     Ask,
@@ -65,6 +65,18 @@ def test_a_capacity_has_no_more_segments_than_names() -> None:
     for paths in (1, 3):
         last = plan_segments(1 << 43, BLOCK_BYTES, paths, 1).segments - 1
         assert last > 999_990 and segment_number(segment_name(last)) == last
+
+
+@pytest.mark.parametrize("kib", [4, 16, 64, 1024])
+@pytest.mark.parametrize("paths", [1, 8])
+def test_the_capacity_that_a_refusal_names_is_enough(kib: int, paths: int) -> None:
+    with pytest.raises(ConfigError, match="at least") as refused:
+        plan_segments(1 << 20, kib << 10, paths)
+    least = int(str(refused.value).split()[-2])
+    for capacity in range(least, least + (1 << 20), 50_000):
+        assert plan_segments(capacity, kib << 10, paths).segments >= paths
+    with pytest.raises(ConfigError):
+        plan_segments(least - 1, kib << 10, paths)
 
 
 def test_a_namespace_that_needs_room_takes_the_coldest_segments_of_another() -> None:

@@ -69,6 +69,13 @@ class TestRule:
         assert owner.rule.borrowed_bytes == 0
         assert owner.offer(8) == [HELD] * 5 + [QUEUED] * 3
 
+    def test_a_block_that_is_larger_than_the_queue_is_written_alone(self) -> None:
+        owner = Owner(queue_blocks=0)
+        assert owner.rule.takes_all
+        assert owner.offer(2) == [QUEUED, FULL] and not owner.rule.takes_all
+        owner.end(1)
+        assert owner.offer(2) == [HELD, QUEUED]
+
     def test_what_was_dropped_is_offered_again(self) -> None:
         owner = Owner()
         assert owner.offer(6) == [QUEUED] * 6

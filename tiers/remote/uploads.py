@@ -62,7 +62,7 @@ class OfferRule:
         renew_after_s: float,
         clock: Callable[[], float],
     ) -> None:
-        """At most `queue_bytes` are under way; `memory` says which blocks are there already.
+        """At most `queue_bytes` are under way, or one block; `memory` says which are there already.
 
         A block that arrived is wanted again after `renew_after_s`, so that it does not expire while
         it is used.
@@ -70,7 +70,7 @@ class OfferRule:
         self._renew_after_s = renew_after_s
         self._clock = clock
         self._when = when
-        self._queue_bytes = queue_bytes
+        self._queue_bytes = max(queue_bytes, payload_bytes)
         self._payload_bytes = payload_bytes
         self._memory = memory
         self._coming: dict[BlockHash, int] = {}

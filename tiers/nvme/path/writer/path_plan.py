@@ -75,22 +75,27 @@ def plan_segments(
             f"a block of {block_bytes} bytes cannot be stored; it must be a positive multiple "
             f"of {PAGE_BYTES} and at most {MAX_BLOCK_BYTES}"
         )
+
+    def needed(per_path: int, slots: int) -> int:
+        return capacity_of(per_path * paths, slots, block_bytes, paths)
+
     if slots_per_segment is None:
         usable = capacity_bytes // paths - fixed_bytes(0, 0)
         largest = max(SEGMENT_BYTES, usable // MAX_SEGMENTS_PER_PATH)
         small = usable // MIN_SEGMENTS_PER_PATH - PAGE_BYTES
         slots_per_segment = max(1, min(largest, small) // block_bytes)
+        while slots_per_segment > 1 and needed(1, slots_per_segment) > capacity_bytes:
+            slots_per_segment //= 2  # the index of small blocks takes more than was left for it
     low, high = 0, min(MAX_SEGMENTS, MAX_SLOTS // slots_per_segment) // paths
     while low < high:  # segments per path
         middle = (low + high + 1) // 2
-        if capacity_of(middle * paths, slots_per_segment, block_bytes, paths) <= capacity_bytes:
+        if needed(middle, slots_per_segment) <= capacity_bytes:
             low = middle
         else:
             high = middle - 1
     if low < 1:
-        needed = capacity_of(paths, slots_per_segment, block_bytes, paths)
         raise ConfigError(
             f"capacity {capacity_bytes} holds no segment of {slots_per_segment} blocks of "
-            f"{block_bytes} bytes; give at least {needed} bytes"
+            f"{block_bytes} bytes; give at least {needed(1, slots_per_segment)} bytes"
         )
     return SegmentPlan(slots_per_segment, low * paths)
