@@ -27,7 +27,8 @@ class _Files:
     """Segment files of one namespace, with those that are being made or deleted."""
 
     namespace: NamespaceWriter
-    numbers: set[int]
+    numbers: list[set[int]]
+    """Numbers of the segments by path. Each step of the writer counts them for every path."""
     file_bytes: int
     making: set[int]
     """Segments that are being made."""
@@ -67,7 +68,9 @@ class SegmentJobs:
     def add(self, namespace: NamespaceWriter) -> None:
         """Count the files of a namespace that was opened. Raises `TierIOError`."""
         home = namespace.home
-        numbers = set(home.segments.found())
+        numbers: list[set[int]] = [set() for _ in range(self._capacity.paths)]
+        for number in home.segments.found():
+            numbers[number % self._capacity.paths].add(number)
         self._files[home.name] = _Files(namespace, numbers, home.layout.file_bytes, set())
 
     def forget(self, name: str) -> None:
@@ -77,7 +80,7 @@ class SegmentJobs:
     def numbers(self, name: str) -> set[int]:
         """Return the segments of a namespace, with those that are being made or deleted."""
         files = self._files.get(name)
-        return set() if files is None else files.numbers
+        return set() if files is None else set().union(*files.numbers)
 
     def file_bytes(self, name: str) -> int:
         """Return the size of a segment of a namespace."""
@@ -111,8 +114,7 @@ class SegmentJobs:
     def segment_bytes(self, name: str, path: int) -> int:
         """Return the bytes of the segments of a namespace in a path."""
         files = self._files[name]
-        here = sum(number % self._capacity.paths == path for number in files.numbers)
-        return here * files.file_bytes
+        return len(files.numbers[path]) * files.file_bytes
 
     def missing(self, name: str, path: int) -> int | None:
         """Return the lowest number in a path of which the namespace has no segment.
@@ -123,7 +125,7 @@ class SegmentJobs:
         if self._clock() < files.retry_at_s.get(path, 0.0):
             return None
         total = files.namespace.home.slots // files.namespace.space.slots_per_segment
-        return next((n for n in range(path, total, paths) if n not in files.numbers), None)
+        return next((n for n in range(path, total, paths) if n not in files.numbers[path]), None)
 
     def poll(self) -> None:
         """Take in what the I/O threads have done."""
@@ -133,7 +135,7 @@ class SegmentJobs:
     def plan(self, name: str, number: int) -> None:
         """Count a segment that `make` is about to make."""
         files = self._files[name]
-        files.numbers.add(number)
+        files.numbers[number % self._capacity.paths].add(number)
         files.making.add(number)
         files.making_since_s = self._clock()
 
@@ -210,13 +212,14 @@ class SegmentJobs:
 
     def _give_up(self, files: _Files, numbers: list[int]) -> None:
         files.making.difference_update(numbers)
-        files.numbers.difference_update(numbers)
+        for number in numbers:
+            files.numbers[number % self._capacity.paths].discard(number)
 
     def _deleted(self, files: _Files, number: int) -> None:
         self._deleting -= 1
         self._keeping.pop(number % self._capacity.paths, None)
         if self._is_open(files):
-            files.numbers.discard(number)
+            files.numbers[number % self._capacity.paths].discard(number)
             self._on_deleted(files.namespace.home.name, number, True)
 
     def _kept(self, files: _Files, number: int, error: Exception | None) -> None:
