@@ -5,15 +5,15 @@ pages of shared memory lie scattered. Copying through these buffers is faster
 (docs/decisions/arena-memory.md). Where the system has no huge pages the copy would bring nothing;
 `has_huge_pages` tells.
 
-Threads: each thread has a buffer of its own, as large as its largest request. The buffer is freed
-with the thread.
+Blocks pass through `ArenaBounce` as a whole, so that the processor's cache still holds a block that
+is verified and copied. Large blocks pass through `PieceBounce`, which needs less memory.
 """
 
 from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 
@@ -22,9 +22,57 @@ import numpy.typing as npt
 
 from ...tiers.base import SlotArray
 from ...tiers.cpu.huge_pages import aligned_room
+from ...tiers.nvme.disk.filesystem import File
+from ...tiers.nvme.disk.transfers import read_all, write_all
 
 
-class ArenaBounce:
+class ThreadBuffers:
+    """One buffer per thread, as large as its largest request. It is freed with the thread."""
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+
+    def room(self, length: int) -> memoryview:
+        """Return this thread's buffer, of at least `length` bytes."""
+        buffer: memoryview | None = getattr(self._own, "buffer", None)
+        if buffer is None or len(buffer) < length:
+            buffer = self._own.buffer = huge_pages(length)
+        return buffer
+
+
+class PieceBounce(ThreadBuffers):
+    """Transfers of blocks that are larger than a piece. Only one piece at a time is in a buffer."""
+
+    def __init__(self, piece_bytes: int) -> None:
+        """`piece_bytes` is a multiple of a page, so that every piece fits direct I/O."""
+        super().__init__()
+        self._piece_bytes = piece_bytes
+
+    def read(self, file: File, buffers: Sequence[memoryview], offset: int) -> None:
+        """Do as `transfers.read_all`."""
+        for target, piece, position in self._pieces(buffers, offset):
+            read_all(file, [piece], position)
+            np.copyto(target, np.frombuffer(piece, np.uint8))
+
+    def write(self, file: File, buffers: Sequence[memoryview], offset: int) -> None:
+        """Do as `transfers.write_all`."""
+        for source, piece, position in self._pieces(buffers, offset):
+            np.copyto(np.frombuffer(piece, np.uint8), source)
+            write_all(file, [piece], position)
+
+    def _pieces(
+        self, buffers: Sequence[memoryview], offset: int
+    ) -> Iterator[tuple[npt.NDArray[np.uint8], memoryview, int]]:
+        """Yield each part of the buffers with room of its length, and its offset in the file."""
+        room = self.room(self._piece_bytes)
+        for buffer in buffers:
+            for start in range(0, len(buffer), self._piece_bytes):
+                part = np.frombuffer(buffer[start : start + self._piece_bytes], np.uint8)
+                yield part, room[: len(part)], offset + start
+            offset += len(buffer)
+
+
+class ArenaBounce(ThreadBuffers):
     """Buffers for a few blocks, one per thread, and copies between them and an arena. Any thread.
 
     Adjacent blocks are copied in one call: each call releases the interpreter lock and then waits
@@ -34,9 +82,9 @@ class ArenaBounce:
     def __init__(self, arena: memoryview, block_bytes: int) -> None:
         """`arena` holds the slots, of `block_bytes` each: a multiple of a page, so that every block
         fits direct I/O."""
+        super().__init__()
         self._arena: npt.NDArray[np.uint8] = np.frombuffer(arena, np.uint8)
         self._block_bytes = block_bytes
-        self._own = threading.local()
 
     def blocks(self, n: int) -> list[memoryview]:
         """Return adjacent memory for `n` blocks. It is valid until this thread's next call."""
@@ -57,11 +105,7 @@ class ArenaBounce:
             np.copyto(self._bytes(self._arena, slot, n), self._bytes(buffer, at, n))
 
     def _room(self, n: int) -> memoryview:
-        """Return this thread's buffer, for at least `n` blocks."""
-        buffer: memoryview | None = getattr(self._own, "buffer", None)
-        if buffer is None or len(buffer) < n * self._block_bytes:
-            buffer = self._own.buffer = huge_pages(max(1, n) * self._block_bytes)
-        return buffer
+        return self.room(max(1, n) * self._block_bytes)
 
     def _bytes(self, memory: npt.NDArray[np.uint8], first: int, n: int) -> npt.NDArray[np.uint8]:
         return memory[first * self._block_bytes : (first + n) * self._block_bytes]

@@ -17,7 +17,7 @@ from typing import TypeVar
 from ...logs import get_logger
 from ...tiers.base import BlockHash, SlotArray
 from ...tiers.nvme.disk.filesystem import FileLock, FileSystem
-from ...tiers.nvme.disk.transfers import TransferLimit
+from ...tiers.nvme.disk.transfers import DIRECT, TransferLimit, Transfers
 from ...tiers.nvme.namespace import NamespaceKey
 from ...tiers.nvme.path.block_reader import BlockReader, BlocksRead
 from ...tiers.nvme.path.block_writer import BlocksWritten, BlockWriter
@@ -26,7 +26,7 @@ from ...tiers.nvme.path.path_messages import NamespaceSpec, Welcome
 from ...tiers.nvme.path.payload_files import PayloadFiles
 from ...tiers.nvme.path.presence_file import map_presence
 from ...tiers.nvme.segments.format import SegmentLayout
-from .bounce import ArenaBounce
+from .bounce import ArenaBounce, PieceBounce, ThreadBuffers
 from .path_jobs import PART_BYTES
 
 SEGMENTS = "segments"
@@ -61,6 +61,7 @@ class NodeIO:
         self._roots = tuple(roots)
         self._block_bytes = namespace.block_bytes
         self._fingerprint = NamespaceKey("", json.loads(namespace.fields)).fingerprint
+        self._transfers = DIRECT
         self._limits = [TransferLimit(transfers) for _ in range(2)]
         self._files: PayloadFiles | None = None
         self._writes: FileLock | None = None
@@ -71,7 +72,8 @@ class NodeIO:
         folders = [root / welcome.folder for root in self._roots]
         table = map_presence(self._fs, folders[0], welcome.slots)
         layout = SegmentLayout(self._block_bytes, welcome.segment_slots, self._fingerprint)
-        files = PayloadFiles(self._fs, [folder / SEGMENTS for folder in folders], layout)
+        segments = [folder / SEGMENTS for folder in folders]
+        files = PayloadFiles(self._fs, segments, layout, transfers=self._transfers)
         is_durable = welcome.options.durability == "power"  # at least what this node asks for
         self._files = files
         self._writes = self._writes or hold_writes(self._fs, self._roots[0])
@@ -106,11 +108,17 @@ class IOThreads(NodeIO):
         has_bounce: bool,
     ) -> None:
         """`arena` holds the slots, one block each. With `has_bounce`, all bytes pass through
-        buffers in huge pages. See `NodeIO` for the rest."""
+        buffers in huge pages, of `PART_BYTES` per thread. See `NodeIO` for the rest."""
         super().__init__(fs, roots, namespace, io_threads)
         self._arena = arena
         self._post = post
-        self._bounce = ArenaBounce(arena, self._block_bytes) if has_bounce else None
+        self._bounce: ArenaBounce | None = None
+        self._buffers: ThreadBuffers | None = None
+        if has_bounce and self._block_bytes > PART_BYTES:
+            self._buffers = pieces = PieceBounce(PART_BYTES)
+            self._transfers = Transfers(pieces.read, pieces.write)
+        elif has_bounce:
+            self._buffers = self._bounce = ArenaBounce(arena, self._block_bytes)
         self._threads = io_threads * THREADS_PER_TRANSFER
         self._stores = ThreadPoolExecutor(self._threads, "kvcascade-store")
         self._loads = ThreadPoolExecutor(self._threads, "kvcascade-load")
@@ -119,10 +127,9 @@ class IOThreads(NodeIO):
 
     def warm_up(self) -> None:
         """Make the threads and their buffers, so that the first block is as fast as later ones."""
-        if self._bounce is not None:
-            blocks = max(1, PART_BYTES // self._block_bytes)
+        if self._buffers is not None:
             wait(
-                executor.submit(self._bounce.blocks, blocks)
+                executor.submit(self._buffers.room, PART_BYTES)
                 for executor in (self._stores, self._loads)
                 for _ in range(self._threads)
             )

@@ -7,11 +7,18 @@ from mmap import PAGESIZE
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.memory_file_system import MemoryFileSystem
+from support.path_engine import PathEngine
 
-from kvcascade.handlers.node.bounce import ArenaBounce, neighbours
+from kvcascade.handlers.node import bounce, path_loop
+from kvcascade.handlers.node.bounce import ArenaBounce, PieceBounce, huge_pages, neighbours
+from kvcascade.handlers.node.path_jobs import PART_BYTES
+from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.cpu.huge_pages import HUGE_PAGE_BYTES
+from kvcascade.tiers.nvme.path.path_messages import PathOptions
 
 BLOCK = 4096
 
@@ -72,10 +79,10 @@ def test_what_is_taken_is_what_lay_there(slots: list[int]) -> None:
 def test_only_what_is_given_comes_to_its_slot(data: st.DataObject, slots: list[int]) -> None:
     places = data.draw(st.lists(st.sampled_from(range(len(slots))), unique=True))
     arena = bytearray(16 * BLOCK)
-    bounce = ArenaBounce(memoryview(arena), BLOCK)
-    for place, block in enumerate(bounce.blocks(len(slots))):
+    buffers = ArenaBounce(memoryview(arena), BLOCK)
+    for place, block in enumerate(buffers.blocks(len(slots))):
         block[:] = bytes([1 + place]) * BLOCK
-    bounce.give(np.array(slots, dtype=np.int32), places)
+    buffers.give(np.array(slots, dtype=np.int32), places)
     expected = {slots[place]: 1 + place for place in places}
     for slot in range(16):
         found = arena[slot * BLOCK : (slot + 1) * BLOCK]
@@ -87,3 +94,39 @@ def test_neighbours_are_moved_in_one_go() -> None:
     assert neighbours(slots, range(7)) == [(0, 7, 3), (3, 3, 2), (5, 9, 1), (6, 8, 1)]
     assert neighbours(slots, [0, 2, 3, 4]) == [(0, 7, 1), (2, 9, 1), (3, 3, 2)]
     assert neighbours(slots, []) == []
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+def test_large_blocks_pass_in_pieces(length: int) -> None:
+    fs = MemoryFileSystem()
+    file = fs.open(Path("/a"), create=True)
+    pieces = PieceBounce(2 * BLOCK)
+    blocks = [bytes([n + 1, n + 2]) * (length * BLOCK // 2) for n in range(3)]
+    pieces.write(file, [memoryview(block) for block in blocks], BLOCK)
+    assert fs.calls["pwritev"] == 3 * -(-length // 2)
+    found = [bytearray(length * BLOCK) for _ in blocks]
+    pieces.read(file, [memoryview(block) for block in found], BLOCK)
+    assert found == blocks
+    assert file.size() == BLOCK + 3 * length * BLOCK
+
+
+def test_large_blocks_need_no_larger_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+
+    def note(length: int) -> memoryview:
+        lengths.append(length)
+        return huge_pages(length)
+
+    monkeypatch.setattr(bounce, "huge_pages", note)
+    monkeypatch.setattr(path_loop, "has_huge_pages", lambda: True)
+    block_bytes = 2 * PART_BYTES + BLOCK
+    options = PathOptions(256 << 20, segment_bytes=block_bytes)
+    engine = PathEngine(
+        [tmp_path], options, block_bytes=block_bytes, arena_slots=3, is_thread=True
+    ).open()
+    engine.store(range(3))
+    assert engine.get(range(3)) == [BlockOutcome.OK] * 3
+    engine.close()
+    assert lengths and set(lengths) == {PART_BYTES}

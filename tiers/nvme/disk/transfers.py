@@ -15,6 +15,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from .filesystem import File
 
@@ -109,6 +110,21 @@ def read_all(file: File, buffers: Sequence[memoryview], offset: int) -> None:
         if moved == 0:
             raise ShortFileError(errno.EIO, "the file ends before the block does")
     raise OSError(errno.EIO, "the device keeps reading less than asked")
+
+
+Transfer = Callable[[File, Sequence[memoryview], int], None]
+"""Function that moves whole buffers from or to a file, from an offset on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """Functions that move payload."""
+
+    read: Transfer
+    write: Transfer
+
+
+DIRECT = Transfers(read_all, write_all)
 
 
 def _after(buffers: Sequence[memoryview], done: int) -> list[memoryview]:

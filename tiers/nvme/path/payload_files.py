@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..disk.filesystem import File, FileSystem
-from ..disk.transfers import read_all, vectored, write_all
+from ..disk.transfers import DIRECT, Transfers, vectored
 from ..segments.format import SegmentLayout, segment_name
 
 DESCRIPTOR_SHARE = 4
@@ -34,6 +34,7 @@ class PayloadFiles:
         folders: Sequence[Path],
         layout: SegmentLayout,
         max_open: int | None = None,
+        transfers: Transfers = DIRECT,
     ) -> None:
         """`folders` are the `segments` folders of the namespace, one per path of the tier.
 
@@ -43,6 +44,7 @@ class PayloadFiles:
         self._fs = fs
         self._folders = tuple(folders)
         self._header_bytes = layout.header_bytes
+        self._transfers = transfers
         self._max_open = max_open or open_files_limit()
         self._lock = threading.Lock()
         self._files: dict[int, File] = {}
@@ -51,13 +53,13 @@ class PayloadFiles:
         """Read whole adjacent slots from `first_slot` on into buffers of one block each."""
         file, offset = self._locate(first_slot, len(buffers))
         for part, position in vectored(buffers, offset, self.layout.block_bytes):
-            read_all(file, part, position)
+            self._transfers.read(file, part, position)
 
     def write_run(self, first_slot: int, buffers: Sequence[memoryview]) -> None:
         """Write whole adjacent slots from `first_slot` on from buffers of one block each."""
         file, offset = self._locate(first_slot, len(buffers))
         for part, position in vectored(buffers, offset, self.layout.block_bytes):
-            write_all(file, part, position)
+            self._transfers.write(file, part, position)
 
     def sync(self, slots: Iterable[int]) -> None:
         """Make everything that was written to the segments of these slots durable."""
