@@ -132,9 +132,9 @@ class NodeWrites(Traffic[NodeFeed]):
         if stored < len(outcomes):
             failed = outcomes.count(BlockOutcome.IO_ERROR)
             no_space = outcomes.count(BlockOutcome.NO_SPACE)
-            refused = outcomes.count(BlockOutcome.REFUSED)
+            counters.demote_over_budget_blocks += outcomes.count(BlockOutcome.REFUSED)
             counters.demote_held_blocks += outcomes.count(BlockOutcome.HELD)
-            counters.demote_no_space_blocks += refused + no_space
+            counters.demote_no_space_blocks += no_space
             counters.demote_failed_blocks += failed
         counters.demote_s += done.time_s
         counters.demote_latencies_s.append(flow.clock() - going.started_s)

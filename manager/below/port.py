@@ -50,7 +50,7 @@ NOT_WANTED = frozenset(
 """Outcomes of a `put` that are no failure, and for which a retry is useless.
 
 Another engine stored the block first, the tier was reset, the block was damaged in the tier above,
-or other engines keep the room.
+or the write budget is spent.
 """
 
 

@@ -294,20 +294,29 @@ def test_a_later_writer_learns_when_the_last_write_under_a_dead_one_has_ended(
 
 
 @pytest.mark.parametrize(
-    ("why", "outcome", "answer"),
+    ("why", "outcome", "answer", "no_space", "over_budget"),
     [
-        (Why.FULL, BlockOutcome.NO_SPACE, Put.FULL),
-        (Why.LATER, CANCELLED, Put.LATER),
-        (Why.BUDGET, BlockOutcome.REFUSED, Put.LATER),
-        (Why.RESTING, CANCELLED, Put.LATER),
+        (Why.FULL, BlockOutcome.NO_SPACE, Put.FULL, 2, 0),
+        (Why.LATER, CANCELLED, Put.LATER, 0, 0),
+        (Why.BUDGET, BlockOutcome.REFUSED, Put.LATER, 0, 2),
+        (Why.RESTING, CANCELLED, Put.LATER, 0, 0),
     ],
 )
 def test_each_reason_for_no_slot_has_its_outcome(
-    rig: NodesRig, node: NodeTwin, why: Why, outcome: BlockOutcome, answer: Put
+    rig: NodesRig,
+    node: NodeTwin,
+    why: Why,
+    outcome: BlockOutcome,
+    answer: Put,
+    no_space: int,
+    over_budget: int,
 ) -> None:
     rig.twin.why = why
     put(node, range(2))
     assert end(node).outcomes == [outcome] * 2
+    (counters,) = node.tier.links
+    assert counters.demote_no_space_blocks == no_space
+    assert counters.demote_over_budget_blocks == over_budget
     assert node.tier.room(4) == 0 and put(node, range(2), ticket=2) == [answer] * 2
     assert node.tier.is_blocked == (why is Why.FULL), "blocks may leave memory unwritten"
     rig.twin.why = None
