@@ -68,7 +68,8 @@ class LinkCounters:
     promote_openings: int = 0
     """Number of times the breaker of reads opened, because the tier failed or stalled."""
     promote_refused_blocks: int = 0
-    """Number of lookups that missed because the breaker of reads was open."""
+    """Number of lookups that missed because the breaker of reads was open. A request that waits
+    counts them once."""
     demote_latencies_s: deque[float] = field(default_factory=latencies)
     """Seconds from start to end of each write, including queues; the metrics remove them."""
     promote_latencies_s: deque[float] = field(default_factory=latencies)
@@ -81,6 +82,8 @@ class Counters:
 
     tier_names: tuple[str, ...]
     lookup_misses: int = 0
+    """Number of lookups that missed. A request that waits counts them once, until it loads or
+    stores."""
     loaded_blocks: list[int] = field(default_factory=list)
     """Number of blocks that requests loaded, by the tier from which they were read."""
     served_blocks: list[int] = field(default_factory=list)

@@ -68,7 +68,7 @@ class Answers:
         self.at = self._nowhere
         """Slot after the slot of the last hit."""
         self.misses = 0
-        """Number of misses that the counters do not contain yet."""
+        """Number of misses of the request that is asking, since the counters took them in."""
         self._start = self._nowhere
         self._hits: list[BlockHash] = []
         self._mark = 0
@@ -210,6 +210,7 @@ class Lookups:
         step, or for the answer of a tier elsewhere. Every answer then makes the engine ask again.
         """
         with self._lock:  # from here on, the background removes no block of the first tier
+            self._count_misses()
             self.asking = request
             is_waiting = bool(request.pending) or request.asked is not None
             if is_waiting and not self._has_collected:
@@ -246,12 +247,29 @@ class Lookups:
             for request in self._missing:
                 self._worth.expect_computing(request)
         self._missing.clear()
-        self._flow.counters.lookup_misses += self.answers.misses
-        self.answers.misses = 0
+        self._count_misses()
         self.answers.clear()
         self.asking = None
         self._has_collected = False
         self._looks = 0
+
+    def note_progress(self, request: Request) -> None:
+        """Let later misses of the request count again: it loads, or it computes and stores."""
+        self._count_misses()
+        request.counted_misses = 0
+
+    def _count_misses(self) -> None:
+        """Count the misses of the lookups that end, without those that the request had before.
+
+        A request that waits for blocks of the device asks again in every step.
+        """
+        request = self.asking
+        new = self.answers.misses - (0 if request is None else request.counted_misses)
+        self.answers.misses = 0
+        if new > 0:
+            self._flow.counters.lookup_misses += new
+            if request is not None:
+                request.counted_misses += new
 
     def _note_miss(self, block_hash: BlockHash, request: Request) -> None:
         is_first = request.missed_at is None

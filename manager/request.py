@@ -54,6 +54,8 @@ class Request:
 
     missed_at: BlockHash | None = None
     """First block that missed in the last lookup. The request computes from this block on."""
+    counted_misses: int = 0
+    """Number of misses that were counted since the request began, or last loaded or stored."""
     is_computing: bool = False
     """True once computed blocks of the request were stored."""
     counted_blocks: int = 0

@@ -260,7 +260,8 @@ class ClaimQueue:
         The tier rests, or computing is faster for any number of blocks.
         """
         if self._flow.below.rests(level):
-            self._flow.counters.links[level - 1].promote_refused_blocks += 1
+            if not request.counted_misses:  # else it asks again
+                self._flow.counters.links[level - 1].promote_refused_blocks += 1
             return False
         if request.recomputes:
             return False

@@ -110,6 +110,17 @@ class TestReads:
         cascade.now_s += REST_S
         assert [ask(cascade, i) for i in range(8)] == [HIT] * 8
 
+    def test_a_request_that_waits_for_the_device_is_refused_once(self) -> None:
+        cascade, waiting = Cascade((8, 16)), Request()
+        cascade.below_only(keys(0, 8))
+        link = cascade.manager.counters.links[0]
+        cascade.up[0].fate = lambda source, target: BlockOutcome.IO_ERROR
+        assert [ask(cascade, i) for i in range(FAILURES_TO_OPEN)] == [MISS] * FAILURES_TO_OPEN
+        for _ in range(20):
+            assert cascade.manager.lookups.lookup_block(key(7), waiting) is MISS
+            cascade.manager.end_step()
+        assert link.promote_refused_blocks == 1
+
     def test_damaged_blocks_are_not_the_silence_of_a_device(self) -> None:
         cascade = Cascade((8, 16))
         cascade.below_only(keys(0, 8))

@@ -1,8 +1,10 @@
-"""Hits of a step: looked up one by one, or in runs of adjacent slots."""
+"""Answers of a step: hits that are looked up one by one or in adjacent slots, and misses."""
 
 from __future__ import annotations
 
-from support.cascade import Cascade, key
+import pytest
+from support.cascade import Cascade
+from support.keys import key, keys
 
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.cascading import ManagerOptions
@@ -125,3 +127,29 @@ def test_the_background_takes_nothing_while_a_request_is_asking() -> None:
     manager.end_step()
     cascade.run_transfers()
     assert cascade.holds(0, below[0])
+
+
+@pytest.mark.parametrize("sizes", [(8,), (8, 16)])
+def test_misses_count_once_until_the_request_loads_or_stores(sizes: tuple[int, ...]) -> None:
+    """A request that waits for blocks of the device is looked up in every step."""
+    cascade, request, other = Cascade(sizes), Request(), Request()
+    cascade.store(keys(0, 3))
+    manager = cascade.manager
+
+    def misses_after(steps: int) -> int:
+        for _ in range(steps):
+            for block_hash in keys(0, 3) + keys(5, 7):
+                manager.lookups.lookup_block(block_hash, request)
+            assert manager.lookups.lookup_block(key(7), other) is LookupState.MISS
+            manager.end_step()
+        return manager.counters.lookup_misses
+
+    assert misses_after(20) == 2 + 1
+    assert manager.lookups.lookup_block(key(6), request) is LookupState.MISS
+    manager.prepare_load(keys(0, 3), request)
+    manager.complete_load(keys(0, 3))
+    manager.end_step()
+    assert misses_after(0) == 2 + 1, "the load ended the wait"
+    assert misses_after(20) == 2 + 1 + 2, "a preempted request asks again"
+    assert manager.prepare_store(keys(3, 4), request) is not None
+    assert misses_after(20) == 2 + 1 + 2 + 2

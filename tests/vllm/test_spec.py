@@ -361,6 +361,21 @@ def test_a_store_between_two_steps_is_no_question(tmp_path: Path) -> None:
         assert driver.cascade.manager.lookups.asking is None
 
 
+@pytest.mark.parametrize("nvme", [None, 64])
+def test_a_request_that_waits_for_the_device_misses_once(nvme: int | None, tmp_path: Path) -> None:
+    shape = Shape()
+    path = None if nvme is None else tmp_path
+    with Driver(shape, tiers(shape, path, cpu=8, nvme=nvme or 0)) as driver:
+        request = driver.request("text", 4)
+        assert driver.look_up(request) == 0
+        driver.step()
+        once = driver.cascade.manager.counters.lookup_misses
+        for _ in range(5):
+            assert driver.look_up(request) == 0
+            driver.step()
+        assert driver.cascade.manager.counters.lookup_misses == once > 0
+
+
 def test_ends_of_requests_do_not_have_metrics_read_at_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
