@@ -33,6 +33,7 @@ from support.path_cache import (
 from support.path_engine import PathEngine
 
 import kvcascade
+from kvcascade.config.machine import Disk, Machine
 from kvcascade.tiers.cpu.arena import Arena, ArenaRole
 from kvcascade.tiers.cpu.header import ArenaGeometry
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
@@ -157,6 +158,24 @@ def test_endurance(tmp_path: Path) -> None:
     assert found.drive_writes_per_day == pytest.approx(
         found.written_bytes_per_day / shutil.disk_usage(tmp_path).total, rel=0.01
     )
+
+
+@pytest.mark.parametrize(("devices", "disks"), [((1, 2, 3, 4), 4), ((1, 1, 2, 2), 2)])
+def test_writes_of_all_paths_wear_all_their_disks(
+    tmp_path: Path, devices: tuple[int, ...], disks: int
+) -> None:
+    roots = [tmp_path / str(number) for number in range(len(devices))]
+
+    class Disks(Machine):
+        def disk(self, folder: Path) -> Disk:
+            return Disk(device=devices[roots.index(folder.parent)], total=1 << 30, free=0)
+
+    fill_path(roots, blocks=20)
+    (folder,) = folders_in(FS, roots[0])
+    with open_path(roots[0]) as opened:
+        inspector = Inspector(FS, opened, now_s=time.time() + 86_400, machine=Disks())
+        found = inspector.report(folder)
+    assert found.drive_writes_per_day == pytest.approx(20 * BLOCK / (disks << 30), rel=0.01)
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "gc --older-than 1d", "export OUT"])

@@ -6,7 +6,6 @@ come from the writer. If it does not answer, the report has what the files say.
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ....config.machine import Machine
 from ....errors import KVCascadeError, os_errors
 from ....tiers.base import SlotMask
 from ....tiers.endurance import DAY_S
@@ -103,7 +103,7 @@ class NamespaceReport:
     """Mean bytes written per day since the namespace was created; None in its first
     `RATE_AFTER_S`."""
     drive_writes_per_day: float | None = None
-    """Drive writes per day of the device that holds the first path."""
+    """Drive writes per day of the devices that hold the paths, together."""
     groups: list[GroupReport] = field(default_factory=list)
     age: dict[str, int] = field(default_factory=dict)
     """Number of blocks by the time since they were written."""
@@ -169,17 +169,19 @@ class Inspector:
         *,
         now_s: float | None = None,
         arena_dir: Path = ARENA_DIR,
+        machine: Machine | None = None,
     ) -> None:
         """`opened` is the open path; None if it cannot be opened, with the reason in `problem`.
 
         `now_s` is in seconds since 1970. `arena_dir` is the directory in which engines keep their
-        CPU tiers.
+        CPU tiers. `machine` tells the sizes of the disks.
         """
         self._fs = fs
         self._opened = opened
         self._problem = problem
         self._now_s = time.time() if now_s is None else now_s
         self._arena_dir = arena_dir
+        self._machine = machine or Machine()
 
     def report(self, one: NamespaceFolder) -> NamespaceReport:
         """Report on one namespace; if it cannot be opened, the report says so.
@@ -252,8 +254,8 @@ class Inspector:
     ) -> NamespaceReport:
         age_s, written = found.age_s, int(facts["written_bytes"])
         per_day = written / (age_s / DAY_S) if age_s and age_s >= RATE_AFTER_S else None
-        with os_errors(f"asking for the disk of {one.folders[0]}"):
-            figures = os.statvfs(one.folders[0])
+        with os_errors(f"asking for the disks of {one.name}"):
+            disks = {disk.device: disk.total for disk in map(self._machine.disk, one.folders)}
         return replace(
             found,
             engines=facts["engines"],
@@ -267,9 +269,7 @@ class Inspector:
             written_bytes_last_day=facts["day"]["written_bytes"],
             read_bytes_last_day=facts["day"]["read_bytes"],
             written_bytes_per_day=per_day,
-            drive_writes_per_day=None
-            if per_day is None
-            else per_day / (figures.f_blocks * figures.f_frsize),
+            drive_writes_per_day=None if per_day is None else per_day / sum(disks.values()),
         )
 
     def _groups(self, one: NamespaceFolder, blocks: int, is_open: bool) -> list[GroupReport]:
