@@ -144,16 +144,18 @@ def test_figures_of_the_first_row_are_those_of_the_run(prometheus: Prometheus) -
 
 
 def test_wear_is_that_of_all_models_of_a_host(tmp_path: Path) -> None:
-    """Two models share a disk of 500 bytes; the second engine of one is no reporter."""
-    engines = {"a:1": ("one", 600, 500), "a:2": ("one", 0, 0), "a:3": ("two", 400, 500),
-               "b:1": ("one", 700, 500)}  # fmt: skip
+    """Two models share a disk of 500 bytes; the second engine of one is no reporter, and the last
+    server's second process keeps an older value."""
+    engines = {("a:1", ""): ("one", 600, 500), ("a:2", ""): ("one", 0, 0),
+               ("a:3", ""): ("two", 400, 500),
+               ("b:1", "7"): ("one", 700, 500), ("b:1", "8"): ("one", 600, 500)}  # fmt: skip
     series = [
         {
             "series": f'{PREFIX}{metric}{{job="vllm",instance="{at}",model_name="{model}",'
-            'engine="0",tier="nvme"}',
+            f'engine="0",tier="nvme",pid="{pid}"}}',
             "values": f"{value}x9",
         }
-        for at, (model, written, capacity) in engines.items()
+        for (at, pid), (model, written, capacity) in engines.items()
         for metric, value in (
             ("day_written_bytes", written),
             ("day_read_bytes", written),

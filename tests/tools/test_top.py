@@ -104,6 +104,15 @@ def test_ratios_of_several_engines_are_not_summed_up() -> None:
     assert (cpu.used_ratio, cpu.blocks) == (0.9, 17)
 
 
+def test_gauges_of_several_api_servers_are_not_summed_up() -> None:
+    lines = [
+        f'vllm:kvcascade_tier_capacity_bytes{{engine="{engine}",tier="nvme",pid="{pid}"}} {value}'
+        for engine, pid, value in ((0, 7, 100), (0, 8, 100), (1, 7, 0), (1, 8, 50))
+    ]
+    figures = parse_metrics("\n".join(lines) + "\n")
+    assert figures == {("tier_capacity_bytes", "nvme"): 150}
+
+
 @pytest.mark.parametrize("address", ["{}", "{}/", "http://{}", "http://{}/", "http://{}/metrics"])
 def test_an_address_without_a_path_is_that_of_the_metrics(
     engine: tuple[str, list[str]], address: str

@@ -84,22 +84,26 @@ def parse_metrics(text: str) -> Figures:
     """Parse an engine's `/metrics`: finite values only.
 
     Values that differ only in other labels than `tier`, such as the engine, are summed up. Of
-    ratios, the largest counts.
+    ratios, the largest counts. It also counts of the copies of a gauge that several API servers keep.
     """
     from prometheus_client.parser import text_string_to_metric_families
 
-    found: dict[tuple[str, str], float] = {}
+    copies: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
     for family in text_string_to_metric_families(text):
         if not family.name.startswith(PREFIX):
             continue
         for sample in family.samples:
             if sample.name.endswith(("_bucket", "_created")) or not math.isfinite(sample.value):
                 continue
-            name = sample.name.removeprefix(PREFIX).removesuffix("_total")
-            key = (name, sample.labels.get("tier", ALL))
-            had = found.get(key, 0.0)
-            is_ratio = name.endswith("_ratio")
-            found[key] = max(had, sample.value) if is_ratio else had + sample.value
+            labels = sorted(pair for pair in sample.labels.items() if pair[0] != "pid")
+            series = sample.name, tuple(labels)
+            copies[series] = max(copies.get(series, sample.value), sample.value)
+    found: dict[tuple[str, str], float] = {}
+    for (full_name, labels), value in copies.items():
+        name = full_name.removeprefix(PREFIX).removesuffix("_total")
+        key = (name, dict(labels).get("tier", ALL))
+        had = found.get(key, 0.0)
+        found[key] = max(had, value) if name.endswith("_ratio") else had + value
     return found
 
 
