@@ -84,7 +84,8 @@ def parse_metrics(text: str) -> Figures:
     """Parse an engine's `/metrics`: finite values only.
 
     Values that differ only in other labels than `tier`, such as the engine, are summed up. Of
-    ratios, the largest counts. It also counts of the copies of a gauge that several API servers keep.
+    ratios, the largest counts. Several API servers each keep a copy of a gauge; there, too, the
+    largest counts.
     """
     from prometheus_client.parser import text_string_to_metric_families
 
