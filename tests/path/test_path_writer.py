@@ -13,6 +13,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Epoch,
     KeysListed,
     ListKeys,
+    Read,
     RefusedWhy,
     Removed,
     Reset,
@@ -210,3 +211,27 @@ def test_one_node_of_each_namespace_reports_its_figures() -> None:
     rig.writer.disconnect(nodes[0].client)
     nodes[1].store([1])
     assert reporters() == [None, (True, True), None, none], "only what changed is sent"
+
+
+def test_an_engine_without_requests_does_not_report_for_others() -> None:
+    rig = PathRig()
+    idle, first, second = RigNode(rig), RigNode(rig), RigNode(rig)
+    other_idle, other = RigNode(rig, label="another"), RigNode(rig, label="another")
+    nodes = [idle, first, second, other_idle, other]
+
+    def reporters() -> tuple[list[RigNode], list[RigNode]]:
+        rig.step(seconds=2.0)
+        figures = {client.number: client.figures for client in rig.writer.clients}
+        told = [(node, of) for node in nodes if (of := figures.get(node.client))]
+        return [n for n, of in told if of.is_reporter], [n for n, of in told if of.is_path_reporter]
+
+    assert reporters() == ([idle, other_idle], [idle])
+    rig.send(other.client, Read(1))
+    assert reporters() == ([idle, other], [other]), "the path's budget, too"
+    first.store([1])
+    assert reporters() == ([first, other], [other])
+    for user in second, idle, first:
+        rig.send(user.client, Touch([key_of(1)]))
+        assert reporters() == ([first, other], [other]), "who has reported goes on"
+    rig.writer.disconnect(first.client)
+    assert reporters() == ([second, other], [other]), "the next one by its first use"

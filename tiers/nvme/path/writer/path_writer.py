@@ -40,7 +40,7 @@ from ..path_messages import (
     Welcome,
     Why,
 )
-from .messages.block_messages import BlockMessages, Client, Handle
+from .messages.block_messages import USES, BlockMessages, Client, Handle
 from .messages.held_messages import HeldMessages, log_refusal, why_refused
 from .messages.reset_messages import ResetMessages
 from .messages.writer_questions import WriterQuestions
@@ -130,6 +130,8 @@ class PathWriter:
         sender = self._clients.get(client)
         if sender is None:
             return
+        if isinstance(message, USES):
+            sender.first_use_s = min(sender.first_use_s, self._clock())
         try:
             self._handlers[type(message)](sender, message)
         except BeingOpenedError as opening:
@@ -351,10 +353,11 @@ class PathWriter:
     def _send_figures(self) -> None:
         left = self.path.budget.left_bytes(self.namespaces.values())
         reporters = [self._reporter_of(each) for each in self.namespaces.values()]
-        path_reporter = min(filter(None, reporters), default=0)
+        path_reporter = min(filter(None, reporters), key=Client.report_order, default=None)
         for namespace, reporter in zip(self.namespaces.values(), reporters, strict=True):
             day = namespace.day_totals()
             for number in sorted(namespace.clients):
+                client = self._clients[number]
                 figures = TierFigures(
                     namespace.space.used,
                     namespace.home.slots,
@@ -362,18 +365,18 @@ class PathWriter:
                     left,
                     (int(day.is_whole_day), day.written, day.read),
                     namespace.grants.last_why,
-                    number == reporter,
-                    number == path_reporter,
+                    client is reporter,
+                    client is path_reporter,
                 )
-                client = self._clients[number]
                 if client.figures != figures:
                     client.figures = figures
                     self._send(number, figures)
 
-    def _reporter_of(self, namespace: NamespaceWriter) -> int:
-        """Return the client that reports the metrics of a namespace; 0 if none exports any."""
-        exporters = (number for number in namespace.clients if self._clients[number].has_metrics)
-        return min(exporters, default=0)
+    def _reporter_of(self, namespace: NamespaceWriter) -> Client | None:
+        """Return the client that reports the metrics of a namespace; None if none exports any."""
+        clients = (self._clients[number] for number in namespace.clients)
+        exporters = (client for client in clients if client.has_metrics)
+        return min(exporters, key=Client.report_order, default=None)
 
     def _refuse(self, client: Client, hello: Hello, why: RefusedWhy, text: str) -> None:
         log_refusal(hello, why, text)

@@ -5,6 +5,7 @@ A client without a namespace gets the answer of a tier that stores nothing. One 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,8 @@ from ..path_namespaces import PathNamespaces
 
 GRANT_WAIT_S = 1.0
 """Longest time in seconds that a grant waits for room that is being made."""
+USES = (Grant, Read, Touch)
+"""Messages that a node sends because its engine has requests."""
 
 _log = get_logger(__name__)
 
@@ -56,6 +59,16 @@ class Client:
     """True if it has asked a question of a tool."""
     figures: TierFigures | None = None
     """Last figures that were sent to this client."""
+    first_use_s: float = math.inf
+    """Time of its first message of `USES`."""
+
+    def report_order(self) -> tuple[float, int]:
+        """Return the place among the clients that may report the tier; the smallest one reports.
+
+        An engine without requests exports nothing, so one that has used the tier goes first. Later
+        uses change no order, because the last values of an idle reporter stay in sums.
+        """
+        return self.first_use_s, self.number
 
 
 Handle = Callable[[Client, Any], None]
