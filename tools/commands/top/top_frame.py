@@ -100,9 +100,9 @@ def parse_metrics(text: str) -> Figures:
             series = sample.name, tuple(labels)
             copies[series] = max(copies.get(series, sample.value), sample.value)
     found: dict[tuple[str, str], float] = {}
-    for (full_name, labels), value in copies.items():
+    for (full_name, pairs), value in copies.items():
         name = full_name.removeprefix(PREFIX).removesuffix("_total")
-        key = (name, dict(labels).get("tier", ALL))
+        key = (name, dict(pairs).get("tier", ALL))
         had = found.get(key, 0.0)
         found[key] = max(had, value) if name.endswith("_ratio") else had + value
     return found
