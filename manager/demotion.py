@@ -334,7 +334,7 @@ class Demoter:
         for pair, answer in zip(wanted, answers, strict=True):
             by_answer[answer].append(pair)
         self.may_find_room = Put.LATER in answers and not by_answer[Put.STARTED]
-        if by_answer[Put.STARTED]:
+        if by_answer[Put.STARTED] or not _NO_USE.isdisjoint(answers):  # else all come back
             for answer in _LATER:
                 self._retry_later([block_hash for block_hash, _ in by_answer[answer]])
         for answer in (*_NO_USE, Put.OVER_BUDGET):

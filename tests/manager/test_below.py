@@ -9,6 +9,7 @@ from support.inside import demoters
 from support.keys import key, keys
 from support.twin_engine import DEADLINE_S, TwinEngine
 
+from kvcascade.config.schema import WriteMode
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.port import Put
 from kvcascade.manager.counters import Reason
@@ -93,6 +94,20 @@ def test_a_port_that_makes_room_puts_stores_off_and_loses_nothing() -> None:
     engine.step()
     assert engine.offer(keys(4, 6)) == keys(4, 6)
     assert engine.manager.counters.dropped_dirty_blocks == 0
+
+
+@pytest.mark.parametrize("answer", [Put.LATER, Put.FULL])
+def test_a_block_that_is_put_off_beside_one_that_is_there_is_written_later(answer: Put) -> None:
+    engine = TwinEngine(mode=WriteMode.THROUGH)
+    engine.below_only(keys(1))
+    engine.twin.lies, engine.twin.answer = {key(0): 0}, answer
+    assert engine.offer(keys(2)) == keys(2)
+    engine.step()
+    engine.twin.answer = Put.STARTED
+    for _ in range(2):
+        engine.clock.advance(1.0)
+        engine.step()
+    assert engine.twin.may_hold(key(1))
 
 
 @pytest.mark.parametrize("answer", [Put.FULL, Put.RESTING, Put.NOT_TAKEN])
