@@ -324,11 +324,13 @@ def _set_plain_state(context: object, state: object) -> None:
 
 
 _ReqContext = offered(f"{_BASE}.base", "ReqContext")
-state_of: Callable[[ReqContext, type[State]], State | None] = getattr(
-    _ReqContext, "get_state", _plain_state_of
-)
-"""Returns what `set_state` left with a request; its context lives as long as the request."""
+_get_state: Any = getattr(_ReqContext, "get_state", _plain_state_of)
 set_state: Callable[[ReqContext, object], None] = getattr(
     _ReqContext, "set_state", _set_plain_state
 )
 """Leaves an object with a request, at most one of each class."""
+
+
+def state_of(context: ReqContext, kind: type[State]) -> State | None:
+    """Return what `set_state` left with a request; its context lives as long as the request."""
+    return cast("State | None", _get_state(context, kind))

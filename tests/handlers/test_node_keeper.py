@@ -31,8 +31,8 @@ class InterruptedSocket(socket.socket):
     def send(self, *args: Any) -> int:
         return self._after("send", super().send(*args))
 
-    def recv_into(self, *args: Any) -> int:
-        return self._after("recv_into", super().recv_into(*args))
+    def recv_into(self, *args: Any, **options: Any) -> int:
+        return self._after("recv_into", super().recv_into(*args, **options))
 
     def _after(self, call: str, result: int) -> int:
         if call == self.call:

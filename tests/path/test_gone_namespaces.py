@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from support.path_rig import BLOCK_BYTES, ROOT, PathRig, RigNode, slots_in
 
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.path_messages import Committed, Release
+from kvcascade.tiers.nvme.path.writer.path_capacity import RETRY_AFTER_S
 
 ROOTS = (Path("/one"), Path("/two"))
 OK = Committed.OK
@@ -128,3 +130,23 @@ def test_the_tables_that_are_made_anew_take_nothing_of_the_reserve() -> None:
     rig.step(20, seconds=1.0)
     assert again.has_answer() and "lower min_free" in again.refused[0].text
     assert rig.fs.free_bytes(ROOT) >= 1 << 20
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EFBIG, errno.EMFILE, errno.ENOENT])
+def test_a_namespace_that_cannot_make_segments_costs_others_nothing(number: int) -> None:
+    """Room would not help it. Others make theirs meanwhile."""
+    rig = PathRig(120)
+    old, new = RigNode(rig, "old"), RigNode(rig, "new")
+    for start in range(0, 80, 8):
+        old.store(range(start, start + 8), steps=50)
+    before = rig.fs.used_bytes(ROOT)
+    rig.fs.fail("preallocate", number, times=1_000_000)
+    for second in range(100):
+        assert new.store([second], steps=20) == []
+        rig.step(seconds=1.0)
+    assert rig.fs.used_bytes(ROOT) == before
+    rig.fs.heal()
+    assert old.store(range(100, 124), steps=200) == [Committed.OK] * 24
+    assert old.held(range(80)) == list(range(80))
+    rig.step(seconds=RETRY_AFTER_S)
+    assert new.store([1], steps=200) == [Committed.OK]

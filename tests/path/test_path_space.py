@@ -300,25 +300,6 @@ def test_a_segment_for_which_memory_lacks_is_made_later(monkeypatch: pytest.Monk
     assert node.store([1], steps=200) == [Committed.OK]
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EFBIG, errno.EMFILE, errno.ENOENT])
-def test_a_namespace_that_cannot_make_segments_costs_others_nothing(number: int) -> None:
-    """Room would not help it. Others make theirs meanwhile."""
-    rig = shared()
-    old, new = RigNode(rig, "old"), RigNode(rig, "new")
-    fill(old, range(0, 80))
-    before = segments(rig)
-    rig.fs.fail("preallocate", number, times=1_000_000)
-    for second in range(100):
-        assert new.store([second], steps=20) == []
-        rig.step(seconds=1.0)
-    assert segments(rig) == before
-    rig.fs.heal()
-    assert old.store(range(100, 124), steps=200) == [Committed.OK] * 24
-    assert old.held(range(80)) == list(range(80))
-    rig.step(seconds=RETRY_AFTER_S)
-    assert new.store([1], steps=200) == [Committed.OK]
-
-
 def test_a_path_shrinks_while_an_engine_writes_to_an_empty_segment() -> None:
     rig = PathRig(8)
     node = RigNode(rig)
