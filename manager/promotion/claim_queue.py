@@ -10,8 +10,9 @@ the order of the lookups. At the end of the step each claim is in one of three s
 
 The queue follows the order in which the scheduler asks, because the scheduler runs the requests in
 that order. Up to a limit, small claims overtake a large one that does not fit yet. A claim larger
-than the budget gets the whole budget once no other request uses it. The request computes the
-remaining blocks.
+than the budget gets the whole budget once no other request uses it. A claim that only loads in
+flight have kept waiting for a deadline gets the slots that are left. In both cases the request
+computes the remaining blocks.
 
 Deadlock is impossible, because only admitted claims take slots. An admitted claim ends in one of
 these cases:
@@ -203,36 +204,34 @@ class ClaimQueue:
         admitted = 0
         waiting = list(self._queue)
         start = self._checked if self._checked < len(waiting) else 0
-        stop = self._checked = start + MAX_CHECKED
+        stop = start + MAX_CHECKED
         self._recounted = (self._recounted + 1) % len(waiting)
         for number, claim in enumerate(waiting):
             is_exact = claim.new_slots is None or number == self._recounted
-            if blocked is not None and not is_exact and not start <= number < stop:
-                continue
-            if number:
-                ahead = waiting[number - 1].ahead_of_next
-            if is_exact:
-                self._count(claim)
-            claim.ahead_of_next = ahead
-            if self._gives_up(claim, ahead, now_s):
-                continue
-            claim.ahead_of_next = [a + own for a, own in zip(ahead, claim.own_blocks, strict=True)]
-            room = self.room.room_for(claim, budget, blocked)
-            if room is not None and not is_exact:  # blocks may have been evicted since
-                self._count(claim)
+            if blocked is None or is_exact or start <= number < stop:
+                if is_exact:
+                    self._count(claim)
+                if self._gives_up(claim, ahead, now_s):
+                    continue
                 room = self.room.room_for(claim, budget, blocked)
-            if room is None:
-                blocked = blocked or claim
-                claim.has_waited = True
-                self._holds.release(claim.request)  # no hold and wait: no deadlock
-            else:
-                if blocked is not None:
-                    blocked.overtaken_blocks += claim.new_slots or 0
-                self._admit(claim, room, now_s)
-                admitted += len(claim.wanted)
-                if admitted >= MAX_ADMITTED_PER_STEP:
-                    self._look_again_s = -math.inf  # the next step goes on
-                    return
+                if room is not None and not is_exact:  # blocks may have been evicted since
+                    self._count(claim)
+                    room = self.room.room_for(claim, budget, blocked)
+                if room is None:
+                    blocked = blocked or claim
+                    claim.has_waited = True
+                    self._holds.release(claim.request)  # no hold and wait: no deadlock
+                else:
+                    if blocked is not None:
+                        blocked.overtaken_blocks += claim.new_slots or 0
+                    self._admit(claim, room, now_s)
+                    admitted += len(claim.wanted)
+                    if admitted >= MAX_ADMITTED_PER_STEP:
+                        self._look_again_s = -math.inf  # the next step goes on
+                        return
+            for level, blocks in enumerate(claim.own_blocks):
+                ahead[level] += blocks
+        self._checked = stop
 
     def _is_time(self) -> bool:
         """Return True if a check of the queue may change something."""
@@ -323,7 +322,12 @@ class ClaimQueue:
                 self.release(claim.request)
                 return True
         worth = self._worth
-        if worth is None or worth.is_worth(claim.own_blocks, ahead, now_s, claim.saved_blocks):
+        # Blocks that an earlier claim owns are in `ahead` already.
+        others = [
+            max(0, before + own - blocks)
+            for before, own, blocks in zip(ahead, claim.own_blocks, claim.blocks, strict=True)
+        ]
+        if worth is None or worth.is_worth(claim.blocks, others, now_s, claim.saved_blocks):
             return False
         self._compute_instead(claim, now_s)
         return True

@@ -46,15 +46,12 @@ class Claim:
     """Blocks to read that no other waiting claim counts as its own."""
     own_blocks: list[int] = field(default_factory=list)
     """Number of own blocks in each tier."""
-    ahead_of_next: list[int] = field(default_factory=list)
-    """Number of blocks to read from each tier before those of the next claim in the queue, at the
-    last check of this one."""
     saved_blocks: int = 0
     """Number of blocks that no request has to compute if this claim is read."""
     overtaken_blocks: int = 0
     """Slots that later claims took while this claim waited."""
     alone_since_s: float | None = None
-    """Time at which, for the first time, only loads in flight kept the claim from its slots."""
+    """Time since which only loads in flight have kept the claim from its slots."""
     ready_s: float | None = None
     """Time at which the last block in flight arrived; None before."""
 
@@ -161,7 +158,10 @@ class PromotionRoom:
             room = self.left(self._most if is_alone else budget)
             if claim.new_slots <= room:
                 return room
-            return room if is_alone and self._may_cut(claim, room + held) else None
+            if not is_alone:
+                claim.alone_since_s = None
+                return None
+            return room if self._may_cut(claim, room + held) else None
         if not claim.new_slots:
             return 0
         room = self.left(budget)

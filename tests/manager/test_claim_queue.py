@@ -182,6 +182,31 @@ class TestTurns:
             rig.cascade.now_s += 1.0
         raise AssertionError("it got no turn")
 
+    def test_time_that_others_take_for_their_turns_cuts_no_prefix(self) -> None:
+        rig, large = Rig(promotion_budget_slots=None, promotion_deadline_s=10.0), Request("large")
+        first, other = Request("first"), Request("other")
+        assert rig.ask(first, 0, 1) is None
+        rig.read()
+        assert rig.ask(first, 0, 1) == 1
+        rig.manager.prepare_load(keys(0, 1), first)
+        assert rig.ask(large, 10, 25) is None
+        rig.manager.end_step()  # only a load in flight keeps it waiting
+        rig.manager.complete_load(keys(0, 1))
+        for _ in range(12):
+            rig.ask(other, 40, 44)
+            rig.ask(large, 10, 25)
+            rig.read()
+            rig.cascade.now_s += 1.0
+        assert rig.ask(other, 40, 44) == 4
+        rig.manager.prepare_load(keys(40, 44), other)
+        rig.ask(large, 10, 25)
+        rig.manager.end_step()  # again only a load in flight does
+        assert not rig.has_turn(large)
+        rig.manager.complete_load(keys(40, 44))
+        rig.ask(large, 10, 25)
+        rig.manager.end_step()
+        assert rig.has_turn(large)
+
     def test_loads_count_against_a_small_budget_only_beyond_the_rest_of_the_tier(self) -> None:
         rig, large = Rig(promotion_budget_slots=4), Request("large")
         others = [Request(f"load {i}") for i in range(3)]
@@ -548,6 +573,51 @@ class TestQueues:
             rig.manager.end_step()
         computes = [request.recomputes for request in requests]
         assert computes == [False, False, False, True], "2 s behind the others, or 0.75 s"
+
+    def test_a_block_of_another_claim_does_not_hide_the_queue_before_it(self) -> None:
+        rig = self.rig()
+        askers = {"busy": (0, 8), "first": (10, 18), "owner": (30, 46), "short": (30, 31)}
+        requests = [Request(name) for name in askers]
+        for request, (start, stop) in zip(requests, askers.values(), strict=True):
+            rig.ask(request, start, stop)
+        rig.manager.end_step()
+        computes = [request.recomputes for request in requests]
+        assert computes == [False, False, False, True], "2.4 s behind the others, or 0.15 s"
+
+    def test_who_shares_blocks_is_compared_once_their_first_request_computes(self) -> None:
+        rig, busy, owner, sharer = self.rig(), Request("busy"), Request("owner"), Request("sharer")
+        rig.ask(busy, 0, 8)
+        rig.ask(owner, 30, 34)
+        rig.ask(sharer, 30, 34)
+        rig.manager.end_step()
+        assert not (owner.recomputes or sharer.recomputes)
+        worth = rig.manager._claims._worth
+        assert worth is not None
+        worth.prefill.tokens_per_s = 15_000.0  # 0.01 s a block
+        rig.manager.finish_request(busy)
+        rig.cascade.now_s += claim_queue.LOOK_AGAIN_S
+        rig.manager.end_step()
+        assert owner.recomputes
+        assert sharer.claim is None and not sharer.pending, "its blocks come without a read"
+
+    def test_a_claim_that_left_counts_for_nobody_behind_many(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(claim_queue, "MAX_CHECKED", 1)
+        rig, first, huge, new = self.rig(), Request("first"), Request("huge"), Request("new")
+        worth = rig.manager._claims._worth
+        assert worth is not None
+        rig.ask(Request("busy"), 0, 8)
+        others = [(Request(str(i)), 40 + 5 * i, 45 + 5 * i) for i in range(3)]
+        waiting = [(first, 8, 16), (huge, 16, 40), *others]
+        for tokens_per_s in (30.0, 250.0):  # 5 s a block, then 0.6 s
+            worth.prefill.tokens_per_s = tokens_per_s
+            for asked in waiting:
+                rig.ask(*asked)
+            rig.manager.end_step()
+            rig.manager.finish_request(huge)
+            waiting = [waiting[0], *others, (new, 60, 64)]
+        assert not new.recomputes, "3.5 s behind those that wait, and 2.4 s to compute"
 
     def test_who_computes_makes_computing_slower_for_the_others(self) -> None:
         rig = self.rig()

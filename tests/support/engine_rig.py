@@ -146,7 +146,11 @@ class Engine:
             found = self.metrics()
             return found[dirty] == found[arriving] == 0
 
-        wait_until(is_settled, SETTLE_LIMIT_S, SETTLE_LOOK_S)
+        try:
+            wait_until(is_settled, SETTLE_LIMIT_S, SETTLE_LOOK_S)
+        except AssertionError as error:
+            error.add_note(f"the engine counts {self.metrics()}")
+            raise
 
     def stop(self) -> None:
         """A clean shutdown; all processes are gone afterwards."""
