@@ -114,7 +114,7 @@ class CascadingOffloadingManager:
         mode, deadline_s = options.write_mode, options.promotion_deadline_s
         age_s = 0.0 if mode is WriteMode.THROUGH else options.dirty_age_s
         is_aging = mode is not WriteMode.DEMOTE and not flow.is_single
-        aging = Aging(clock, flow.top.capacity, age_s) if is_aging else None
+        aging = Aging(clock, flow.top, age_s) if is_aging else None
         demoter = self._demoter = Demoter(
             flow,
             admission,

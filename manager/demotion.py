@@ -11,9 +11,9 @@ engine above a smaller tier would write for ever.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import repeat
+from itertools import islice
 
 from ..tiers.base import BlockHash, BlockOutcome, slot_of
 from .admission import Admission, AdmissionFunction, AdmitAll
@@ -30,38 +30,54 @@ _NO_USE = frozenset({Put.ALREADY, Put.UNWANTED})
 _LATER = (Put.LATER, Put.FULL, Put.RESTING, Put.NOT_TAKEN)
 """Answers of the port to blocks that it may take in another job."""
 AGING_PER_SLOT = 2
-"""Entries per slot of the queue of stored blocks."""
+"""Entries per slot of the queue of stored blocks from which on it drops the useless ones."""
 
 
 class Aging:
-    """Queue of stored blocks with the times of their stores, oldest first.
+    """Queue of stored blocks, each once, with the times of their last stores, oldest first.
 
-    If the queue is full, its oldest blocks are dropped. They are written before their eviction.
+    It may contain blocks that were written or evicted meanwhile. They take little room, because
+    each new entry of a long queue drops two old ones of such blocks.
     """
 
-    def __init__(self, clock: Clock, slots: int, age_s: float) -> None:
-        """Blocks are due once they are `age_s` old. `slots`: capacity of the level."""
+    def __init__(self, clock: Clock, level: Level, age_s: float) -> None:
+        """Blocks of the level are due once they are `age_s` old."""
         self._clock = clock
+        self._level = level
         self._age_s = age_s
-        self.stored: deque[tuple[float, BlockHash]] = deque(maxlen=AGING_PER_SLOT * slots)
+        self.stored: OrderedDict[BlockHash, float] = OrderedDict()
         """Blocks with the times of their stores, oldest first."""
 
-    def note(self, block_hashes: Iterable[BlockHash]) -> None:
+    def note(self, block_hashes: Sequence[BlockHash]) -> None:
         """Append blocks that are dirty from now on."""
-        self.stored.extend(zip(repeat(self._clock()), block_hashes, strict=False))
+        now_s, stored = self._clock(), self.stored
+        for block_hash in block_hashes:
+            stored.pop(block_hash, None)
+            stored[block_hash] = now_s
+        excess = len(stored) - AGING_PER_SLOT * self._level.capacity
+        for _ in range(min(excess, 2 * len(block_hashes))):
+            block_hash, stored_s = stored.popitem(last=False)
+            if self._level.is_dirty(block_hash):
+                stored[block_hash] = stored_s
 
     def take_due(self, n: int) -> list[BlockHash]:
-        """Remove and return up to `n` due blocks, without duplicates."""
+        """Remove and return up to `n` due blocks."""
         due_s = self._clock() - self._age_s
         due: list[BlockHash] = []
-        while len(due) < n and self.stored and self.stored[0][0] <= due_s:
-            due.append(self.stored.popleft()[1])
-        return list(dict.fromkeys(due))
+        for block_hash, stored_s in islice(self.stored.items(), n):
+            if stored_s > due_s:
+                break
+            due.append(block_hash)
+        for block_hash in due:
+            del self.stored[block_hash]
+        return due
 
     def put_back(self, block_hashes: Sequence[BlockHash]) -> None:
         """Return due blocks that could not be written yet to the front of the queue."""
         due_s = self._clock() - self._age_s
-        self.stored.extendleft((due_s, block_hash) for block_hash in reversed(block_hashes))
+        for block_hash in reversed(block_hashes):
+            self.stored[block_hash] = due_s
+            self.stored.move_to_end(block_hash, last=False)
 
     def clear(self) -> None:
         """Forget all blocks, because the level was reset."""
@@ -300,7 +316,7 @@ class Demoter:
         hold up the nearest one."""
         return len(self.jobs) - self._below.late_puts
 
-    def _retry_later(self, block_hashes: Iterable[BlockHash]) -> None:
+    def _retry_later(self, block_hashes: Sequence[BlockHash]) -> None:
         if self.aging is not None:
             self.aging.note(block_hashes)
 

@@ -278,6 +278,11 @@ class Level:
             self.policy.remove(block_hash)
             self.backend.free(status)
 
+    def is_dirty(self, block_hash: BlockHash) -> bool:
+        """Return True if the block is in the level and should be written to the next tier."""
+        status = self.policy.get(block_hash)
+        return status is not None and bool(self.dirt.dirty[status.block_id])
+
     def note_lost_below(self, block_hashes: Sequence[BlockHash]) -> None:
         """Mark blocks dirty again that left a tier below and are ready here."""
         found = (self.policy.get(block_hash) for block_hash in block_hashes)

@@ -111,6 +111,24 @@ def test_what_waits_to_be_written_is_bounded_while_the_tier_below_fails(mode: Wr
 
 
 @pytest.mark.parametrize("mode", [WriteMode.BACK, WriteMode.THROUGH])
+def test_a_block_in_use_is_written_however_many_come_and_go_while_the_tier_below_fails(
+    mode: WriteMode,
+) -> None:
+    cascade = Cascade((8, 16), ManagerOptions(write_mode=mode), is_immediate=True)
+    cascade.down[0].accepts = False
+    cascade.store([key(1000)])
+    for i in range(200):
+        cascade.store([key(i)])
+        cascade.policies[0].touch([key(1000)])
+        cascade.manager.end_step()
+    cascade.down[0].accepts = True
+    for _ in range(8):
+        cascade.now_s += REST_S + 1
+        cascade.manager.maintain()
+    assert cascade.holds(1, key(1000))
+
+
+@pytest.mark.parametrize("mode", [WriteMode.BACK, WriteMode.THROUGH])
 @pytest.mark.parametrize("outcome", [BlockOutcome.IO_ERROR, BlockOutcome.NO_SPACE])
 def test_a_write_that_failed_is_tried_again_without_anybodys_doing(
     mode: WriteMode, outcome: BlockOutcome
