@@ -32,6 +32,20 @@ def remove(rig: PathRig, node: RigNode, part: str = "") -> None:
         rig.disks = {name: disk for name, disk in rig.disks.items() if folder not in name.parents}
 
 
+def store(node: RigNode, keys: range) -> None:
+    """Store blocks, with all work on I/O threads that this takes."""
+    rig = node.rig
+    node.ask(keys)
+    rig.step()
+    rig.executor.run_all()  # type: ignore[attr-defined]
+    rig.step()
+    (answer,) = node.grants()
+    node.commit(keys, slots_in(answer), answer.epoch)
+    rig.executor.run_all()  # type: ignore[attr-defined]
+    rig.step()
+    assert node.outcomes() == [[OK] * len(keys)]
+
+
 def clients(rig: PathRig) -> list[int]:
     """Numbers of the connections that the writer serves."""
     return [client.number for client in rig.writer.clients]
@@ -94,6 +108,22 @@ def test_a_segment_of_it_is_made_first() -> None:
     rig = PathRig(40, executor=SteppingExecutor())
     node = RigNode(rig)
     node.ask([1])
+    rig.step()
+    remove(rig, node)
+    rig.writer.forget_gone()
+    assert clients(rig) == [node.client]
+    rig.executor.run_all()  # type: ignore[attr-defined]
+    rig.step()
+    rig.writer.forget_gone()
+    assert clients(rig) == []
+
+
+def test_a_segment_of_it_is_deleted_first() -> None:
+    """A file of the new directory may have the same name by then."""
+    rig = PathRig(40, executor=SteppingExecutor())
+    node = RigNode(rig)
+    store(node, range(8))
+    assert rig.writer.path.space.take(folder_of(node).name, 0)
     rig.step()
     remove(rig, node)
     rig.writer.forget_gone()

@@ -145,7 +145,8 @@ class MemoryFileSystem(FileSystem):
 
     def unlink(self, path: Path) -> None:
         self.enter("unlink")
-        del self._nodes[path]
+        if self._nodes.pop(path, None) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
     def remove_tree(self, path: Path) -> None:
         self.enter("remove_tree")

@@ -208,8 +208,14 @@ class PathSpace:
         return True
 
     def gone(self) -> list[NamespaceWriter]:
-        """Return the open namespaces that another program removed, except while segments are being
-        made for them: those files must not come into new directories of that name."""
+        """Return the open namespaces that another program removed.
+
+        Namespaces whose segments are being made are left out: the files must not come into new
+        directories of that name. While a segment is being deleted, the list is empty: its name must
+        not lead to a file in a new directory.
+        """
+        if self.files.is_deleting:
+            return []
         return [
             namespace
             for name, namespace in self.namespaces.items()
