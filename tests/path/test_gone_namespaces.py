@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import errno
+import json
 import shutil
+from collections import deque
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.executors import SteppingExecutor
 from support.path_rig import BLOCK_BYTES, ROOT, PathRig, RigNode, slots_in
 
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
-from kvcascade.tiers.nvme.path.path_messages import Committed, Release
+from kvcascade.tiers.nvme.path.path_messages import Ask, Committed, Release, Told
 from kvcascade.tiers.nvme.path.writer.path_capacity import RETRY_AFTER_S
 
 ROOTS = (Path("/one"), Path("/two"))
 OK = Committed.OK
+PARTS = ["lock", "segments", "lock segments", "lock blocks"]
+"""Parts that `rm -r` took before the description."""
 
 
 def folder_of(node: RigNode, root: Path = ROOT) -> Path:
@@ -24,12 +29,20 @@ def folder_of(node: RigNode, root: Path = ROOT) -> Path:
     return root / node.welcome.folder
 
 
-def remove(rig: PathRig, node: RigNode, part: str = "") -> None:
-    """Remove the directory of a namespace, or a part of it, as `rm -r` does."""
-    folder = folder_of(node, rig.roots[0])
-    rig.fs.remove_tree(folder / part)
-    if not part:
-        rig.disks = {name: disk for name, disk in rig.disks.items() if folder not in name.parents}
+def remove(rig: PathRig, node: RigNode, *parts: str) -> None:
+    """Remove parts of the directory of a namespace, or all of it (""), as `rm -r` does."""
+    for part in parts:
+        folder = folder_of(node, rig.roots[0]) / part
+        rig.fs.remove_tree(folder)
+        for name in [name for name in rig.disks if name.is_relative_to(folder)]:
+            del rig.disks[name]
+
+
+def budget_left(rig: PathRig) -> int:
+    """Number of blocks that the budget of the day has left."""
+    left = rig.writer.path.budget.left_bytes(rig.writer.namespaces.values())
+    assert left is not None
+    return left // BLOCK_BYTES
 
 
 def store(node: RigNode, keys: range) -> None:
@@ -44,6 +57,29 @@ def store(node: RigNode, keys: range) -> None:
     rig.executor.run_all()  # type: ignore[attr-defined]
     rig.step()
     assert node.outcomes() == [[OK] * len(keys)]
+
+
+def half_removed(parts: str) -> tuple[PathRig, RigNode]:
+    """Return a node with 8 blocks, of which parts were removed. A day's budget is 20 blocks."""
+    rig = PathRig(40, executor=SteppingExecutor(), write_budget_bytes=20 * BLOCK_BYTES)
+    node = RigNode(rig)
+    store(node, range(8))
+    remove(rig, node, *parts.split())
+    rig.writer.forget_gone()
+    assert not rig.writer.namespaces
+    return rig, node
+
+
+def ask(rig: PathRig, what: str, **body: object) -> Any:
+    """Ask the writer as a tool does."""
+    client = next(rig.numbers)
+    rig.inboxes[client] = deque()
+    rig.writer.connect(client)
+    rig.send(client, Ask(1, what, json.dumps(body).encode()))
+    rig.step(2)
+    (told,) = rig.take(client, Told)
+    rig.writer.disconnect(client)
+    return json.loads(told.body)
 
 
 def clients(rig: PathRig) -> list[int]:
@@ -109,7 +145,7 @@ def test_a_segment_of_it_is_made_first() -> None:
     node = RigNode(rig)
     node.ask([1])
     rig.step()
-    remove(rig, node)
+    remove(rig, node, "")
     rig.writer.forget_gone()
     assert clients(rig) == [node.client]
     rig.executor.run_all()  # type: ignore[attr-defined]
@@ -125,7 +161,7 @@ def test_a_segment_of_it_is_deleted_first() -> None:
     store(node, range(8))
     assert rig.writer.path.space.take(folder_of(node).name, 0)
     rig.step()
-    remove(rig, node)
+    remove(rig, node, "")
     rig.writer.forget_gone()
     assert clients(rig) == [node.client]
     rig.executor.run_all()  # type: ignore[attr-defined]
@@ -142,11 +178,85 @@ def test_what_was_written_to_it_counts_in_the_budget_and_its_room_is_free(is_ope
     if not is_open:
         rig.close()
         rig.start()
-    remove(rig, gone)
+    remove(rig, gone, "")
     rig.writer.forget_gone()
-    path = rig.writer.path
-    assert path.budget.left_bytes(path.open.values()) == 12 * BLOCK_BYTES
-    assert path.space.own_bytes(0) == 0
+    assert budget_left(rig) == 12
+    assert rig.writer.path.space.own_bytes(0) == 0
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_the_budget_is_exact_while_a_description_outlives_other_parts(
+    part: str, is_restarted: bool
+) -> None:
+    rig, node = half_removed(part)
+    assert budget_left(rig) == 12
+    if is_restarted:
+        rig.kill()
+        rig.start()
+        assert budget_left(rig) == 12
+    remove(rig, node, "")
+    for _ in range(2):
+        rig.writer.forget_gone()
+        assert budget_left(rig) == 12
+        assert rig.writer.path.space.own_bytes(0) == 0
+    rig.kill()
+    rig.start()
+    assert budget_left(rig) == 12
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("later", ["", "blocks", "blocks namespace.json"])
+@pytest.mark.parametrize("when", ["before", "while it opens", "once it is open"])
+def test_the_budget_is_exact_if_the_namespace_begins_again_in_between(
+    part: str, later: str, when: str
+) -> None:
+    """`later` names the parts that go then, which the writer may notice or not."""
+    rig, node = half_removed(part)
+    if when == "before":
+        remove(rig, node, *later.split())
+    again = RigNode(rig, may_wait=True)
+    assert not again.has_answer()
+    if when == "once it is open":
+        rig.executor.run_all()  # type: ignore[attr-defined]
+    if when != "before":
+        remove(rig, node, *later.split())
+        rig.writer.forget_gone()
+    rig.executor.run_all()  # type: ignore[attr-defined]
+    rig.step()
+    assert again.has_answer() and folder_of(again) == folder_of(node)
+    assert budget_left(rig) == 12
+    store(again, range(100, 108))
+    assert budget_left(rig) == 4
+    remove(rig, again, "")
+    rig.writer.forget_gone()
+    assert budget_left(rig) == 4
+
+
+def test_what_is_left_of_a_namespace_counts_and_is_removed_by_its_name() -> None:
+    rig, node = half_removed("lock")
+    name = folder_of(node).name
+    left_bytes = rig.fs.used_bytes(folder_of(node))
+    assert rig.writer.path.space.own_bytes(0) == left_bytes > 8 * BLOCK_BYTES
+    assert not rig.fs.exists(folder_of(node) / "lock"), "nothing is made where others remove"
+    assert [each["name"] for each in ask(rig, "list")["namespaces"]] == [name]
+    assert ask(rig, "remove", name=name) == {"is_removed": True}
+    assert not rig.fs.exists(folder_of(node))
+    assert rig.writer.path.space.own_bytes(0) == 0 and budget_left(rig) == 12
+
+
+def test_what_is_left_of_a_namespace_that_a_tool_looked_at_leaves_if_its_room_is_needed() -> None:
+    rig = PathRig(40)
+    node = RigNode(rig)
+    rig.close()
+    rig.start()
+    name = folder_of(node).name
+    assert "error" not in ask(rig, "namespace", name=name)
+    remove(rig, node, "lock")
+    rig.writer.forget_gone()
+    assert rig.writer.path.space.take_coldest(None, {0})
+    rig.step(4, seconds=1.0)
+    assert not rig.fs.exists(folder_of(node))
 
 
 def test_the_tables_that_are_made_anew_take_nothing_of_the_reserve() -> None:
@@ -154,7 +264,7 @@ def test_the_tables_that_are_made_anew_take_nothing_of_the_reserve() -> None:
     gone = RigNode(rig)
     rig.close()
     rig.start()
-    remove(rig, gone)
+    remove(rig, gone, "")
     rig.fs.size_bytes = rig.fs.used_bytes(Path("/")) + (1 << 20) + 4 * BLOCK_BYTES
     again = RigNode(rig)
     rig.step(20, seconds=1.0)

@@ -191,7 +191,9 @@ class MemoryFileSystem(FileSystem):
     def lock(self, path: Path, *, shared: bool = False, wait_s: float = 0.0) -> FileLock:
         self.enter("lock")
         with self._lock:
-            node = self._nodes.setdefault(path, _Node(bytearray()))
+            if path not in self._nodes:
+                self._nodes[path] = _Node(bytearray(), touched_at=next(self.notes))
+            node = self._nodes[path]
             holders = self.holders.get(node, 0)
             if holders < 0 or (holders and not shared):
                 raise InUseError(lock_message(path))

@@ -7,7 +7,8 @@ was used longest ago, and takes its segments, the coldest first. Used by the wri
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +18,13 @@ from ....endurance import DAY_S, day_totals
 from ...disk.filesystem import FileLock
 from ...namespace import DESCRIPTION, LOCK
 from ..presence_file import recorded_slots
-from .namespace.namespace_home import NOTE_USE_EVERY_S, NamespaceHome, homes_under, open_home
+from .namespace.namespace_home import (
+    BLOCKS,
+    NOTE_USE_EVERY_S,
+    NamespaceHome,
+    homes_under,
+    open_home,
+)
 from .namespace.namespace_start import StartMeans
 from .path_capacity import RETRY_AFTER_S
 
@@ -63,6 +70,18 @@ class IdleNamespaces:
                     error,
                 )
 
+    def add(self, home: NamespaceHome, day: bytes) -> None:
+        """Count a namespace that was open, with its record of the last day.
+
+        Another program may be removing its directory, so no lock is created there.
+        """
+        sizes = [0] * len(home.folders)
+        for path, folder in enumerate(home.folders):
+            with suppress(OSError):
+                sizes[path] = self._means.fs.used_bytes(folder)
+        now_s = self._means.wall_clock()
+        self._found[home.name] = IdleNamespace(home.name, sizes, now_s, day)
+
     def take(self, name: str) -> bytes:
         """Forget a namespace that was opened or removed. Return its record of the last day."""
         one = self._found.pop(name, None)
@@ -86,10 +105,24 @@ class IdleNamespaces:
         """Directories of all of them."""
         return frozenset(root / name for root in self._roots for name in self._found)
 
-    def gone(self) -> list[str]:
-        """Return the names of those that another program removed."""
-        fs, root = self._means.fs, self._roots[0]
-        return [name for name in self._found if not fs.exists(root / name / DESCRIPTION)]
+    def take_gone(self, spared: Container[str]) -> list[tuple[str, bytes]]:
+        """Forget those that another program removed, except the `spared` ones.
+
+        Return their names and records of the last day. A namespace that lost its block table alone
+        is kept, but its record is returned: it is on the disk no more.
+        """
+        lost: list[tuple[str, bytes]] = []
+        exists = self._means.fs.exists
+        for one in self.all:
+            name, folder = one.name, self._roots[0] / one.name
+            if name in spared:
+                continue
+            if not exists(folder / DESCRIPTION):
+                lost.append((name, self.take(name)))
+            elif one.day and not exists(folder / BLOCKS):
+                lost.append((name, one.day))
+                one.day = b""
+        return lost
 
     def bytes_in(self, path: int) -> int:
         """Return the bytes of all of them in a path."""

@@ -27,7 +27,6 @@ from .....errors import (
 from .....logs import get_logger
 from ....endurance import day_totals, merged
 from ...disk.filesystem import FileSystem
-from ...namespace import DESCRIPTION
 from ..path_messages import Hello, NamespaceSpec, PathOptions
 from ..presence_file import recorded_slots
 from .idle_namespaces import IdleNamespaces
@@ -251,14 +250,16 @@ class PathNamespaces:
         """Forget the namespaces that another program removed. Return those that were open."""
         gone = self.space.gone()
         for namespace in gone:
-            folder, day = namespace.home.folders[0], namespace.table.day_record()
-            _log.warning("%s was removed or replaced by another program: it begins anew", folder)
+            home, day = namespace.home, namespace.table.day_record()
+            _log.warning(
+                "%s was removed or replaced by another program: it begins anew", home.folders[0]
+            )
             namespace.abandon()
-            self.space.forget(folder.name)
-            if not self.fs.exists(folder / DESCRIPTION):
-                self._record_removal(folder.name, day)
-        for name in self.space.idle.gone():
-            self._record_removal(name, self.space.idle.take(name))
+            self.space.forget(home.name)
+            self._looked_at.discard(home.name)
+            self.space.idle.add(home, day)  # a part of its directory may be there still
+        for name, day in self.space.idle.take_gone(self.openings):
+            self._record_removal(name, day)
         return gone
 
     def remove_idle(self, name: str) -> bool:
@@ -292,8 +293,9 @@ class PathNamespaces:
         """Begin to open the namespace of a node, which may not exist. Raises `ConfigError`."""
         options, paths = self.options, len(self.roots)
         sizes: Sequence[int] = ()
-        known = {one.name for one in self.space.idle.all}.difference(self.space.idle.gone())
-        if name not in known:
+        for gone, day in self.space.idle.take_gone(self.openings):
+            self._record_removal(gone, day)
+        if all(one.name != name for one in self.space.idle.all):
             plan = plan_of(spec, options.capacity_bytes, options.segment_bytes, paths)
             sizes = [fixed_bytes(plan.slots, path) for path in range(paths)]
         own = self.space.own_folders.union(root / name for root in self.roots)
@@ -359,10 +361,13 @@ class PathNamespaces:
         try:
             if self.options.durability == POWER and not opening.is_durable:
                 namespace.make_durable(partial(self._means.table_of, is_durable=True))
-            self.space.add(namespace)
+            day = self.space.add(namespace)
         except KVCascadeError as error:
             namespace.abandon()
             return error
+        written = namespace.table.day_totals().written
+        if written < day_totals(day, self._means.wall_clock()).written:  # another table is there
+            self._record_removal(opening.name, day)
         if self.space.files.numbers(opening.name):
             self._looked_at.discard(opening.name)
         namespace.min_share_bytes = self.record.min_shares.get(opening.name, 0)

@@ -95,13 +95,16 @@ class PathSpace:
         self._freed: tuple[float, float] = (-np.inf, np.inf)
         """Time since which segments are taken although none can be made, and their bytes."""
 
-    def add(self, namespace: NamespaceWriter) -> None:
-        """Count a namespace that was opened. Raises `TierIOError`; it is not counted then."""
+    def add(self, namespace: NamespaceWriter) -> bytes:
+        """Count a namespace that was opened. Return the record of the last day that it had before.
+
+        Raises `TierIOError`; it is not counted then.
+        """
         home = namespace.home
         self.files.add(namespace)
         self.namespaces[home.name] = namespace
-        self.idle.take(home.name)
         self._ranked_at_s.clear()  # its segments are compared from now on
+        return self.idle.take(home.name)
 
     def forget(self, name: str) -> None:
         """Stop counting a namespace that was closed or removed."""

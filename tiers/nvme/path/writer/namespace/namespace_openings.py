@@ -78,7 +78,7 @@ class NamespaceOpenings:
         """Openings in order; the first one runs."""
         self._running: Future[Opened] | None = None
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._waiting
 
     def __len__(self) -> int:
