@@ -6,7 +6,8 @@ before it and the stored payload. The tag is a message authentication code over 
 the tag of AES-GCM; without a secret key it is zero.
 
 The digest of the namespace is derived from the fingerprint and from the secret key. Engines with
-other keys therefore use other names, and never see, reject or remove each other's objects.
+other keys therefore use other names, and never see, reject or remove each other's objects. The same holds
+for engines with other versions of the format.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from ..base import BlockHash
 from .base import HEADER_BYTES, PrivateBuffer, RemoteObject
 
 OBJECT_VERSION = 1
+_DIGEST_WORDS = {1: b"kvcascade remote\0"}
+"""First word of the digest of a namespace, by version. Engines of different versions need different
+names. Otherwise the older one would remove the objects of the newer one as damaged."""
 MAX_REMOTE_KEY_BYTES = 64
 SECRET_BYTES = 32
 _MAGIC = b"KVCR"
@@ -162,7 +166,7 @@ class ObjectFormat:
         """
         self.payload_bytes = payload_bytes
         self._seal = seal or NoSeal()
-        named = hashlib.sha256(b"kvcascade remote\0" + fingerprint.encode() + b"\0")
+        named = hashlib.sha256(_DIGEST_WORDS[OBJECT_VERSION] + fingerprint.encode() + b"\0")
         named.update(payload_bytes.to_bytes(8, "little") + self._seal.label)
         self._digest = named.digest()
         self.namespace = self._digest[:16].hex()
