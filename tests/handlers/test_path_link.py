@@ -7,8 +7,11 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from enum import Enum, IntEnum
+from hashlib import sha256
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.path_rig import BLOCK_BYTES, PathRig
 from support.waiting import wait_until
@@ -20,6 +23,7 @@ from kvcascade.handlers.node.path_loop import NodeLoop
 from kvcascade.handlers.node.path_service import ClientSockets, WriterService
 from kvcascade.handlers.node.path_wire import NodeJoined, NodeSetup, from_node_process
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.path import path_messages
 from kvcascade.tiers.nvme.path.frames import FrameReader, frame
 from kvcascade.tiers.nvme.path.path_lock import PathDoor, try_lead
 from kvcascade.tiers.nvme.path.path_messages import (
@@ -272,3 +276,19 @@ def test_only_a_node_without_running_writes_hangs_up(
     assert namespace["clients"] == (0 if is_thread else 1)
     loop.hang_up()
     assert service.is_alive
+
+
+def test_messages_of_another_shape_have_another_protocol() -> None:
+    """Nodes of different versions meet: one that cannot read the other's messages must know why."""
+    shapes: dict[str, list[object]] = {}
+    kinds = [each for each in vars(path_messages).values() if isinstance(each, type)]
+    for kind in kinds:
+        if issubclass(kind, msgspec.Struct):
+            config, optional = kind.__struct_config__, len(kind.__struct_defaults__)
+            fields = [f"{name} {kind.__annotations__[name]}" for name in kind.__struct_fields__]
+            shapes[kind.__name__] = [config.tag, config.array_like, optional, *fields]
+        elif issubclass(kind, Enum) and kind is not Enum and kind is not IntEnum:
+            shapes[kind.__name__] = [each.value for each in kind]
+    digest = sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:16]
+    known = {2: "878e32befe3690e9"}
+    assert digest == known.get(PROTOCOL), "raise PROTOCOL, and note the new digest"
