@@ -6,8 +6,8 @@ before it and the stored payload. The tag is a message authentication code over 
 the tag of AES-GCM; without a secret key it is zero.
 
 The digest of the namespace is derived from the fingerprint and from the secret key. Engines with
-other keys therefore use other names, and never see, reject or remove each other's objects. The same holds
-for engines with other versions of the format.
+other keys therefore use other names, and never see, reject or remove each other's objects. The
+same holds for engines with other versions of the format.
 """
 
 from __future__ import annotations
