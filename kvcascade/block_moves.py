@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from .block_buffers import Bytes
 from .handlers.node.bounce import huge_pages
+from .handlers.node.node_keeper import WAIT_SLICE_S
 from .handlers.node.path_jobs import PART_BYTES
 from .handlers.node.path_wire import GetJob, JobDone, PutJob, pack_slots, unpack_outcomes
 from .tiers.base import BlockOutcome
@@ -172,6 +173,21 @@ class GetMove(Move):
         return []
 
 
+def _wait_until(is_done: Callable[[], bool], changed: threading.Condition, limit_s: float) -> bool:
+    """Wait until the condition holds or the time is over. Return True if the condition holds.
+
+    The caller holds the lock of `changed`. An interrupt of another thread may lose a notification,
+    so `is_done` is also called after each slice of time.
+    """
+    end_s = monotonic() + limit_s
+    while not is_done():
+        left_s = end_s - monotonic()
+        if left_s <= 0:
+            return False
+        changed.wait(min(left_s, WAIT_SLICE_S))
+    return True
+
+
 class RunningCalls:
     """The calls that have begun and not ended, so that `close` can wait for them. Any thread."""
 
@@ -199,7 +215,7 @@ class RunningCalls:
         """Wait until the calls of other threads have ended, or the time is over."""
         thread = threading.get_ident()
         with self._lock:
-            self._changed.wait_for(lambda: set(self._threads) <= {thread}, limit_s)
+            _wait_until(lambda: set(self._threads) <= {thread}, self._changed, limit_s)
 
 
 class BlockMoves:
@@ -246,7 +262,7 @@ class BlockMoves:
     def _has_turn(self, move: Move) -> bool:
         """Wait until no other call moves blocks. Return False if the time is over before that."""
         with self._lock:
-            if self._changed.wait_for(lambda: self._mover in (None, move), move.left_s):
+            if _wait_until(lambda: self._mover in (None, move), self._changed, move.left_s):
                 self._mover = move
             return self._mover is move
 

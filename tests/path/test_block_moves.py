@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -13,6 +14,7 @@ from support.keys import key
 
 from kvcascade.block_buffers import Bytes
 from kvcascade.block_moves import BlockMoves, GetMove, MoveJob, PutMove, RunningCalls
+from kvcascade.handlers.node.node_keeper import WAIT_SLICE_S
 from kvcascade.handlers.node.path_jobs import PART_BYTES
 from kvcascade.handlers.node.path_wire import JobDone, PutJob, pack_outcomes
 from kvcascade.tiers.base import BlockOutcome
@@ -194,3 +196,39 @@ def test_an_interrupt_at_any_moment_keeps_no_other_thread_from_its_call() -> Non
 
     for _ in interrupted(call):
         assert not changed._is_owned()
+
+
+class DeafCondition(threading.Condition):
+    """A condition whose notifications are lost, because each notifying thread is interrupted.
+
+    No time passes in `wait`. The other call ends during the third one.
+    """
+
+    def __init__(self, lock: Any, end_other: Callable[[], None]) -> None:
+        super().__init__(lock)
+        self._end_other = end_other
+        self.waits_s: list[float | None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits_s.append(timeout)
+        if len(self.waits_s) == 3:
+            self._end_other()
+        return False
+
+
+def test_a_call_whose_notification_is_lost_gets_its_turn() -> None:
+    moves, client = BlockMoves(BLOCK, 2 * BLOCK), HeldClient()
+    client.answers = lambda message: JobDone(message.ticket)
+    moves._mover = PutMove([], [], 0.0, [], 0)
+    changed = moves._changed = DeafCondition(moves._lock, lambda: setattr(moves, "_mover", None))
+    read = GetMove([key(0)], [0], 10.0, None)
+    moves.run(read, client, lambda: None)
+    assert read.read and changed.waits_s == [WAIT_SLICE_S] * 3
+
+
+def test_a_close_whose_notification_is_lost_sees_the_end_of_the_last_call() -> None:
+    calls, other = RunningCalls(), -1
+    calls._threads.append(other)
+    changed = calls._changed = DeafCondition(calls._lock, lambda: calls._threads.remove(other))
+    calls.wait(10.0)
+    assert not calls._threads and changed.waits_s == [WAIT_SLICE_S] * 3
