@@ -281,9 +281,10 @@ def continues_prefixes(config: Any) -> bool:
 
 
 def pools_whole_prompts(config: Any) -> bool:
-    """Return True if a pooling model needs every token of a prompt to be computed.
+    """Return True for a pooling model for which vLLM supports no prefix caching.
 
-    The answer is what vLLM says of the model. Its prefix cache may be off for other reasons.
+    MEAN, CLS and STEP pooling need every token of a prompt to be computed. The answer is what vLLM
+    says of the model. Its prefix cache may be off for other reasons.
     """
     model = config.model_config
     pools = getattr(model, "runner_type", "generate") == "pooling"

@@ -1,4 +1,4 @@
-"""Refuse engines that would end or give wrong tokens even with correct blocks, each in a sentence.
+"""Refuse engines that would crash or give wrong tokens even with correct blocks.
 
 The cause lies in vLLM's own scheduler or attention and cannot be seen from the blocks it offers.
 """
@@ -37,9 +37,9 @@ def refuse_useless(engine_config: Any | None) -> None:
         return
     if engine_facts.pools_whole_prompts(engine_config):
         raise ConfigError(
-            "kv_transfer_config: vLLM supports no prefix caching for this pooling model (MEAN, CLS "
-            "and STEP pooling need whole prompts), so a loaded block may end the engine; leave "
-            "kv_transfer_config out"
+            "kv_transfer_config: vLLM supports no prefix caching for this pooling model (its "
+            "pooling is MEAN, CLS or STEP, or its attention is not that of a plain decoder), so a "
+            "loaded block may crash the engine or change its results; leave kv_transfer_config out"
         )
     if not engine_facts.continues_prefixes(engine_config):
         raise ConfigError(
@@ -60,7 +60,7 @@ def refuse_routed_experts(engine_config: Any | None) -> None:
     if getattr(model, "enable_return_routed_experts", False) or getattr(later, "enabled", False):
         raise ConfigError(
             "--enable-return-routed-experts: vLLM does not know the experts of tokens whose blocks "
-            "are loaded, so that a hit may end the engine; leave it out, or leave "
+            "are loaded, so that a hit may crash the engine; leave it out, or leave "
             "kv_transfer_config out"
         )
 

@@ -50,7 +50,7 @@ def namespace_key(
     """Return the namespace of an engine, and warn if its blocks cannot outlive it.
 
     `about` is written beside the fingerprint, for people; for the rest see `namespace_facts`.
-    Raises `ConfigError` for an engine that would end or give wrong tokens.
+    Raises `ConfigError` for an engine that would crash or give wrong tokens.
     """
     refuse_useless(engine_config)
     refuse_routed_experts(engine_config)
