@@ -3,8 +3,8 @@
 The writer of the path creates and deletes the files. A node opens a file at its first use. A run of
 slots never crosses a segment. Methods raise `OSError`. Any thread may call any method.
 
-A process has a limit of descriptors, so only some files stay open: the next one replaces the one
-that was opened first. A file that the writer deletes is dropped, too (`forget`).
+A process has a limit of descriptors, so only some files of a namespace stay open: the next one
+replaces the one that was opened first. A file that the writer deletes is dropped, too (`forget`).
 
 No method here closes a file. A dropped file is closed with its last reference, and each transfer
 holds one. A descriptor that is closed earlier might name another file during that transfer.
@@ -22,7 +22,8 @@ from ..disk.transfers import DIRECT, Transfers, vectored
 from ..segments.format import SegmentLayout, segment_name
 
 DESCRIPTOR_SHARE = 4
-"""One of so many descriptors of the process may be an open segment. The rest is for its own use."""
+"""One of so many descriptors of the process may be an open segment of a namespace. A process that
+has several namespaces open has a share for each of them."""
 
 
 class PayloadFiles:
@@ -111,5 +112,5 @@ class PayloadFiles:
 
 
 def open_files_limit() -> int:
-    """Return the largest number of segments that this process keeps open."""
+    """Return the largest number of segments of a namespace that this process keeps open."""
     return max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // DESCRIPTOR_SHARE)
