@@ -53,7 +53,7 @@ class LinkCounters:
     demote_openings: int = 0
     """Number of times the breaker of writes opened, because the tier failed or stalled."""
     demote_no_space_blocks: int = 0
-    """Number of blocks not written because the tier or its index was full."""
+    """Number of attempts to write a block that failed because the tier or its index was full."""
     demote_held_blocks: int = 0
     """Number of written blocks not kept, because another engine had stored them first."""
     demote_missed_blocks: int = 0
@@ -68,8 +68,8 @@ class LinkCounters:
     promote_openings: int = 0
     """Number of times the breaker of reads opened, because the tier failed or stalled."""
     promote_refused_blocks: int = 0
-    """Number of lookups that missed because the breaker of reads was open. A request that waits
-    counts them once."""
+    """Number of lookups that missed because the breaker of reads was open. After a counted miss of
+    any kind, a request counts none until it loads or stores."""
     demote_latencies_s: deque[float] = field(default_factory=latencies)
     """Seconds from start to end of each write, including queues; the metrics remove them."""
     promote_latencies_s: deque[float] = field(default_factory=latencies)

@@ -202,7 +202,9 @@ LINK_FIELDS: dict[str, str] = {
     "demoted_bytes": "Bytes written to a tier.",
     "demote_s": "Seconds of transfers to a tier.",
     "demote_failed_blocks": "Blocks that could not be written to a tier.",
-    "demote_no_space_blocks": "Blocks not written because a tier's disk, or its index, was full.",
+    "demote_no_space_blocks": (
+        "Attempts to write a block that failed because a tier's disk, or its index, was full."
+    ),
     "demote_refused_blocks": "Blocks that admission kept out of a tier.",
     "demote_over_budget_blocks": "Blocks that the day's write budget kept out of a tier.",
     "demote_held_blocks": "Blocks that another engine had stored in a tier first.",
