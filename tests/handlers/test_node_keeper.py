@@ -521,7 +521,7 @@ def test_a_node_that_never_gets_ready_is_killed_and_another_started() -> None:
 
 
 class Engine:
-    """What is closed at the end of a process."""
+    """An engine that the end of its process closes."""
 
     def __init__(self, closed: list[str]) -> None:
         self._closed = closed
