@@ -192,7 +192,7 @@ class RunningCalls:
     """The calls that have begun and not ended, so that `close` can wait for them. Any thread."""
 
     def __init__(self) -> None:
-        self._threads: list[int] = []
+        self._threads: dict[object, int] = {}
         """Thread of each call. A thread is there twice if a signal interrupted its call."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -200,22 +200,22 @@ class RunningCalls:
     @contextmanager
     def one(self, check: Callable[[], None]) -> Iterator[None]:
         """Context of a call. It does not begin if `check` raises an error."""
-        thread = threading.get_ident()
-        with self._lock:
-            check()
-            self._threads.append(thread)
+        call = object()
         try:
+            with self._lock:
+                check()
+                self._threads[call] = threading.get_ident()
             yield
         finally:
+            self._threads.pop(call, None)  # first: an interrupt may end the wait for the lock
             with self._lock:
-                self._threads.remove(thread)
                 self._changed.notify_all()
 
     def wait(self, limit_s: float) -> None:
         """Wait until the calls of other threads have ended, or the time is over."""
         thread = threading.get_ident()
         with self._lock:
-            _wait_until(lambda: set(self._threads) <= {thread}, self._changed, limit_s)
+            _wait_until(lambda: set(self._threads.values()) <= {thread}, self._changed, limit_s)
 
 
 class BlockMoves:
@@ -251,10 +251,10 @@ class BlockMoves:
                 if not move.left_s:
                     return
         finally:
-            with self._lock:
-                if self._mover is move:
-                    self._left += move.jobs
-                    self._mover = None
+            if self._mover is move:
+                self._left += move.jobs
+                self._mover = None  # first: an interrupt may end the wait for the lock
+                with self._lock:
                     self._changed.notify_all()
 
     # -- inside, for the call that has its turn ------------------------------------------------

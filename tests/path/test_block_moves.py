@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -198,6 +198,65 @@ def test_an_interrupt_at_any_moment_keeps_no_other_thread_from_its_call() -> Non
         assert not changed._is_owned()
 
 
+class InterruptedLock:
+    """A lock with an interrupt in one of its uses.
+
+    It comes just after the release, or while another thread makes the caller wait.
+    """
+
+    def __init__(self, lock: Any, at_use: int, *, is_waiting: bool) -> None:
+        self._lock = lock
+        self._left = at_use
+        self._is_waiting = is_waiting
+
+    def __enter__(self) -> None:
+        self._left -= 1
+        if self._is_waiting:
+            self._interrupt()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        if not self._is_waiting:
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        if self._left == 0:
+            raise KeyboardInterrupt
+
+
+USES = [(1, False), (1, True), (2, False), (2, True)]
+"""Uses of the lock in a call that meets no other one, and whether each is interrupted in a wait."""
+
+
+@pytest.mark.parametrize(("at_use", "is_waiting"), USES)
+def test_an_interrupt_at_the_lock_leaves_the_turn_to_the_next_call(
+    at_use: int, is_waiting: bool
+) -> None:
+    moves, client = BlockMoves(BLOCK, 2 * BLOCK), HeldClient()
+    client.answers = lambda message: JobDone(message.ticket)
+    lock = moves._lock
+    moves._lock = cast(Any, InterruptedLock(lock, at_use, is_waiting=is_waiting))
+    with pytest.raises(KeyboardInterrupt):
+        moves.run(GetMove([key(0)], [0], 10.0, None), client, lambda: None)
+    assert moves._mover is None
+    moves._lock = lock
+    read = GetMove([key(0)], [0], 10.0, None)
+    moves.run(read, client, lambda: None)
+    assert read.read
+
+
+@pytest.mark.parametrize(("at_use", "is_waiting"), USES)
+def test_a_close_waits_for_no_call_that_was_interrupted_at_the_lock(
+    at_use: int, is_waiting: bool
+) -> None:
+    calls = RunningCalls()
+    calls._lock = cast(Any, InterruptedLock(calls._lock, at_use, is_waiting=is_waiting))
+    with pytest.raises(KeyboardInterrupt), calls.one(lambda: None):
+        """It ends at once."""
+    assert not calls._threads
+
+
 class DeafCondition(threading.Condition):
     """A condition whose notifications are lost, because each notifying thread is interrupted.
 
@@ -228,7 +287,7 @@ def test_a_call_whose_notification_is_lost_gets_its_turn() -> None:
 
 def test_a_close_whose_notification_is_lost_sees_the_end_of_the_last_call() -> None:
     calls, other = RunningCalls(), -1
-    calls._threads.append(other)
-    changed = calls._changed = DeafCondition(calls._lock, lambda: calls._threads.remove(other))
+    calls._threads[other] = other
+    changed = calls._changed = DeafCondition(calls._lock, calls._threads.clear)
     calls.wait(10.0)
     assert not calls._threads and changed.waits_s == [WAIT_SLICE_S] * 3
