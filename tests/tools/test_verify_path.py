@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cache_rig import Answer, call, flip
@@ -26,13 +27,15 @@ from support.path_engine import PathEngine
 from kvcascade.errors import KVCascadeError
 from kvcascade.tiers.nvme.disk.filesystem import File, RealFile, RealFileSystem
 from kvcascade.tiers.nvme.disk.transfers import Throttle
+from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tiers.nvme.path.payload_files import PayloadFiles
 from kvcascade.tiers.nvme.path.presence_file import map_presence
 from kvcascade.tiers.nvme.path.writer.path_options import load_record
+from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 from kvcascade.tiers.nvme.segments.format import SegmentLayout
 from kvcascade.tools.commands.block_scan import BlockFinding, NamedBlock, ScanSource, scan_blocks
 from kvcascade.tools.commands.command_line import ExitCode
-from kvcascade.tools.commands.path_blocks import open_path
+from kvcascade.tools.commands.path_blocks import OpenPath, open_path
 from kvcascade.tools.commands.verify import verify_path
 from kvcascade.tools.commands.verify.verify_path import damaged_segments, verify_namespace
 
@@ -103,6 +106,53 @@ def test_an_engine_that_comes_meanwhile_makes_the_count_unknown(tmp_path: Path) 
         report = verify_namespace(path, chosen, throttle, progress, may_repair=False)
         engines[0].close()
     assert report.space_adds_up is None and report.is_clean and report.ok == BLOCKS
+
+
+def writer_with(root: Path, segments: int) -> PathEngine:
+    """An engine that writes a path of so many segments."""
+    options = PathOptions(
+        capacity_of(segments, PER_SEGMENT, BLOCK), segment_bytes=PER_SEGMENT * BLOCK
+    )
+    return PathEngine([root], options, is_thread=True, capacity=64).open()
+
+
+def test_blocks_that_a_writer_with_more_slots_replaced_are_not_corrupt(tmp_path: Path) -> None:
+    first = writer_with(tmp_path, 2)
+    first.store(range(2 * PER_SEGMENT))
+    with open_path(tmp_path) as path:
+        namespace = path.namespace(folder_in(tmp_path).name)
+        named = list(path.blocks(namespace.name))
+        with path.source(namespace) as source:
+            first.close()
+            second = writer_with(tmp_path, 3)
+            try:
+                assert path.drop(namespace.name, named) == len(named)
+                second.store(range(100, 100 + 3 * PER_SEGMENT))
+                found = findings_of(source, named)
+            finally:
+                second.close()
+    assert found == [BlockFinding.CHANGED] * len(named)
+
+
+class Grown(OpenPath):
+    """A path whose namespace has fewer slots at the first question."""
+
+    def __init__(self, path: OpenPath) -> None:
+        super().__init__(RealFileSystem(), path.session, path.roots)
+        self._slots = iter([PER_SEGMENT])
+
+    def facts(self, name: str) -> dict[str, Any]:
+        """Return the facts of the namespace."""
+        facts = super().facts(name)
+        return facts | {"slots": next(self._slots, facts["slots"])}
+
+
+def test_slots_that_a_new_writer_added_meanwhile_exist(tmp_path: Path) -> None:
+    folder = fill_path(tmp_path, BLOCKS)
+    with open_path(tmp_path) as path:
+        chosen, grown = path.namespace(folder.name), Grown(path)
+        report = verify_namespace(grown, chosen, Throttle(None), print, may_repair=True)
+    assert report.is_clean and report.ok == BLOCKS and report.dropped == 0
 
 
 def test_a_damaged_header_is_named(tmp_path: Path) -> None:
@@ -180,13 +230,18 @@ class FailingFiles(RealFileSystem):
         raise OSError(self._code, os.strerror(self._code))
 
 
+def findings_of(source: ScanSource, blocks: list[NamedBlock]) -> list[BlockFinding]:
+    """The result of each block."""
+    return [finding for batch in scan_blocks(source, blocks) for _, finding in batch]
+
+
 def failing_source(
     blocks: tuple[ScanSource, list[NamedBlock]], code: int
 ) -> tuple[ScanSource, list[NamedBlock]]:
     """The blocks of a source, in files that cannot be read."""
     source, named = blocks
     files = PayloadFiles(FailingFiles(code), [Path("/nowhere")], source.files.layout)
-    return ScanSource(files, source.table), named
+    return ScanSource(files, source.map_table), named
 
 
 def test_segments_that_this_process_cannot_open_are_not_called_damaged(
@@ -214,7 +269,7 @@ class TestScan:
             slots = path.facts(folder.name)["slots"]
         fs = RealFileSystem()
         files = PayloadFiles(fs, [folder / "segments"], namespace.layout)
-        return ScanSource(files, map_presence(fs, folder, slots)), named
+        return ScanSource(files, lambda: map_presence(fs, folder, slots)), named
 
     def test_every_valid_payload_is_given_once(
         self, blocks: tuple[ScanSource, list[NamedBlock]]
@@ -232,16 +287,14 @@ class TestScan:
         stale = [NamedBlock(each.key, each.slot, each.checksum ^ 1) for each in named]
         moved = [NamedBlock(each.key, each.slot + 10_000, each.checksum) for each in named]
         for some in (stale, moved):
-            found = [finding for batch in scan_blocks(source, some) for _, finding in batch]
-            assert found == [BlockFinding.CHANGED] * BLOCKS
+            assert findings_of(source, some) == [BlockFinding.CHANGED] * BLOCKS
 
     @pytest.mark.parametrize("code", [errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN])
     def test_an_error_of_the_device_is_damage(
         self, blocks: tuple[ScanSource, list[NamedBlock]], code: int
     ) -> None:
         failing, named = failing_source(blocks, code)
-        found = [finding for batch in scan_blocks(failing, named) for _, finding in batch]
-        assert found == [BlockFinding.UNREADABLE] * BLOCKS
+        assert findings_of(failing, named) == [BlockFinding.UNREADABLE] * BLOCKS
 
     @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES])
     def test_another_error_ends_the_scan(
@@ -249,7 +302,7 @@ class TestScan:
     ) -> None:
         failing, named = failing_source(blocks, code)
         with pytest.raises(KVCascadeError, match=f"{os.strerror(code)}.*; "):
-            list(scan_blocks(failing, named))
+            findings_of(failing, named)
 
     def test_it_reads_no_faster_than_the_limit(
         self, blocks: tuple[ScanSource, list[NamedBlock]]

@@ -72,14 +72,19 @@ Findings = list[tuple[NamedBlock, BlockFinding]]
 
 @dataclass(frozen=True, slots=True)
 class ScanSource:
-    """Files of a namespace, and its presence table."""
+    """Files of a namespace, and the way to its presence table."""
 
     files: PayloadFiles
-    table: PresenceTable
+    map_table: Callable[[], PresenceTable]
+    """Maps the presence table of the last writer, which may have replaced that of another one.
+    Raises a `KVCascadeError`."""
 
     def has_still(self, block: NamedBlock) -> bool:
-        """Return True if the presence table names the block as it was named."""
-        table = self.table
+        """Return True if the presence table names the block as it was named.
+
+        Raises a `KVCascadeError` if it cannot be read.
+        """
+        table = self.map_table()
         is_same = table.is_same(block.key, block.slot)
         return is_same and table.checksum_of(block.slot) == block.checksum
 

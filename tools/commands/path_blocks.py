@@ -18,7 +18,7 @@ from ...handlers.node.path_io import SEGMENTS
 from ...tiers.base import GROUP_BYTES
 from ...tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ...tiers.nvme.path.payload_files import PayloadFiles
-from ...tiers.nvme.path.presence_file import map_presence
+from ...tiers.nvme.path.presence_file import map_last_presence, map_presence
 from ...tiers.nvme.path.writer.messages.block_questions import MAX_BLOCKS_PER_ANSWER
 from ...tiers.nvme.path.writer.namespace.namespace_home import STATE, read_description
 from ...tiers.nvme.path.writer.path_options import load_record, was_reset
@@ -195,11 +195,12 @@ class OpenPath:
     @contextmanager
     def source(self, namespace: NamespaceFolder) -> Iterator[ScanSource]:
         """Open the files of a namespace for reading."""
-        table = map_presence(self._fs, namespace.folders[0], self.facts(namespace.name)["slots"])
+        first = namespace.folders[0]
+        table = map_presence(self._fs, first, self.facts(namespace.name)["slots"])
         folders = [folder / SEGMENTS for folder in namespace.folders]
         files = PayloadFiles(self._fs, folders, namespace.layout)
         try:
-            yield ScanSource(files, table)
+            yield ScanSource(files, lambda: map_last_presence(self._fs, first) or table)
         finally:
             files.close()
 

@@ -166,24 +166,35 @@ def map_presence(fs: FileSystem, folder: Path, slots: int) -> PresenceTable:
     return PresenceTable(memory, slots)
 
 
-def read_presence(fs: FileSystem, folder: Path) -> tuple[PresenceTable, bool]:
-    """Map the presence table in the directory of a namespace, whatever its number of slots.
+def map_last_presence(fs: FileSystem, folder: Path) -> PresenceTable | None:
+    """Map the presence table of the last writer, whatever its number of slots, to read it.
 
-    It needs no writer. The second value is True if the table was closed cleanly and not opened
-    since. Raises `FormatError` if the file is damaged, or a `KVCascadeError` of the file system.
+    A writer with another number of slots makes a new file, and older mappings do not change any
+    more. Return None if the file is damaged, or if a writer is building it. Raises a
+    `KVCascadeError` of the file system.
     """
     path = folder / PRESENCE
     with os_errors(f"reading the presence table {path}"):
         file = fs.open(path)
         try:
             slots = _slots_in(file)
-            if not slots:
-                raise FormatError(f"{path} is damaged; the next writer builds it anew")
-            memory = file.map(0, file.size(), writable=False)
+            memory = file.map(0, file.size(), writable=False) if slots else None
         finally:
             file.close()
-    words = memory[:HEADER_BYTES].cast("B").cast("Q")
-    return PresenceTable(memory, slots), words[_CLEAN_WORD] == _clean_mark(memory) != 0
+    return None if memory is None else PresenceTable(memory, slots)
+
+
+def read_presence(fs: FileSystem, folder: Path) -> tuple[PresenceTable, bool]:
+    """Map the presence table in the directory of a namespace, whatever its number of slots.
+
+    It needs no writer. The second value is True if the table was closed cleanly and not opened
+    since. Raises `FormatError` if the file is damaged, or a `KVCascadeError` of the file system.
+    """
+    table = map_last_presence(fs, folder)
+    if table is None:
+        raise FormatError(f"{folder / PRESENCE} is damaged; the next writer builds it anew")
+    words = table.memory[:HEADER_BYTES].cast("B").cast("Q")
+    return table, words[_CLEAN_WORD] == _clean_mark(table.memory) != 0
 
 
 def recorded_slots(fs: FileSystem, folder: Path) -> int:

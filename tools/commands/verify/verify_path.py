@@ -39,6 +39,7 @@ def verify_namespace(
     slots = int(path.facts(name)["slots"])
     damaged: list[NamedBlock] = []
     named = list(path.blocks(name))
+    slots = max(slots, int(path.facts(name)["slots"]))  # a new writer may have more of them
     report.blocks = len(named)
     inside = [each for each in named if 0 <= each.slot < slots]
     for each in named:
