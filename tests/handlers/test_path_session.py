@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,7 +24,13 @@ from kvcascade.tiers.nvme.path.writer.path_options import PathRecord, load_recor
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 from kvcascade.tiers.nvme.path.writer_note import load_note, note_of_this_process, save_note
 from kvcascade.tools.commands import path_session
-from kvcascade.tools.commands.path_session import AnswerError, open_session
+from kvcascade.tools.commands.path_blocks import OpenPath
+from kvcascade.tools.commands.path_session import (
+    MAX_WRITERS_ASKED,
+    AnswerError,
+    PathSession,
+    open_session,
+)
 
 FS = RealFileSystem()
 TESTS = Path(__file__).resolve().parents[1]
@@ -145,6 +152,42 @@ def test_a_tool_goes_on_with_the_next_writer(has_heir: bool, tmp_path: Path) -> 
     finally:
         for engine in engines:
             engine.close()
+
+
+@pytest.mark.parametrize("is_plain_take", [False, True])
+def test_a_tool_whose_writer_ends_without_an_answer_asks_the_next_one(
+    is_plain_take: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = PathEngine([tmp_path], OPTIONS, is_thread=True).open()
+    engine.store(range(4))
+    engine.close()
+    with open_session(FS, tmp_path) as first, open_session(FS, tmp_path) as second:
+        path = OpenPath(FS, second, [tmp_path])
+        (name,) = path.names
+        has_ended = path_session._has_ended
+
+        def ends_just_then(link: socket.socket) -> bool:
+            monkeypatch.setattr(path_session, "_has_ended", has_ended)
+            first.close()
+            return False
+
+        monkeypatch.setattr(path_session, "_has_ended", ends_just_then)
+        if is_plain_take:
+            with pytest.raises(InUseError, match="closed the connection; try again"):
+                path.take(name, [0])
+        else:
+            assert path.take(name, [0], is_if_empty=True) == ([], 0)
+        assert path.facts(name)["blocks"] == 4 and second.is_writer
+
+
+def test_a_question_goes_to_few_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    PathEngine([tmp_path], OPTIONS, is_thread=True).open().close()
+    asked: list[str] = []
+    with open_session(FS, tmp_path) as session:
+        monkeypatch.setattr(PathSession, "_ask_once", lambda _, what, *__: asked.append(what))
+        with pytest.raises(InUseError, match="closed the connection"):
+            session.ask("stat")
+    assert len(asked) == MAX_WRITERS_ASKED
 
 
 def test_a_tool_that_finds_no_next_writer_tries_again(

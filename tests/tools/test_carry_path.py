@@ -31,7 +31,10 @@ from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tiers.nvme.path.writer.path_options import load_record
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 from kvcascade.tiers.nvme.segments.format import parse_record
+from kvcascade.tools.commands.carry import import_report
+from kvcascade.tools.commands.carry.carried import CarriedReader
 from kvcascade.tools.commands.carry.export_writer import whole_or_nothing
+from kvcascade.tools.commands.carry.import_path import import_into_path
 from kvcascade.tools.commands.command_line import ExitCode
 from kvcascade.tools.commands.path_blocks import OpenPath
 
@@ -125,6 +128,33 @@ def test_a_full_tier_takes_more_only_on_request(file: Path, tmp_path: Path) -> N
     assert answer.code == ExitCode.OK
     assert answer.document["imported"] + answer.document["already_there"] == BLOCKS
     assert held_in(target, range(BLOCKS)) == list(range(BLOCKS))
+
+
+def test_blocks_that_an_engine_stores_meanwhile_are_not_evicted(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(import_report, "MAX_BATCH_BLOCKS", 4)
+    engine = small(tmp_path / "to", 3)
+    meanwhile = [range(100, 116)]
+
+    def progress(rows: int) -> None:
+        if meanwhile:
+            engine.store(meanwhile.pop())
+
+    try:
+        with CarriedReader(file) as carried:
+            report = import_into_path(
+                [tmp_path / "to"],
+                None,
+                carried,
+                may_create=False,
+                may_evict=False,
+                progress=progress,
+            )
+        assert (report.imported, report.failed) == (8, 12)
+        assert engine.holds(range(100, 116)) == list(range(100, 116))
+    finally:
+        engine.close()
 
 
 def test_a_tier_that_is_too_small_keeps_what_was_imported(file: Path, tmp_path: Path) -> None:

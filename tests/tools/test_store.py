@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.cache_rig import ROOT, call, call_outside
 from support.children import environment
@@ -22,12 +23,14 @@ from support.waiting import wait_until
 
 import kvcascade
 from kvcascade.errors import ConfigError, InUseError
+from kvcascade.handlers.node.path_service import WriterService
 from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
-from kvcascade.tiers.nvme.path.path_lock import try_lead
-from kvcascade.tiers.nvme.path.path_messages import PathOptions
+from kvcascade.tiers.nvme.path.path_lock import PathDoor, try_lead
+from kvcascade.tiers.nvme.path.path_messages import PROTOCOL, PathOptions
+from kvcascade.tiers.nvme.path.writer import path_writer
 from kvcascade.tiers.nvme.path.writer.path_options import PATH_FOLDER, load_record
-from kvcascade.tiers.nvme.path.writer_note import load_note
+from kvcascade.tiers.nvme.path.writer_note import load_note, note_of_this_process, save_note
 from kvcascade.tools.commands.command_line import ExitCode
 from kvcascade.tools.commands.path_session import open_session
 from kvcascade.tools.commands.store.serve_path import (
@@ -195,6 +198,41 @@ def test_a_lock_that_nobody_hands_over_is_an_error(tmp_path: Path) -> None:
     finally:
         lock.release()
     assert TAKE_OVER_LIMIT_S <= clock() < TAKE_OVER_LIMIT_S + 1
+
+
+def note_protocol(root: Path, protocol: int) -> None:
+    """Note a writer of another version."""
+    note = note_of_this_process("another version")
+    save_note(FS, root, msgspec.structs.replace(note, protocol=protocol))
+
+
+def test_it_takes_over_from_an_older_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, lock = parts_of([tmp_path], GIVEN, {}), try_lead(FS, tmp_path)
+    assert lock is not None
+    monkeypatch.setattr(path_writer, "PROTOCOL", PROTOCOL - 1)
+    older = WriterService(FS, [tmp_path], OPTIONS, lock)
+    note_protocol(tmp_path, PROTOCOL - 1)
+
+    def pause(seconds: float) -> None:
+        note = load_note(FS, tmp_path)
+        if note is not None and "kvcascade store" in note.name:
+            raise KeyboardInterrupt
+
+    assert serve(parts, rival=Rival.ASKED, pause=pause) is StoreEnd.STOPPED
+    assert older.was_retired
+
+
+def test_it_does_not_take_over_from_a_newer_version(tmp_path: Path) -> None:
+    parts, lock = parts_of([tmp_path], GIVEN, {}), try_lead(FS, tmp_path)
+    assert lock is not None
+    note_protocol(tmp_path, PROTOCOL + 1)
+    door = PathDoor(tmp_path)
+    with door.listen(), pytest.raises(InUseError, match="newer version; update this kvcascade"):
+        serve(parts, rival=Rival.ASKED)
+    door.close()
+    lock.release()
 
 
 def test_another_list_of_paths_takes_nothing_over(tmp_path: Path) -> None:

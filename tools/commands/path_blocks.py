@@ -172,7 +172,12 @@ class OpenPath:
         for start in range(0, len(segments), SEGMENTS_PER_QUESTION):
             some = list(segments[start : start + SEGMENTS_PER_QUESTION])
             answer = self.session.ask(
-                "take", DELETE_LIMIT_S, name=name, segments=some, if_empty=is_if_empty
+                "take",
+                DELETE_LIMIT_S,
+                may_repeat=is_if_empty,  # a segment that was taken may have new blocks
+                name=name,
+                segments=some,
+                if_empty=is_if_empty,
             )
             taken += answer["taken"]
             blocks += int(answer["blocks"])

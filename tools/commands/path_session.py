@@ -12,7 +12,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,16 @@ from ...tiers.nvme.disk.filesystem import FileLock, FileSystem
 from ...tiers.nvme.namespace import DESCRIPTION
 from ...tiers.nvme.path.frames import DECODE_ERRORS, FrameReader, frame
 from ...tiers.nvme.path.path_lock import PathDoor, lock_path
-from ...tiers.nvme.path.path_messages import PROTOCOL, Ask, StillOpening, Told, from_writer
+from ...tiers.nvme.path.path_messages import (
+    PROTOCOL,
+    Ask,
+    Retire,
+    StillOpening,
+    Told,
+    from_writer,
+)
 from ...tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER, load_record
-from ...tiers.nvme.path.writer_note import load_note
+from ...tiers.nvme.path.writer_note import WriterNote, load_note
 
 TOOL_NAME = "kvcascade tool"
 JOIN_LIMIT_S = 5.0
@@ -41,6 +48,8 @@ JOIN_PAUSE_S = 0.05
 ANSWER_LIMIT_S = 10.0
 """Longest wait for an answer, unless a question has a limit of its own."""
 CONNECT_LIMIT_S = 1.0
+MAX_WRITERS_ASKED = 3
+"""Most writers that get one question. Each of them may be a tool that ends before it answers."""
 STOP_LIMIT_S = 60.0
 """Longest wait until a writer of this process has closed."""
 
@@ -77,29 +86,48 @@ class PathSession(AbstractContextManager["PathSession"]):
         """True if this process is the writer of the path."""
         return self._service is not None
 
-    def ask(self, what: str, limit_s: float = ANSWER_LIMIT_S, **body: object) -> dict[str, Any]:
+    def ask(
+        self,
+        what: str,
+        limit_s: float = ANSWER_LIMIT_S,
+        *,
+        may_repeat: bool = True,
+        **body: object,
+    ) -> dict[str, Any]:
         """Ask the writer, and return its answer.
+
+        If the writer closes before it answers, the next one is asked. Without `may_repeat` it is
+        not, because the question has another effect at the second time.
 
         Raises `AnswerError` with the sentence of an answer that names an error, or `InUseError`
         with the name of a writer that does not answer.
         """
-        if self._also is not None and _has_ended(self._link):
-            self._join_next(self._also)
-        self._request += 1
-        try:
-            self._link.settimeout(limit_s)
-            self._link.sendall(frame(Ask(self._request, what, json.dumps(body).encode())))
-            told = self._told(limit_s)
-        except TimeoutError:
-            raise InUseError(_silent(self._fs, self.root)) from None
-        except (OSError, *DECODE_ERRORS):
-            told = None
+        told = None
+        for _ in range(MAX_WRITERS_ASKED if may_repeat else 1):
+            if self._also is not None and _has_ended(self._link):
+                self._join_next(self._also)
+            told = self._ask_once(what, limit_s, body)
+            if told is not None:
+                break
         if told is None:
             raise InUseError(f"the writer of {self.root} closed the connection; try again")
         answer: dict[str, Any] = json.loads(told.body)
         if "error" in answer:
             raise AnswerError(str(answer["error"]))
         return answer
+
+    def _ask_once(self, what: str, limit_s: float, body: Mapping[str, object]) -> Told | None:
+        """Return the answer of this writer; None if it closed the connection."""
+        self._request += 1
+        try:
+            self._link.settimeout(limit_s)
+            self._link.sendall(frame(Ask(self._request, what, json.dumps(body).encode())))
+            return self._told(limit_s)
+        except TimeoutError:
+            raise InUseError(_silent(self._fs, self.root)) from None
+        except (OSError, *DECODE_ERRORS):
+            self._link.close()
+            return None
 
     def close(self) -> None:
         """Close the connection; a writer of this process closes the path cleanly."""
@@ -185,6 +213,28 @@ def follow_session(fs: FileSystem, path: Path) -> PathSession | None:
     return _follow(fs, root) if fs.exists(root / PATH_FOLDER) else None
 
 
+def hand_over(fs: FileSystem, root: Path, limit_s: float) -> None:
+    """Ask a writer of another process, of this version or an older one, to close the path.
+
+    Raises `InUseError` for a writer that is stopped or of a newer version, or `TierIOError`.
+    """
+    found = _connect(fs, root)
+    if found is None:
+        return
+    link, note = found
+    if note is None or note.protocol == PROTOCOL:
+        with PathSession(fs, root, link, None) as session, suppress(InUseError):  # it is closing
+            session.ask("hand_over", limit_s)
+        return
+    with link, suppress(OSError):
+        if note.protocol > PROTOCOL:
+            raise InUseError(
+                f"the writer of {root}, {note.shown}, is of a newer version; update this "
+                "kvcascade, or stop that process"
+            )
+        link.sendall(frame(Retire(PROTOCOL)))
+
+
 def _is_there(fs: FileSystem, path: Path) -> bool:
     """Return whether a name exists. Raises `TierIOError` if this user may not look."""
     if fs.exists(path):
@@ -205,6 +255,21 @@ def _lead(fs: FileSystem, root: Path, also: Sequence[Path], lock: FileLock) -> P
 
 
 def _follow(fs: FileSystem, root: Path, also: Sequence[Path] | None = None) -> PathSession | None:
+    found = _connect(fs, root)
+    if found is None:
+        return None
+    link, note = found
+    if note is not None and note.protocol != PROTOCOL:
+        link.close()
+        raise FormatError(
+            f"the writer of {root}, {note.shown}, speaks protocol {note.protocol}, not {PROTOCOL}; "
+            "use the tools of its version"
+        )
+    return PathSession(fs, root, link, None, also)
+
+
+def _connect(fs: FileSystem, root: Path) -> tuple[socket.socket, WriterNote | None] | None:
+    """Return a connection to the writer, and its note; None if nobody answers."""
     door = PathDoor(root)
     try:
         link = door.connect(CONNECT_LIMIT_S)
@@ -216,13 +281,7 @@ def _follow(fs: FileSystem, root: Path, also: Sequence[Path] | None = None) -> P
     if note is not None and note.is_stopped:
         link.close()
         raise InUseError(_silent(fs, root))
-    if note is not None and note.protocol != PROTOCOL:
-        link.close()
-        raise FormatError(
-            f"the writer of {root}, {note.shown}, speaks protocol {note.protocol}, not {PROTOCOL}; "
-            "use the tools of its version"
-        )
-    return PathSession(fs, root, link, None, also)
+    return link, note
 
 
 def _has_ended(link: socket.socket) -> bool:

@@ -1,8 +1,8 @@
 """`kvcascade import` into a path, closed or beside engines.
 
 The command is one more node of the path: `BlockCache` stores the blocks, and engines find them at
-once. The writer makes room as it does for engines. So without `--make-room` no more blocks are
-stored than there is free room for.
+once. The writer makes room as it does for engines. So without `--make-room` each batch has no more
+blocks than there is free room for when it begins.
 """
 
 from __future__ import annotations
@@ -67,11 +67,18 @@ def import_into_path(
     spec = _target(fs, parts, namespace, head, may_create)
     if parts.record is not None:  # else no engine has used the path
         _refuse_reset(parts.roots[0], key_of(spec).directory_name)
-    with BlockCache(fs, parts.roots, spec, parts.options, CacheOptions()) as cache:
+    with (
+        BlockCache(fs, parts.roots, spec, parts.options, CacheOptions()) as cache,
+        open_path(parts.roots[0]) as opened,
+    ):
         report = ImportReport(cache.name, head.blocks)
-        with open_path(parts.roots[0]) as opened:
-            room = _all_slots(opened, cache.name) if may_evict else _free_slots(opened, cache.name)
-        _import(cache, carried, report, progress, room, TOO_SMALL if may_evict else NO_ROOM)
+        for rows, good in right_batches(carried, report):
+            if may_evict:
+                room = int(opened.facts(cache.name)["slots"]) - report.imported
+            else:
+                room = _free_slots(opened, cache.name)
+            _store(cache, good, report, room, TOO_SMALL if may_evict else NO_ROOM)
+            progress(rows)
     return report
 
 
@@ -123,10 +130,6 @@ def _refuse_reset(root: Path, name: str) -> None:
             )
 
 
-def _all_slots(opened: OpenPath, name: str) -> int:
-    return int(opened.facts(name)["slots"])
-
-
 def _free_slots(opened: OpenPath, name: str) -> int:
     """Return the number of blocks that a namespace can take without any eviction."""
     fs, namespace = RealFileSystem(), opened.namespace(name)
@@ -139,20 +142,7 @@ def _free_slots(opened: OpenPath, name: str) -> int:
     share = (int(options["capacity_bytes"]) - int(stat["bytes"])) // len(free)
     more = sum(max(0, min(share, disk)) // layout.file_bytes for disk in free)
     segments += min(more, int(facts["slots"]) // layout.slots - segments)
-    return segments * layout.slots - int(facts["blocks"])
-
-
-def _import(
-    cache: BlockCache,
-    carried: CarriedReader,
-    report: ImportReport,
-    progress: Progress,
-    room: int,
-    no_room: str,
-) -> None:
-    for rows, good in right_batches(carried, report):
-        room -= _store(cache, good, report, room, no_room)
-        progress(rows)
+    return segments * layout.slots - int(facts["blocks"]) - int(facts["granted_slots"])
 
 
 def _store(
@@ -161,8 +151,8 @@ def _store(
     report: ImportReport,
     room: int,
     no_room: str,
-) -> int:
-    """Store blocks that are not in the cache, at most `room`; return how many were stored."""
+) -> None:
+    """Store blocks that are not in the cache, at most `room`."""
     held = [key for key, is_there in zip(blocks, cache.exists(blocks), strict=True) if is_there]
     cache.touch(held)  # none of them is evicted for another one
     report.already_there += len(held)
@@ -183,4 +173,3 @@ def _store(
         if not outcome.is_there:
             report.failed += 1
             report.reason = _REASONS[outcome]
-    return outcomes.count(PutOutcome.STORED)

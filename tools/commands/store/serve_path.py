@@ -7,7 +7,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from ....tiers.nvme.disk.filesystem import FileLock, FileSystem, RealFileSystem
 from ....tiers.nvme.path.path_lock import lock_path
 from ....tiers.nvme.path.writer.path_options import check_paths, load_record
 from ....tiers.nvme.path.writer_note import load_note
-from ..path_session import follow_session
+from ..path_session import hand_over
 
 CHECK_INTERVAL_S = 0.5
 """Time between two checks that the writer lives, and between two attempts to become it."""
@@ -159,7 +158,7 @@ def _taken_over(fs: FileSystem, parts: PathParts, pause: Pause, clock: Clock) ->
     asked_s, end_s = -math.inf, clock() + TAKE_OVER_LIMIT_S
     while clock() < end_s:
         if clock() >= asked_s + ASK_INTERVAL_S:
-            _ask_to_end(fs, root)
+            hand_over(fs, root, HAND_OVER_ANSWER_S)
             asked_s = clock()
         lock = lock_path(fs, root)
         if lock is not None:
@@ -169,14 +168,6 @@ def _taken_over(fs: FileSystem, parts: PathParts, pause: Pause, clock: Clock) ->
         f"{root} was not handed over within {TAKE_OVER_LIMIT_S:g} s by {_writer_of(fs, root)}; "
         "stop that process"
     )
-
-
-def _ask_to_end(fs: FileSystem, root: Path) -> None:
-    """Ask the writer to close the path. Raises `InUseError` for a writer that is stopped."""
-    session = follow_session(fs, root)
-    if session is not None:
-        with session, suppress(InUseError):  # it is closing already
-            session.ask("hand_over", HAND_OVER_ANSWER_S)
 
 
 def _writer_of(fs: FileSystem, root: Path) -> str:

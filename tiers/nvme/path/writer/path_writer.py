@@ -277,7 +277,10 @@ class PathWriter:
         if message.protocol > PROTOCOL:
             self.wants_close = True
             return
-        text = f"the writer of the path has protocol {PROTOCOL}, which is not older"
+        text = (
+            f"the writer of the path speaks protocol {PROTOCOL}; update the kvcascade of this "
+            f"process, which speaks {message.protocol}"
+        )
         # An older writer has closed meanwhile, if the protocol is equal: the node joins this one.
         is_equal = message.protocol == PROTOCOL
         why = RefusedWhy.CLOSING if is_equal else RefusedWhy.PROTOCOL
