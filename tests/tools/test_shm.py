@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvcascade.tiers.base import BlockHash
-from kvcascade.tiers.cpu import arena_file
+from kvcascade.tiers.cpu import arena_file, header
 from kvcascade.tiers.cpu.arena import Arena, ArenaRole
 from kvcascade.tiers.cpu.header import ArenaGeometry
 from kvcascade.tools.__main__ import main
@@ -54,6 +54,22 @@ def test_listed_while_it_lives_and_afterwards(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_arena_of_another_version_is_listed_and_dropped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for arena in keep_one(tmp_path):
+        arena.close()
+    where = ("--arena-dir", str(tmp_path))
+    monkeypatch.setattr(header, "VERSION", header.VERSION + 1)
+    (other,) = asked(capsys, "ls", *where)["arenas"]
+    assert other["slots"] is other["blocks"] is other["block_bytes"] is None
+    assert other["size_bytes"] > 8 * 4096 and not other["is_live"]
+    assert main(["shm", "ls", *where]) == ExitCode.OK
+    assert "another version" in capsys.readouterr().out
+    assert kept_arenas.kept_blocks(tmp_path, (b"f" * 32).hex()) is None
+    assert asked(capsys, "drop", *where)["dropped"] == [other["name"]]
+
+
 def test_an_arena_that_is_dropped_meanwhile_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,9 +78,9 @@ def test_an_arena_that_is_dropped_meanwhile_is_left_out(
     read = arena_file.kept_header
 
     def dropped(path: str) -> Any:
-        header = read(path)
+        found = read(path)
         os.unlink(path)
-        return header
+        return found
 
     monkeypatch.setattr(kept_arenas, "kept_header", dropped)
     assert asked(capsys, "ls", "--arena-dir", str(tmp_path))["arenas"] == []

@@ -140,10 +140,11 @@ def drop_kept(path: str) -> bool:
     return bool(_KEPT_NAME.fullmatch(os.path.basename(path))) and _remove_stale(path)
 
 
-def kept_header(path: str) -> tuple[ArenaHeader, bool] | None:
+def kept_header(path: str) -> tuple[ArenaHeader | None, bool] | None:
     """Return the header of a kept arena, and True if a live process holds it.
 
-    Return None if the file is not an arena of this user. Takes the exclusive lock for a moment, as
+    The header is None if it is of another version, or damaged. Return None if the file is not an
+    arena of this user. Takes the exclusive lock for a moment, as
     a maker does that searches for an arena to take over.
     """
     fd = _open_own(path)
@@ -151,8 +152,11 @@ def kept_header(path: str) -> tuple[ArenaHeader, bool] | None:
         return None
     try:
         is_free = try_flock(fd, exclusive=True)
-        return layout.read_fixed(os.pread(fd, HEADER_BYTES, 0), path), not is_free
-    except (OSError, FormatError):
+        page = os.pread(fd, HEADER_BYTES, 0)
+        with suppress(FormatError):
+            return layout.read_fixed(page, path), not is_free
+        return (None, not is_free) if page.startswith(layout.MAGIC) else None
+    except OSError:
         return None
     finally:
         os.close(fd)

@@ -27,10 +27,11 @@ class KeptArena:
 
     path: Path
     size_bytes: int
-    slots: int
-    blocks: int
-    """Number of slots with complete bytes."""
-    block_bytes: int
+    slots: int | None
+    """None if this version does not read the arena."""
+    blocks: int | None
+    """Number of slots with complete bytes; None as `slots`."""
+    block_bytes: int | None
     is_live: bool
     """True while a process holds the arena."""
 
@@ -60,8 +61,10 @@ def _arena(path: str) -> KeptArena | None:
     if header is None:
         return None
     fixed, is_live = header
-    geometry = fixed.geometry
     size = os.stat(path).st_size
+    if fixed is None:
+        return KeptArena(Path(path), size, None, None, None, is_live)
+    geometry = fixed.geometry
     blocks = _blocks(path, geometry) if size >= geometry.file_bytes else 0
     return KeptArena(Path(path), size, geometry.slots, blocks, geometry.slot_bytes, is_live)
 
@@ -80,6 +83,8 @@ def print_arenas(arenas: Sequence[KeptArena]) -> None:
     for arena in arenas:
         in_use = "yes" if arena.is_live else "no"
         counts = (str(arena.blocks), str(arena.slots))
+        if arena.slots is None:
+            counts = ("another version", "")
         table.add_row(arena.path.name, human(arena.size_bytes), *counts, in_use)
     show.console().print(table)
 
@@ -103,8 +108,10 @@ def kept_blocks(arena_dir: Path, fingerprint: str) -> tuple[set[BlockHash], int]
     for path in kept_arenas(str(arena_dir)):
         with suppress(FileNotFoundError):  # it was dropped meanwhile
             header = kept_header(path)
-            geometry = None if header is None else header[0].geometry
-            if geometry is None or os.stat(path).st_size < geometry.file_bytes:
+            if header is None or header[0] is None:
+                continue
+            geometry = header[0].geometry
+            if os.stat(path).st_size < geometry.file_bytes:
                 continue
             table = _table(path, geometry)
             if table.fingerprint.hex() == fingerprint:
