@@ -140,7 +140,7 @@ def test_what_is_missing_is_named(
 ) -> None:
     monkeypatch.setattr(bench, "NEEDED", ("kvcascade", "no_such_module"))
     assert status_of(BenchOptions()) == ExitCode.MISSING
-    assert "no_such_module not found" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("bench: no_such_module not found")
 
 
 def test_facts(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,10 @@ def test_writes_of_all_paths_wear_all_their_disks(
     with open_path(roots[0]) as opened:
         inspector = Inspector(FS, opened, now_s=time.time() + 86_400, machine=Disks())
         found = inspector.report(folder)
+        part = replace(folder, folders=folder.folders[:1])
+        wear_of_a_part = inspector.report(part).drive_writes_per_day
     assert found.drive_writes_per_day == pytest.approx(20 * BLOCK / (disks << 30), rel=0.01)
+    assert wear_of_a_part is None
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "gc --older-than 1d", "export OUT"])

@@ -21,6 +21,7 @@ from support.path_cache import (
     held_in,
     of_version_2,
     running_engine,
+    segment,
 )
 from support.path_engine import PathEngine
 
@@ -175,6 +176,18 @@ def test_a_lost_segment_costs_its_blocks(tmp_path: Path) -> None:
         answer = call("verify", tmp_path, "--repair", "--json")
         assert set(problems(answer).values()) == {"no_segment"}
         assert answer.one["dropped"] == len(problems(answer)) == PER_SEGMENT
+    finally:
+        engine.close()
+
+
+def test_a_folder_in_place_of_a_segment_is_named(tmp_path: Path) -> None:
+    folder = fill_path(tmp_path, BLOCKS)
+    engine = engine_on(tmp_path)
+    try:
+        segment(folder).unlink()
+        segment(folder).mkdir()
+        answer = call("verify", tmp_path, "-n", folder.name)
+        assert answer.code == ExitCode.CANNOT_OPEN and str(segment(folder)) in answer.err
     finally:
         engine.close()
 

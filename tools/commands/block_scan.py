@@ -183,4 +183,4 @@ def _of_error(source: ScanSource, block: NamedBlock, error: OSError) -> BlockFin
         return BlockFinding.NO_SEGMENT
     if error.errno in DEVICE_ERRNOS:
         return BlockFinding.UNREADABLE
-    raise from_os_error(error, "reading blocks") from error
+    raise from_os_error(error, f"reading {source.files.path_of(block.slot)}") from error

@@ -77,6 +77,10 @@ class PayloadFiles:
         """Drop the file of the segment in which a slot lies."""
         self.forget([slot // self.layout.slots])
 
+    def path_of(self, slot: int) -> Path:
+        """Return the file in which a slot lies."""
+        return self._path(slot // self.layout.slots)
+
     def has_folder(self, number: int) -> bool:
         """Return True if the folder of a segment can be read: the disk is mounted."""
         try:
@@ -97,12 +101,14 @@ class PayloadFiles:
         with self._lock:
             file = self._files.get(number)
             if file is None:
-                path = self._folders[number % len(self._folders)] / segment_name(number)
-                file = self._fs.open(path, direct=True)
+                file = self._fs.open(self._path(number), direct=True)
                 if len(self._files) >= self._max_open:
                     del self._files[next(iter(self._files))]
                 self._files[number] = file
             return file
+
+    def _path(self, number: int) -> Path:
+        return self._folders[number % len(self._folders)] / segment_name(number)
 
     def _locate(self, first_slot: int, count: int) -> tuple[File, int]:
         """Return the file of a run, and the offset at which the run begins in it."""

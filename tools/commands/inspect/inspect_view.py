@@ -143,11 +143,13 @@ def _segments(report: NamespaceReport) -> str:
 
 
 def _endurance(report: NamespaceReport) -> str:
-    if report.written_bytes_per_day is None or report.drive_writes_per_day is None:
+    if report.written_bytes_per_day is None:
         lived = f"{show.size(report.written_bytes)} in its first {show.duration(report.age_s)}"
         return show.UNKNOWN if report.age_s is None else f"{lived}; per day after an hour"
-    writes = f"{report.drive_writes_per_day:.3g} drive writes per day"
-    return f"{show.size(report.written_bytes_per_day)} per day since its creation, {writes}"
+    text = f"{show.size(report.written_bytes_per_day)} per day since its creation"
+    if report.drive_writes_per_day is None:
+        return text
+    return f"{text}, {report.drive_writes_per_day:.3g} drive writes per day"
 
 
 def _policies(report: NamespaceReport) -> Table:

@@ -103,7 +103,8 @@ class NamespaceReport:
     """Mean bytes written per day since the namespace was created; None in its first
     `RATE_AFTER_S`."""
     drive_writes_per_day: float | None = None
-    """Drive writes per day of the devices that hold the paths, together."""
+    """Drive writes per day of the devices that hold the paths, together; None if a path is
+    missing."""
     groups: list[GroupReport] = field(default_factory=list)
     age: dict[str, int] = field(default_factory=dict)
     """Number of blocks by the time since they were written."""
@@ -256,6 +257,9 @@ class Inspector:
         per_day = written / (age_s / DAY_S) if age_s and age_s >= RATE_AFTER_S else None
         with os_errors(f"asking for the disks of {one.name}"):
             disks = {disk.device: disk.total for disk in map(self._machine.disk, one.folders)}
+        wear = None
+        if per_day is not None and not found.parts_missing:
+            wear = per_day / sum(disks.values())
         return replace(
             found,
             engines=facts["engines"],
@@ -269,7 +273,7 @@ class Inspector:
             written_bytes_last_day=facts["day"]["written_bytes"],
             read_bytes_last_day=facts["day"]["read_bytes"],
             written_bytes_per_day=per_day,
-            drive_writes_per_day=None if per_day is None else per_day / sum(disks.values()),
+            drive_writes_per_day=wear,
         )
 
     def _groups(self, one: NamespaceFolder, blocks: int, is_open: bool) -> list[GroupReport]:

@@ -108,8 +108,9 @@ class BenchOptions:
 def run(options: BenchOptions) -> None:
     """Run the benchmark. An error ends the command."""
     is_bare = set(options.only or MEASUREMENTS) <= set(BARE)
-    with answering(options.as_json, "\nbench"):
+    with answering(options.as_json, "bench"):
         check_found(BARE_NEEDED if is_bare else NEEDED, "bench")
+    with answering(options.as_json, "\nbench"):  # below the progress
         with _only_errors_of_vllm(), answering_apart(options.as_json):
             found = _run(options)
         if options.as_json:

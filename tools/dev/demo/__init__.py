@@ -36,8 +36,9 @@ NEEDED = ("vllm", "rich", "matplotlib", "obstore")
 
 def run(out: Path, keep: bool, as_json: bool) -> None:
     """Run the demo. An error ends the command, and so does a problem."""
-    with answering(as_json, "\ndemo"):
+    with answering(as_json, "demo"):
         check_found(NEEDED, "demo")
+    with answering(as_json, "\ndemo"):  # below the progress
         with answering_apart(as_json):
             found = _run(out.absolute(), keep)
         if as_json:
