@@ -279,6 +279,13 @@ def test_a_damaged_head_is_refused(file: Path, tmp_path: Path, offset: int) -> N
     assert answer.code == ExitCode.CANNOT_OPEN and answer.err.count("\n") == 1
 
 
+def test_a_damaged_index_cannot_be_opened(file: Path, tmp_path: Path) -> None:
+    folder = fill_path(tmp_path / "to", 4)
+    (folder / "blocks" / "data.mdb").write_bytes(bytes(1 << 16))
+    answer = call("import", tmp_path / "to", file)
+    assert answer.code == ExitCode.CANNOT_OPEN and "index" in answer.err
+
+
 def test_strange_files_are_refused(file: Path, tmp_path: Path) -> None:
     whole = file.read_bytes()
     fill_path(tmp_path / "to", 0)

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from support.cache_rig import ROOT, call, call_bound
+from support.cache_rig import ROOT, call, call_bound, call_outside
 from support.path_cache import fill_path
 from support.users import NOBODY, unprivileged
 
@@ -264,3 +264,41 @@ def test_completion_for_a_home_that_cannot_be_written(
     assert main(["--install-completion", "bash"]) == ExitCode.CANNOT_OPEN
     said = capsys.readouterr().err
     assert "cannot be written" in said and "--show-completion" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", ["config", "check -", "doctor -", "remote ls -"])
+def test_a_closed_standard_input_is_one_sentence(words: str) -> None:
+    answer = call_outside(*words.split(), before=("sh", "-c", 'exec "$@" <&-', "sh"))
+    assert answer.code == ExitCode.USAGE and answer.err.count("\n") == 1, answer.err
+    assert "give" in answer.err
+
+
+OTHER_USER = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
+"""Command before another one, which then runs as another user."""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root runs commands as another user")
+@pytest.mark.parametrize("mode", [0o755, 0o777])
+def test_the_path_of_another_user_cannot_be_opened(mode: int) -> None:
+    with TemporaryDirectory() as made:
+        top, file = Path(made), Path(made) / "warm.safetensors"
+        top.chmod(0o755)
+        name = fill_path(top / "kv", 4).name
+        call("export", top / "kv", file)
+        file.chmod(0o644)
+        (top / "kv").chmod(mode)
+        remove = ("gc", top / "kv", "-n", name, "--remove-namespace")
+        for words in (("import", top / "kv", file), ("store", top / "kv"), remove):
+            answer = call_outside(*words, before=OTHER_USER)
+            assert answer.code == ExitCode.CANNOT_OPEN, (words, answer)
+            assert "run as the user of the engines" in answer.err
+
+
+def test_a_namespace_whose_folder_may_not_be_changed_is_not_in_use(tmp_path: Path) -> None:
+    folder = fill_path(tmp_path, 4)
+    tmp_path.chmod(0o555)
+    try:
+        answer = call_bound("gc", tmp_path, "-n", folder.name, "--remove-namespace", "--json")
+    finally:
+        tmp_path.chmod(0o755)
+    assert answer.code == ExitCode.CANNOT_OPEN and "could not be deleted" in answer.one["skipped"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from ...tiers.nvme.namespace import (
     is_namespace_name,
 )
 from ...tiers.nvme.path.writer.namespace.namespace_home import SEGMENTS, read_description
-from ...tiers.nvme.path.writer.path_options import load_record
+from ...tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER, load_record
 from ...tiers.nvme.segments.format import MAX_DESCRIPTION_BYTES, SegmentLayout, segment_number
 
 MAX_NAMES_SHOWN = 8
@@ -267,3 +268,13 @@ def _last_part(text: str) -> str:
 def _digits_of(one: NamespaceFolder) -> str:
     known = one.document.get("fingerprint")
     return known if isinstance(known, str) else one.name[-SHORT_FINGERPRINT_DIGITS:]
+
+
+def check_may_write(roots: Sequence[Path]) -> None:
+    """Raise `TierIOError` if this user may not write the folders of a path that exist."""
+    for root in roots:
+        with os_errors(f"opening {root}"), suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(root)
+            if not os.access(root, os.W_OK | os.X_OK, effective_ids=True):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            os.stat(root / PATH_FOLDER / PATH_FILE)  # its folder is for its user alone

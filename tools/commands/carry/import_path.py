@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ....assembly.path_parts import PathParts, described, existing_names, path_parts
 from ....block_cache import BlockCache, CacheOptions, PutOutcome
-from ....errors import InUseError, KVCascadeError, TierIOError, os_errors
+from ....errors import ConfigError, InUseError, KVCascadeError, TierIOError, os_errors
 from ....handlers.node.path_io import SEGMENTS
 from ....tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ....tiers.nvme.namespace import DESCRIPTION, NamespaceKey
@@ -21,7 +21,7 @@ from ....tiers.nvme.path.path_messages import NamespaceSpec
 from ....tiers.nvme.path.writer.namespace.namespace_home import key_of, read_description, spec_of
 from ....tiers.nvme.segments.format import segment_number
 from ..path_blocks import OpenPath, open_path
-from ..path_folders import choose, folders_in
+from ..path_folders import check_may_write, choose, folders_in
 from ..verify.verify_report import Progress
 from .carried import CarriedHead, CarriedReader
 from .import_report import (
@@ -68,7 +68,7 @@ def import_into_path(
     if parts.record is not None:  # else no engine has used the path
         _refuse_reset(parts.roots[0], key_of(spec).directory_name)
     with (
-        BlockCache(fs, parts.roots, spec, parts.options, CacheOptions()) as cache,
+        _joined(fs, parts, spec) as cache,
         open_path(parts.roots[0]) as opened,
     ):
         report = ImportReport(cache.name, head.blocks)
@@ -82,12 +82,26 @@ def import_into_path(
     return report
 
 
+def _joined(fs: FileSystem, parts: PathParts, spec: NamespaceSpec) -> BlockCache:
+    """Join the path. Raises a `KVCascadeError`; that of a damaged index is no `ConfigError`."""
+    try:
+        return BlockCache(fs, parts.roots, spec, parts.options, CacheOptions())
+    except ConfigError:
+        name = key_of(spec).directory_name
+        if parts.record is not None:
+            with open_path(parts.roots[0]) as opened:
+                if name in opened.names:
+                    opened.facts(name)  # raises the reason if the namespace cannot be opened
+        raise
+
+
 def _check_folders(roots: Sequence[Path]) -> None:
-    """Raise `TierIOError` if a folder is missing or cannot be looked at."""
+    """Raise `TierIOError` if a folder is missing, cannot be looked at, or is another user's."""
     for root in roots:
         with os_errors(f"looking for {root}"):
             if not root.is_dir():
                 raise TierIOError(errno.ENOENT, f"there is no folder {root}; create it")
+    check_may_write(roots)
 
 
 def _target(

@@ -22,6 +22,7 @@ from ....config.sizes import human
 from ....errors import ConfigError
 from ....tiers.policies import named_object
 from ....vllm import precheck
+from ..command_line import CommandError, ExitCode
 
 MAX_CONFIG_BYTES = 1 << 20
 STANDARD_INPUT = Path("-")
@@ -319,6 +320,9 @@ def _read_json(path: Path, given: Given) -> Mapping[str, object]:
     source = given.source
     try:
         if path == STANDARD_INPUT:
+            if not sys.stdin:  # Python has none for a closed descriptor
+                problem = f"{source} is closed; give the name of a file"
+                raise CommandError(problem, ExitCode.USAGE)
             data = sys.stdin.buffer.read(MAX_CONFIG_BYTES + 1)
         else:
             with path.open("rb") as file:

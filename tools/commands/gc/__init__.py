@@ -152,13 +152,14 @@ def _run(
                 if not wish.whole:
                     raise
                 problem = str(error)
-        reports = Collector(fs, opened, wish, problem=problem).collect(chosen, dry_run)
+        collector = Collector(fs, opened, wish, problem=problem)
+        reports = collector.collect(chosen, dry_run)
     if as_json:
         emit("gc", {"is_dry_run": dry_run, "namespaces": reports})
     else:
         print_collected(reports, dry_run)
     if wish.whole and any(report.skipped for report in reports):
-        return ExitCode.IN_USE
+        return ExitCode.CANNOT_OPEN if collector.has_fault else ExitCode.IN_USE
     return ExitCode.PROBLEMS if any(report.is_incomplete for report in reports) else ExitCode.OK
 
 

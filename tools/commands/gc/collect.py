@@ -8,6 +8,7 @@ one of another version, or one that is damaged.
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from rich.text import Text
 
 from ....config.sizes import human
-from ....errors import ConfigError, InUseError, KVCascadeError
+from ....errors import ConfigError, InUseError, KVCascadeError, TierIOError
 from ....tiers.nvme.disk.filesystem import FileSystem
 from ....tiers.nvme.namespace import remove_namespace
 from ....tiers.nvme.segments.chains import head_of
@@ -146,6 +147,8 @@ class Collector:
         self._wish = wish
         self._problem = problem
         self._now_s = time.time() if now_s is None else now_s
+        self.has_fault = False
+        """True once the files of a whole namespace could not be removed, though it is free."""
 
     def collect(self, folders: Sequence[NamespaceFolder], is_dry_run: bool) -> list[GcReport]:
         """Remove blocks and files, or only report them; return a report for each namespace.
@@ -300,6 +303,7 @@ class Collector:
         except KVCascadeError as error:  # continue with the other namespaces
             report.skipped, report.is_incomplete = str(error), not report.was_removed
             if report.was_removed:
+                self.has_fault = isinstance(error, TierIOError)
                 report.blocks_removed = report.segments_removed = report.bytes_freed = 0
             report.was_removed, report.hottest_idle_s = False, None
 
@@ -328,7 +332,9 @@ class Collector:
                 with suppress(AnswerError):  # one that cannot be opened is removed as it is
                     self._opened.take(folder.name, list(folder.segment_files()))
             if not self._opened.remove(folder.name):
-                raise InUseError("its files could not be deleted; see the log of the writer")
+                raise TierIOError(
+                    errno.EIO, "its files could not be deleted; see the log of the writer"
+                )
             return
         folders = [each.resolve() for each in folder.folders]
         if not all([remove_namespace(self._fs, each) for each in folders]):

@@ -22,6 +22,7 @@ from ....tiers.nvme.disk.filesystem import FileLock, FileSystem, RealFileSystem
 from ....tiers.nvme.path.path_lock import lock_path
 from ....tiers.nvme.path.writer.path_options import check_paths, load_record
 from ....tiers.nvme.path.writer_note import load_note
+from ..path_folders import check_may_write
 from ..path_session import hand_over
 
 CHECK_INTERVAL_S = 0.5
@@ -70,6 +71,7 @@ def parts_of(
 
     Raises a `KVCascadeError`.
     """
+    check_may_write(paths)
     found: Any = with_environment({"tiers": [{"type": "nvme"}]}, environment)[0]
     tier = found["tiers"][0]
     options = {name: value for name, value in tier.items() if name in OPTIONS_OF_PATH}
