@@ -144,8 +144,8 @@ def kept_header(path: str) -> tuple[ArenaHeader | None, bool] | None:
     """Return the header of a kept arena, and True if a live process holds it.
 
     The header is None if it is of another version, or damaged. Return None if the file is not an
-    arena of this user. Takes the exclusive lock for a moment, as
-    a maker does that searches for an arena to take over.
+    arena of this user. Takes the exclusive lock for a moment, as a maker does that searches for an
+    arena to take over.
     """
     fd = _open_own(path)
     if fd is None:
