@@ -159,6 +159,18 @@ def test_a_segment_of_it_is_made_first() -> None:
     check_that_work_ends_first(rig, node)
 
 
+def test_a_deletion_in_another_namespace_holds_up_nothing() -> None:
+    rig = PathRig(120, executor=SteppingExecutor())
+    node, other = RigNode(rig, "gone"), RigNode(rig, "other")
+    store(other, range(8))
+    assert rig.writer.path.space.take(folder_of(other).name, 0)
+    rig.step()
+    assert rig.writer.path.space.is_taking
+    remove(rig, node, "")
+    rig.writer.forget_gone()
+    assert clients(rig) == [other.client]
+
+
 def test_a_segment_of_it_is_deleted_first() -> None:
     """A file of the new directory may have the same name by then."""
     rig = PathRig(40, executor=SteppingExecutor())
@@ -258,12 +270,13 @@ def test_what_is_left_of_a_namespace_that_a_tool_looked_at_leaves_if_its_room_is
     assert not rig.fs.exists(folder_of(node))
 
 
-def test_the_tables_that_are_made_anew_take_nothing_of_the_reserve() -> None:
+@pytest.mark.parametrize("parts", ["", "lock segments blocks presence"])
+def test_the_tables_that_are_made_anew_take_nothing_of_the_reserve(parts: str) -> None:
     rig = PathRig(20, min_free_bytes=1 << 20)
     gone = RigNode(rig)
     rig.close()
     rig.start()
-    remove(rig, gone, "")
+    remove(rig, gone, *(parts.split() or [""]))
     rig.fs.size_bytes = rig.fs.used_bytes(Path("/")) + (1 << 20) + 4 * BLOCK_BYTES
     again = RigNode(rig)
     rig.step(20, seconds=1.0)

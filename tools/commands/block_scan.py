@@ -75,9 +75,9 @@ class ScanSource:
     """Files of a namespace, and the way to its presence table."""
 
     files: PayloadFiles
-    map_table: Callable[[], PresenceTable]
-    """Maps the presence table of the last writer, which may have replaced that of another one.
-    Raises a `KVCascadeError`."""
+    map_table: Callable[[], PresenceTable | None]
+    """Maps the presence table of the last writer, which may have replaced that of another one. None
+    while a writer builds it. Raises a `KVCascadeError`."""
 
     def has_still(self, block: NamedBlock) -> bool:
         """Return True if the presence table names the block as it was named.
@@ -85,8 +85,9 @@ class ScanSource:
         Raises a `KVCascadeError` if it cannot be read.
         """
         table = self.map_table()
-        is_same = table.is_same(block.key, block.slot)
-        return is_same and table.checksum_of(block.slot) == block.checksum
+        if table is None or not table.is_same(block.key, block.slot):
+            return False
+        return table.checksum_of(block.slot) == block.checksum
 
 
 def scan_blocks(

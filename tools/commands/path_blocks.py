@@ -18,7 +18,7 @@ from ...handlers.node.path_io import SEGMENTS
 from ...tiers.base import GROUP_BYTES
 from ...tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ...tiers.nvme.path.payload_files import PayloadFiles
-from ...tiers.nvme.path.presence_file import map_last_presence, map_presence
+from ...tiers.nvme.path.presence_file import map_last_presence
 from ...tiers.nvme.path.writer.messages.block_questions import MAX_BLOCKS_PER_ANSWER
 from ...tiers.nvme.path.writer.namespace.namespace_home import STATE, read_description
 from ...tiers.nvme.path.writer.path_options import load_record, was_reset
@@ -186,7 +186,9 @@ class OpenPath:
     def remove(self, name: str) -> bool:
         """Delete a namespace that no engine has open. Return False if its files could not be
         deleted."""
-        return bool(self.session.ask("remove", DELETE_LIMIT_S, name=name)["is_removed"])
+        # A writer that is asked again would not know the namespace.
+        answer = self.session.ask("remove", DELETE_LIMIT_S, may_repeat=False, name=name)
+        return bool(answer["is_removed"])
 
     def drop(self, name: str, blocks: Sequence[NamedBlock]) -> int:
         """Remove those of the blocks that are still as they were named; return their number."""
@@ -201,11 +203,10 @@ class OpenPath:
     def source(self, namespace: NamespaceFolder) -> Iterator[ScanSource]:
         """Open the files of a namespace for reading."""
         first = namespace.folders[0]
-        table = map_presence(self._fs, first, self.facts(namespace.name)["slots"])
         folders = [folder / SEGMENTS for folder in namespace.folders]
         files = PayloadFiles(self._fs, folders, namespace.layout)
         try:
-            yield ScanSource(files, lambda: map_last_presence(self._fs, first) or table)
+            yield ScanSource(files, lambda: map_last_presence(self._fs, first))
         finally:
             files.close()
 

@@ -303,7 +303,7 @@ class Collector:
         except KVCascadeError as error:  # continue with the other namespaces
             report.skipped, report.is_incomplete = str(error), not report.was_removed
             if report.was_removed:
-                self.has_fault = isinstance(error, TierIOError)
+                self.has_fault |= isinstance(error, TierIOError)
                 report.blocks_removed = report.segments_removed = report.bytes_freed = 0
             report.was_removed, report.hottest_idle_s = False, None
 

@@ -295,7 +295,8 @@ class PathNamespaces:
         sizes: Sequence[int] = ()
         for gone, day in self.space.idle.take_gone(self.openings):
             self._record_removal(gone, day)
-        if all(one.name != name for one in self.space.idle.all):
+        is_known = any(one.name == name for one in self.space.idle.all)
+        if not (is_known and self.fs.exists(self.roots[0] / name / BLOCKS)):
             plan = plan_of(spec, options.capacity_bytes, options.segment_bytes, paths)
             sizes = [fixed_bytes(plan.slots, path) for path in range(paths)]
         own = self.space.own_folders.union(root / name for root in self.roots)

@@ -211,18 +211,12 @@ class PathSpace:
         return True
 
     def gone(self) -> list[NamespaceWriter]:
-        """Return the open namespaces that another program removed.
-
-        Namespaces whose segments are being made are left out: the files must not come into new
-        directories of that name. While a segment is being deleted, the list is empty: its name must
-        not lead to a file in a new directory.
-        """
-        if self.files.is_deleting:
-            return []
+        """Return the open namespaces that another program removed, except while segments of them
+        are being made or deleted: those names must not lead into new directories."""
         return [
             namespace
             for name, namespace in self.namespaces.items()
-            if not namespace.home.is_in_place and self.files.making_since_s(name) is None
+            if not (namespace.home.is_in_place or self.files.has_work(name))
         ]
 
     def take_if_lost(self, namespace: NamespaceWriter, number: int) -> bool:

@@ -34,6 +34,8 @@ class _Files:
     """Segments that are being made."""
     making_since_s: float = 0.0
     """Time at which the last of them began to be made."""
+    deleting: int = 0
+    """Number of segments that are being deleted."""
     retry_at_s: dict[int, float] = field(default_factory=dict)
     """Paths in which the last attempt failed for another reason than room, to the time of the next
     one; each is logged once."""
@@ -90,6 +92,11 @@ class SegmentJobs:
         """Return the time at which segments of a namespace began to be made; None if none are."""
         files = self._files[name]
         return files.making_since_s if files.making else None
+
+    def has_work(self, name: str) -> bool:
+        """Return True while a file of a namespace is being made or deleted."""
+        files = self._files[name]
+        return bool(files.making or files.deleting)
 
     @property
     def is_deleting(self) -> bool:
@@ -171,6 +178,7 @@ class SegmentJobs:
     def delete(self, namespace: NamespaceWriter, number: int) -> None:
         """Begin to delete a segment without blocks."""
         files = self._files[namespace.home.name]
+        files.deleting += 1
         self._deleting += 1
 
         def delete() -> None:
@@ -216,6 +224,7 @@ class SegmentJobs:
             files.numbers[number % self._capacity.paths].discard(number)
 
     def _deleted(self, files: _Files, number: int) -> None:
+        files.deleting -= 1
         self._deleting -= 1
         self._keeping.pop(number % self._capacity.paths, None)
         if self._is_open(files):
@@ -223,6 +232,7 @@ class SegmentJobs:
             self._on_deleted(files.namespace.home.name, number, True)
 
     def _kept(self, files: _Files, number: int, error: Exception | None) -> None:
+        files.deleting -= 1
         self._deleting -= 1
         path = number % self._capacity.paths
         if error is not None and path not in self._keeping:
