@@ -30,14 +30,14 @@ _NO_USE = frozenset({Put.ALREADY, Put.UNWANTED})
 _LATER = (Put.LATER, Put.FULL, Put.RESTING, Put.NOT_TAKEN)
 """Answers of the port to blocks that it may take in another job."""
 AGING_PER_SLOT = 2
-"""Entries per slot of the queue of stored blocks from which on it drops the useless ones."""
+"""Limit on the entries per slot of the queue of stored blocks."""
 
 
 class Aging:
     """Queue of stored blocks, each once, with the times of their last stores, oldest first.
 
-    It may contain blocks that were written or evicted meanwhile. They take little room, because
-    each new entry of a long queue drops two old ones of such blocks.
+    If the queue is full, its oldest blocks are due at once, unless they were written or evicted
+    meanwhile.
     """
 
     def __init__(self, clock: Clock, level: Level, age_s: float) -> None:
@@ -47,6 +47,8 @@ class Aging:
         self._age_s = age_s
         self.stored: OrderedDict[BlockHash, float] = OrderedDict()
         """Blocks with the times of their stores, oldest first."""
+        self.due: OrderedDict[BlockHash, None] = OrderedDict()
+        """Blocks to write now. Some may have been written or evicted meanwhile."""
 
     def note(self, block_hashes: Sequence[BlockHash]) -> None:
         """Append blocks that are dirty from now on."""
@@ -54,34 +56,46 @@ class Aging:
         for block_hash in block_hashes:
             stored.pop(block_hash, None)
             stored[block_hash] = now_s
-        excess = len(stored) - AGING_PER_SLOT * self._level.capacity
-        for _ in range(min(excess, 2 * len(block_hashes))):
-            block_hash, stored_s = stored.popitem(last=False)
-            if self._level.is_dirty(block_hash):
-                stored[block_hash] = stored_s
+        for _ in range(len(stored) - AGING_PER_SLOT * self._level.capacity):
+            self._make_due(stored.popitem(last=False)[0])
 
     def take_due(self, n: int) -> list[BlockHash]:
         """Remove and return up to `n` due blocks."""
         due_s = self._clock() - self._age_s
-        due: list[BlockHash] = []
-        for block_hash, stored_s in islice(self.stored.items(), n):
+        due = list(islice(self.due, n))
+        for block_hash in due:
+            del self.due[block_hash]
+        aged: list[BlockHash] = []
+        for block_hash, stored_s in islice(self.stored.items(), n - len(due)):
             if stored_s > due_s:
                 break
-            due.append(block_hash)
-        for block_hash in due:
+            aged.append(block_hash)
+        for block_hash in aged:
             del self.stored[block_hash]
-        return due
+        return list(dict.fromkeys(due + aged)) if due else aged
 
     def put_back(self, block_hashes: Sequence[BlockHash]) -> None:
-        """Return due blocks that could not be written yet to the front of the queue."""
-        due_s = self._clock() - self._age_s
+        """Return due blocks that could not be written yet, before all others."""
         for block_hash in reversed(block_hashes):
-            self.stored[block_hash] = due_s
-            self.stored.move_to_end(block_hash, last=False)
+            self.due[block_hash] = None
+            self.due.move_to_end(block_hash, last=False)
 
     def clear(self) -> None:
         """Forget all blocks, because the level was reset."""
         self.stored.clear()
+        self.due.clear()
+
+    def _make_due(self, block_hash: BlockHash) -> None:
+        """Add a dirty block. Of many due ones, the next two are dropped if they are dirty no more:
+        the level has fewer blocks."""
+        due, is_dirty = self.due, self._level.is_dirty
+        if is_dirty(block_hash):
+            due[block_hash] = None
+        if len(due) > self._level.capacity:
+            for _ in range(2):
+                first, _ = due.popitem(last=False)
+                if is_dirty(first):
+                    due[first] = None
 
 
 class ColdSearch:
@@ -183,7 +197,7 @@ class Demoter:
         if self._level.taken_blocks - self._taken_at_scan >= self._slack:
             self._keep_ahead()
         aging = self.aging
-        if aging is None or not aging.stored:
+        if aging is None or not (aging.stored or aging.due):
             return
         free_jobs = MAX_JOBS_IN_FLIGHT - self._counted_jobs
         if free_jobs <= 0 or not self._below.takes_puts or self._below.is_blocked:

@@ -102,7 +102,8 @@ def test_what_waits_to_be_written_is_bounded_while_the_tier_below_fails(mode: Wr
         cascade.store([key(i)])
         cascade.manager.end_step()
     aging = cascade.manager._demoter.aging
-    assert aging is not None and len(aging.stored) <= AGING_PER_SLOT * 8
+    assert aging is not None
+    assert len(aging.stored) <= AGING_PER_SLOT * 8 and len(aging.due) <= 2 * 8
     cascade.down[0].accepts = True
     for _ in range(8):
         cascade.now_s += REST_S + 1
@@ -128,6 +129,17 @@ def test_a_block_in_use_is_written_however_many_come_and_go_while_the_tier_below
     assert cascade.holds(1, key(1000))
 
 
+def test_a_block_in_use_is_written_although_many_come_and_go_before_it_is_due() -> None:
+    cascade = Cascade((64, 1024), ManagerOptions(write_mode=WriteMode.BACK, dirty_age_s=200.0))
+    cascade.store([key(1000)])
+    for i in range(190):  # one a second
+        cascade.store([key(i)])
+        cascade.policies[0].touch([key(1000)])
+        cascade.now_s += 1.0
+        cascade.run_transfers()
+    assert cascade.holds(1, key(1000))
+
+
 @pytest.mark.parametrize("mode", [WriteMode.BACK, WriteMode.THROUGH])
 @pytest.mark.parametrize("outcome", [BlockOutcome.IO_ERROR, BlockOutcome.NO_SPACE])
 def test_a_write_that_failed_is_tried_again_without_anybodys_doing(
@@ -147,7 +159,7 @@ def test_a_write_that_failed_is_tried_again_without_anybodys_doing(
         cascade.run_transfers()
     assert all(cascade.holds(1, h) for h in keys(0, 4))
     aging = cascade.manager._demoter.aging
-    assert aging is not None and not aging.stored
+    assert aging is not None and not (aging.stored or aging.due)
 
 
 @pytest.mark.parametrize("mode", [WriteMode.BACK, WriteMode.THROUGH])
