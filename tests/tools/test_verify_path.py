@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +302,13 @@ class TestScan:
         moved = [NamedBlock(each.key, each.slot + 10_000, each.checksum) for each in named]
         for some in (stale, moved):
             assert findings_of(source, some) == [BlockFinding.CHANGED] * BLOCKS
+
+    def test_nothing_is_damaged_while_a_writer_builds_the_table(
+        self, blocks: tuple[ScanSource, list[NamedBlock]]
+    ) -> None:
+        failing, named = failing_source(blocks, errno.EIO)
+        building = replace(failing, map_table=lambda: None)
+        assert findings_of(building, named) == [BlockFinding.CHANGED] * BLOCKS
 
     @pytest.mark.parametrize("code", [errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN])
     def test_an_error_of_the_device_is_damage(
