@@ -210,7 +210,7 @@ def old_and_new_keep_a_reserve(path: Path) -> None:
             left.append(free_bytes(path))
             new.put(range(start, start + 16))
             left.append(free_bytes(path))
-        assert min(left) >= RESERVE_BYTES
+        assert min(left) >= RESERVE_BYTES, left
         assert old.ask("hits", *range(640)) and new.holds(range(640)), "both evict instead"
 
 

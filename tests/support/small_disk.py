@@ -58,7 +58,7 @@ class Filler:
         """It takes all but `leave_bytes` of what is free."""
         self._path = folder / "somebody-else"
         with self._path.open("wb", buffering=0) as file:
-            for _ in range((free_bytes(folder) - leave_bytes) // PAGE):
+            while free_bytes(folder) - leave_bytes >= PAGE:  # others may take room meanwhile
                 file.write(bytes(PAGE))
 
     def remove(self) -> None:
