@@ -86,8 +86,8 @@ class Aging:
         self.due.clear()
 
     def _make_due(self, block_hash: BlockHash) -> None:
-        """Add a dirty block. Of many due ones, the next two are dropped if they are dirty no more:
-        the level has fewer blocks."""
+        """Add a block if it is dirty. If there are more due blocks than slots, look at two others,
+        and drop those that are clean or gone."""
         due, is_dirty = self.due, self._level.is_dirty
         if is_dirty(block_hash):
             due[block_hash] = None
