@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import msgspec
 
 from ...handlers.node.path_wire import JobDone, unpack_outcomes
 from ...handlers.node.remote.remote_wire import AskJob, RemoteNote
-from ...tiers.base import GROUP_BYTES, RESET_TICKS_PER_S, BlockHash, BlockOutcome
+from ...tiers.base import RESET_TICKS_PER_S, BlockHash, BlockOutcome
 from ...tiers.remote.presence import PresenceMemory, drop_oldest
 from ...tiers.remote.remote_counters import Verb, VerbTotals
 from ..counters import latencies
@@ -150,6 +151,14 @@ class _Remaining(NamedTuple):
     """Monotonic time from which a read has the whole deadline again."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Question:
+    """A question about blocks of one request."""
+
+    ends_s: float
+    """Time at which the blocks that were not answered count as absent."""
+
+
 class Questions:
     """Questions whether blocks are there: gathered in a step, and sent as one batch.
 
@@ -178,17 +187,13 @@ class Questions:
         self._clock = clock
         self._deadline_s = deadline_s
         self._may_ask = may_ask
-        self._gathered: dict[tuple[object, bytes], list[BlockHash]] = {}
-        """Chains to ask for, by owner and KV group."""
+        self.asked: dict[BlockHash, _Question] = {}
+        """Blocks whose answer is awaited, with their question; newest last."""
+        self._unsent: list[_Question] = []
+        """Questions of this step."""
         self._owner: object = None
-        self._group = b""
-        self._chain: list[BlockHash] = []
-        """Chain of the last question in this step, with its owner and KV group. Most questions
-        belong to the chain of the one before."""
-        self._ends_s = 0.0
-        """Time at which the blocks of this chain count as absent."""
-        self.asked: dict[BlockHash, float] = {}
-        """Blocks whose answer is awaited, and the time at which each counts as absent."""
+        """Owner of the last of them. Most blocks have the owner of the one before."""
+        self._question = _Question(0.0)
         self._remaining: dict[BlockHash, _Remaining] = {}
         """Blocks that are there and were not read since their lookup."""
         self._rests_until_s = -math.inf
@@ -197,27 +202,24 @@ class Questions:
 
     def is_asking(self, key: BlockHash, owner: object) -> bool:
         """Return True if the answer about an unknown block is awaited; ask if it was not asked."""
-        ends_s = self.asked.get(key)
-        if ends_s is not None:
-            return self._may_ask() and self._is_awaited(key, ends_s)
-        is_new = owner is not self._owner or not key.endswith(self._group)
-        if is_new and not self._begin_chain(key, owner):
+        question = self.asked.get(key)
+        if question is not None:
+            return self._may_ask() and self._is_awaited(key, question.ends_s)
+        if owner is not self._owner and not self._begin(owner):
             return False
-        self.asked[key] = self._ends_s
-        self._chain.append(key)
+        self.asked[key] = self._question
         return not self._feed.has_failed
 
-    def _begin_chain(self, key: BlockHash, owner: object) -> bool:
-        """Return False if the block may not be asked for now."""
+    def _begin(self, owner: object) -> bool:
+        """Return False if no block may be asked for now."""
         feed, now_s = self._feed, self._clock()
         if not self._may_ask() or feed.lookups_rest or now_s < self._rests_until_s:
             return False
         if feed.has_failed and self.asked:
             return False
         feed.has_blocks = True  # or will have
-        self._owner, self._group = owner, key[-GROUP_BYTES:]
-        self._chain = self._gathered.setdefault((owner, self._group), [])
-        self._ends_s = now_s + self._deadline_s
+        self._owner, self._question = owner, _Question(now_s + self._deadline_s)
+        self._unsent.append(self._question)
         if feed.has_failed:  # the next block is not part of the probe
             self._owner = None
         return True
@@ -235,14 +237,20 @@ class Questions:
 
     def send(self) -> None:
         """Ask what was gathered."""
-        if not self._gathered:
+        if not self._unsent:
             return
-        chains = [*self._gathered.values()]
-        self._forget_gathered()
-        on_end = partial(self._answered, chains, self._memory.epoch)
+        requests: dict[_Question, list[BlockHash]] = {question: [] for question in self._unsent}
+        for key, question in reversed(self.asked.items()):
+            if question not in requests:
+                break
+            requests[question].append(key)
+        self._forget_unsent()
+        gathered = [keys[::-1] for keys in requests.values() if keys]
+        if not gathered:  # late answers to earlier questions came meanwhile
+            return
+        on_end = partial(self._answered, gathered, self._memory.epoch)
         is_sent = self._client.submit(
-            lambda ticket: AskJob(ticket, [[bytes(key) for key in chain] for chain in chains]),
-            partial(self._feed.end, on_end),
+            lambda ticket: AskJob(ticket, gathered), partial(self._feed.end, on_end)
         )
         if not is_sent:
             on_end(None)
@@ -261,16 +269,16 @@ class Questions:
         """Forget all questions, because the tier was reset."""
         self.asked.clear()
         self._remaining.clear()
-        self._forget_gathered()
+        self._forget_unsent()
 
-    def _forget_gathered(self) -> None:
-        self._gathered, self._owner = {}, None
+    def _forget_unsent(self) -> None:
+        self._unsent, self._owner = [], None
 
     def _answered(
-        self, chains: Sequence[Sequence[BlockHash]], epoch: int, done: JobDone | None
+        self, gathered: Sequence[Sequence[BlockHash]], epoch: int, done: JobDone | None
     ) -> None:
         """Note answers. What could not be found out counts as absent for some seconds, too."""
-        keys = [key for chain in chains for key in chain]
+        keys = [key for keys in gathered for key in keys]
         n = len(keys)
         outcomes = (
             [BlockOutcome.IO_ERROR] * n if done is None else unpack_outcomes(done.outcomes, n)
@@ -286,9 +294,10 @@ class Questions:
             return
         now_s = self._clock()
         for key in held:
-            ends_s = self.asked.pop(key, None)
-            if ends_s is not None:
-                self._remaining[key] = _Remaining(ends_s - now_s, now_s + self._deadline_s)
+            question = self.asked.pop(key, None)
+            if question is not None:
+                left_s = question.ends_s - now_s
+                self._remaining[key] = _Remaining(left_s, now_s + self._deadline_s)
         for key in absent:
             self.asked.pop(key, None)
         drop_oldest(self._remaining)

@@ -22,7 +22,7 @@ from ...handlers.node.path_wire import JobDone, PutJob, pack_slots
 from ...handlers.node.remote.remote_wire import FetchJob, RemoteResetJob, ResetDone
 from ...tiers.base import BlockHash, BlockOutcome, new_reset_mark
 from ...tiers.breaker import Breaker
-from ...tiers.remote.presence import ABSENT, HELD, PresenceMemory
+from ...tiers.remote.presence import ABSENT, HELD, UNKNOWN, PresenceMemory
 from ...tiers.remote.remote_store import StoreOptions
 from ...tiers.remote.uploads import Offer, OfferRule
 from ..base import BlockEvent
@@ -89,6 +89,7 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
         client = client_of(feed.take)
         super().__init__(client, feed, facts, Departures(), clock)
         self._memory = memory
+        self._known = memory.until
         self._questions = Questions(client, feed, memory, clock, limits.deadline_s, self._may_ask)
         flow = NodeFlow(client, feed, self.links[0], clock, facts.block_bytes)
         self.reads = _RemoteReads(flow, parts.stall_s, memory, self._questions)
@@ -111,7 +112,7 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
     ) -> int:
         if media is not None and self._medium not in media:
             return 0
-        presence = self._memory.of(key)
+        presence = self._memory.of(key) if key in self._known else UNKNOWN
         if presence is HELD:
             return 1
         if presence is ABSENT or owner is None:

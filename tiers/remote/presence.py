@@ -50,8 +50,9 @@ class PresenceMemory:
         self._clock = clock
         self._held_s, self._absent_s = held_s, absent_s
         self._lock = threading.Lock()
-        self._until: dict[BlockHash, float] = {}
-        """Time until which an answer counts; negative for an absent block. Oldest answers first."""
+        self.until: dict[BlockHash, float] = {}
+        """Time until which an answer counts; negative for an absent block. Oldest answers first.
+        Always the same dictionary: `key in until` is a quick test for unknown blocks."""
         self._arrived_s: dict[BlockHash, float] = {}
         """Time of the last write of a block, whether it was there before or not; oldest first."""
         self.epoch = 0
@@ -59,7 +60,7 @@ class PresenceMemory:
 
     def of(self, key: BlockHash) -> Presence:
         """Return what is known of a block."""
-        until_s = self._until.get(key)
+        until_s = self.until.get(key)
         if until_s is None:
             return UNKNOWN
         now_s = self._clock()
@@ -67,7 +68,7 @@ class PresenceMemory:
 
     def last(self, key: BlockHash) -> Presence:
         """Return the last answer about a block, however old."""
-        until_s = self._until.get(key)
+        until_s = self.until.get(key)
         if until_s is None:
             return UNKNOWN
         return HELD if until_s > 0 else ABSENT
@@ -83,11 +84,11 @@ class PresenceMemory:
             if epoch != self.epoch:
                 return
             for key in held:
-                _renew(self._until, key, now_s + self._held_s)
+                _renew(self.until, key, now_s + self._held_s)
             for key in absent:
-                _renew(self._until, key, -(now_s + self._absent_s))
+                _renew(self.until, key, -(now_s + self._absent_s))
                 self._arrived_s.pop(key, None)
-            drop_oldest(self._until)
+            drop_oldest(self.until)
 
     def note_arrivals(self, epoch: int, keys: Iterable[BlockHash]) -> None:
         """Remember that blocks were written, or were there already, in `epoch`."""
@@ -107,18 +108,20 @@ class PresenceMemory:
     def forget(self) -> None:
         """Forget all answers. Times of writes stay: a failure of the server makes none older."""
         with self._lock:
-            self._until = {}
+            self.until.clear()
 
     def forget_all(self) -> None:
         """Forget answers and times of writes; what is being written stays wanted."""
         with self._lock:
-            self._until, self._arrived_s = {}, {}
+            self.until.clear()
+            self._arrived_s = {}
 
     def clear(self) -> None:
         """Forget everything; answers on their way are not kept either."""
         with self._lock:
             self.epoch += 1
-            self._until, self._arrived_s = {}, {}
+            self.until.clear()
+            self._arrived_s = {}
 
 
 class ChainSearch:

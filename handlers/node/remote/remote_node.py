@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ....tiers.base import BlockHash, BlockOutcome
+from ....tiers.base import GROUP_BYTES, BlockHash, BlockOutcome
 from ....tiers.remote.base import RemoteOutcome
 from ....tiers.remote.remote_counters import Verb
 from ....tiers.remote.remote_store import RemoteEnded, RemoteState, RemoteStore
@@ -135,13 +135,14 @@ class RemoteNode:
     # -- inside --------------------------------------------------------------------------------
 
     def _ask(self, order: AskJob) -> None:
-        keys = sum(len(chain) for chain in order.chains)
-        job = self._job(order.ticket, keys, len(order.chains))
-        start = 0
-        for chain in order.chains:
-            number = self._call(job, range(start, start + len(chain)))
-            self._store.ask(number, [BlockHash(key) for key in chain])
-            start += len(chain)
+        keys = [BlockHash(key) for request in order.requests for key in request]
+        owners = [at for at, request in enumerate(order.requests) for _ in request]
+        chains: dict[tuple[int, bytes], list[int]] = {}
+        for at, (owner, key) in enumerate(zip(owners, keys, strict=True)):
+            chains.setdefault((owner, key[-GROUP_BYTES:]), []).append(at)
+        job = self._job(order.ticket, len(keys), len(chains))
+        for chain in chains.values():
+            self._store.ask(self._call(job, chain), [keys[at] for at in chain])
 
     def _get(self, order: FetchJob) -> None:
         keys = [BlockHash(key) for key in order.keys]

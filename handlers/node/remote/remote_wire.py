@@ -8,6 +8,8 @@ before its blocks were stored. So no block crosses a reset by another host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from ....tiers.remote.remote_counters import VerbTotals
@@ -36,10 +38,11 @@ class RemoteSetup(msgspec.Struct, frozen=True, array_like=True, tag=96):
 
 
 class AskJob(msgspec.Struct, frozen=True, array_like=True, tag=97):
-    """Find out which blocks are there; one prefix chain is one list, head first."""
+    """Find out which blocks are there; one list has the blocks of one request, in the order of its
+    lookups. The blocks of each of its KV groups are a prefix chain."""
 
     ticket: int
-    chains: list[list[bytes]]
+    requests: Sequence[Sequence[bytes]]
 
 
 class FetchJob(msgspec.Struct, frozen=True, array_like=True, tag=101):
