@@ -21,6 +21,7 @@ from ...tiers.breaker import Breaker
 from ...tiers.nvme.path.path_messages import Touch, Why
 from ..admission import EnduranceWatch
 from ..base import BlockEvent
+from ..flow import MAX_JOBS_IN_FLIGHT
 from ..state import TierState
 from .node_feed import MapTable, NodeFeed
 from .port import Ended, Put, TierFacts, WriteState
@@ -41,6 +42,9 @@ NO_ROOM_PAUSE_S = 0.05
 FULL_LIMIT_S = 1.0
 """Time for which a tier counts as full after its writer had no room, and made none. The first tier
 may drop blocks meanwhile that are not below."""
+FAILURES_OF_SEVERAL_PATHS = MAX_JOBS_IN_FLIGHT + 1
+"""Consecutive failed writes that let a tier of several paths rest. If one path fails, the writer
+rests it, and at most the writes in flight fail."""
 MAX_PUT_BYTES = 4 << 30
 """Largest number of bytes of puts in flight."""
 
@@ -67,7 +71,8 @@ class NodeWrites(Traffic[NodeFeed]):
 
     def __init__(self, flow: NodeFlow[NodeFeed], max_blocks: int, *, has_one_path: bool) -> None:
         """At most `max_blocks` are in flight."""
-        super().__init__(flow, Breaker(flow.clock, STALLED_S, failures_to_open=1))
+        failures = 1 if has_one_path else FAILURES_OF_SEVERAL_PATHS
+        super().__init__(flow, Breaker(flow.clock, STALLED_S, failures))
         self._max_blocks = max_blocks
         self._has_one_path = has_one_path
         self._no_room_until_s = flow.clock()
@@ -146,19 +151,20 @@ class NodeWrites(Traffic[NodeFeed]):
         self._full_until_s = flow.clock() + FULL_LIMIT_S if is_full else -math.inf
         if self._why is not Why.GRANTED:
             self._no_room_until_s = flow.clock() + NO_ROOM_PAUSE_S
-        self.breaker.ended(self._is_failure(failed, no_space))
+        self.breaker.ended(self._is_failure(stored, failed, no_space))
+        if self._why is Why.RESTING and not self._has_one_path:
+            self.breaker.trip()
         self.may_recover = no_space == 0
         size_bytes = stored * flow.block_bytes
         self.ended.append(Ended(going.ticket, False, 1, outcomes, size_bytes, done.time_s))
 
-    def _is_failure(self, failed: int, no_space: int) -> bool:
-        """Return True if blocks could not be written, and the tier has no other place to try.
+    def _is_failure(self, stored: int, failed: int, no_space: int) -> bool:
+        """Return True if blocks could not be written.
 
-        The writer rests a path whose writes fail, and grants slots in the others. If it grants none
-        because all rest, it says so.
+        With several paths, a write that stored some blocks is none: another path takes the rest.
         """
-        if not self._has_one_path:
-            return self._why is Why.RESTING
+        if stored and not self._has_one_path:
+            return False
         # A full disk fails like any other one; a full tier says so before anything is written.
         return failed > 0 or (no_space > 0 and self._why not in (Why.FULL, Why.BUDGET))
 

@@ -162,6 +162,7 @@ class PromotionRoom:
                 claim.alone_since_s = None
                 return None
             return room if self._may_cut(claim, room + held) else None
+        claim.alone_since_s = None
         if not claim.new_slots:
             return 0
         room = self.left(budget)

@@ -9,9 +9,10 @@ from support.keys import key, keys
 
 from kvcascade.config.schema import OnReset, WriteMode
 from kvcascade.manager.base import LookupState
-from kvcascade.manager.below.node_tier import FULL_LIMIT_S
+from kvcascade.manager.below.node_tier import FAILURES_OF_SEVERAL_PATHS, FULL_LIMIT_S
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.demotion import AGING_PER_SLOT
+from kvcascade.manager.flow import MAX_JOBS_IN_FLIGHT
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.breaker import REST_S
@@ -160,6 +161,32 @@ def test_a_write_that_failed_is_tried_again_without_anybodys_doing(
     assert all(cascade.holds(1, h) for h in keys(0, 4))
     aging = cascade.manager._demoter.aging
     assert aging is not None and not (aging.stored or aging.due)
+
+
+@pytest.mark.parametrize("paths", [1, 3])
+@pytest.mark.parametrize("outcome", [BlockOutcome.IO_ERROR, BlockOutcome.NO_SPACE])
+def test_blocks_that_no_path_takes_do_not_wear_the_disks(paths: int, outcome: BlockOutcome) -> None:
+    """As when the index is full: the payload is written each time."""
+    cascade = Cascade((50, 60), ManagerOptions(write_mode=WriteMode.THROUGH), paths=paths)
+    cascade.down[0].fate = lambda source, target: outcome
+    cascade.store(keys(0, 4))
+    for _ in range(600):
+        cascade.now_s += 0.1
+        cascade.run_transfers()
+    counters = cascade.manager.counters.links[0]
+    tries = (counters.demote_no_space_blocks + counters.demote_failed_blocks) / 4
+    assert 60 / REST_S - 2 <= tries <= 60 / REST_S + FAILURES_OF_SEVERAL_PATHS
+
+
+def test_one_of_several_paths_that_fails_delays_no_write() -> None:
+    cascade = Cascade((50, 60), ManagerOptions(write_mode=WriteMode.THROUGH), paths=2)
+    outcomes = iter([BlockOutcome.IO_ERROR] * MAX_JOBS_IN_FLIGHT)
+    cascade.down[0].fate = lambda source, target: next(outcomes, BlockOutcome.OK)
+    cascade.store([key(0)])
+    for _ in range(2 * MAX_JOBS_IN_FLIGHT):
+        cascade.now_s += 0.1
+        cascade.run_transfers()
+    assert cascade.holds(1, key(0))
 
 
 @pytest.mark.parametrize("mode", [WriteMode.BACK, WriteMode.THROUGH])

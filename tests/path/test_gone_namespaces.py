@@ -14,6 +14,7 @@ from support.executors import SteppingExecutor
 from support.path_rig import BLOCK_BYTES, ROOT, PathRig, RigNode, slots_in
 
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.path.former_writes import hold_writes
 from kvcascade.tiers.nvme.path.path_messages import Ask, Committed, Release, Told
 from kvcascade.tiers.nvme.path.writer.path_capacity import RETRY_AFTER_S
 
@@ -105,6 +106,26 @@ def test_its_engines_come_back_and_others_go_on(part: str) -> None:
     assert again.held([*range(8), 100]) == [] and not gone.outcomes()
     assert again.store(range(8)) == other.store(range(8, 16)) == [OK] * 8
     assert again.held(range(8)) == other.held(range(8)) == list(range(8))
+
+
+def test_no_slot_is_granted_while_a_write_into_the_former_files_may_run() -> None:
+    """The new files have the names of the former ones."""
+    rig = PathRig(40)
+    gone = RigNode(rig)
+    writes = hold_writes(rig.fs, ROOT)
+    assert writes is not None
+    gone.ask([1])
+    rig.step(4, seconds=0.01)
+    assert len(gone.grants()) == 1
+    remove(rig, gone, "")
+    rig.writer.forget_gone()
+    again = RigNode(rig, epoch=0)
+    again.ask([2])
+    rig.step(4, seconds=0.01)
+    assert not again.grants()
+    writes.release()
+    rig.step(4, seconds=0.01)
+    assert len(again.grants()) == 1
 
 
 def test_a_directory_that_was_replaced_is_not_touched_any_more() -> None:

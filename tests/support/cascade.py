@@ -42,8 +42,10 @@ class Cascade:
         is_immediate: bool = False,
         admission: Admission | None = None,
         bytes_per_day: int | None = None,
+        paths: int = 1,
     ) -> None:
         self.now_s = 1000.0
+        self._paths = paths
         self.writes = DayLog(lambda: self.now_s)
         self.backends = [
             MemoryBackend(BLOCK_SIZE, n, medium=f"M{i}") for i, n in enumerate(capacities)
@@ -109,6 +111,7 @@ class Cascade:
                 options.promotion_deadline_s,
                 options.with_events,
                 policy.wants_chains,
+                self._paths,
             ),
             lambda: self.now_s,
         )

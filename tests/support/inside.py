@@ -11,6 +11,7 @@ from pathlib import Path
 from kvcascade.manager.cascading import CascadingOffloadingManager
 from kvcascade.manager.demotion import Demoter
 from kvcascade.manager.level import Level
+from kvcascade.manager.promotion.claim_queue import ClaimQueue
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.lmdb_block_table import open_block_table
 from kvcascade.tiers.nvme.path.presence_file import boot_id
@@ -31,6 +32,11 @@ def demoters(manager: CascadingOffloadingManager) -> list[Demoter]:
 def levels(manager: CascadingOffloadingManager) -> list[Level]:
     """The first tier."""
     return [manager._flow.top]
+
+
+def claims_of(manager: CascadingOffloadingManager) -> ClaimQueue:
+    """The waiting claims."""
+    return manager._claims
 
 
 def coldest_in(root: Path) -> list[bytes]:

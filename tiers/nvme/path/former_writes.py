@@ -1,4 +1,4 @@
-"""Writes that may still run although the writer that granted their slots is gone.
+"""Writes that may still run although the writer no longer knows of their grants.
 
 A writer knows only the grants that it made itself. It would grant a slot again into which a node is
 still writing, and the late bytes would damage an acknowledged block.
@@ -6,8 +6,11 @@ still writing, and the late bytes would damage an acknowledged block.
 Each node holds a shared lock on `.kvcascade/writes` from its `Welcome` until its last write under
 that writer has ended. The kernel drops the lock of a process that dies. A new writer gives the file
 another name, and grants no slot until it gets the lock of the file exclusively. Nodes that it
-welcomes lock a new file. No guarantee is given for a write that takes longer than
-`FORMER_WRITES_LIMIT_S`, or if the disk has no room for a lock file.
+welcomes lock a new file. A writer does the same if another program removes a namespace that engines
+use, because a late write could go into the new files of the same names.
+
+No guarantee is given for a write that takes longer than `FORMER_WRITES_LIMIT_S`, or if the disk has
+no room for a lock file.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from .writer.path_options import PATH_FOLDER
 WRITES = "writes"
 """Name of the file that nodes lock."""
 FORMER_WRITES_LIMIT_S = 10.0
-"""Longest time for which a new writer grants nothing, in seconds."""
+"""Longest time for which a writer grants nothing, in seconds."""
 
 _log = get_logger(__name__)
 
@@ -42,30 +45,35 @@ def hold_writes(fs: FileSystem, root: Path) -> FileLock | None:
 
 
 class FormerWrites:
-    """Writes under the earlier writers of a path. The writer's thread."""
+    """Writes under grants that the writer of a path does not know. The writer's thread."""
 
     def __init__(self, fs: FileSystem, root: Path, clock: Callable[[], float]) -> None:
-        """Begin as the writer: the nodes of earlier writers have another file than new ones.
-
-        `clock` returns monotonic seconds.
-        """
+        """Wait for the nodes of earlier writers. `clock` returns monotonic seconds."""
         self._fs = fs
         self._folder = root / PATH_FOLDER
         self._clock = clock
-        self._ends_s = clock() + FORMER_WRITES_LIMIT_S
+        self._ends_s = 0.0
         self._files: list[Path] = []
+        self.wait_for_all()
+
+    def wait_for_all(self) -> None:
+        """Wait for the writes of all nodes that were welcomed until now, for a limited time.
+
+        Nodes that are welcomed from now on have another file.
+        """
+        self._ends_s = self._clock() + FORMER_WRITES_LIMIT_S
         with suppress(OSError):
             self._files = self._set_aside()
 
     def may_run(self) -> bool:
-        """Return True while a node may still write into a slot of an earlier writer."""
+        """Return True while a node may still write under a grant that is not known."""
         if not self._files:
             return False
         with suppress(OSError):
             self._files = [file for file in self._files if not self._has_ended(file)]
         if self._files and self._clock() >= self._ends_s:
             _log.warning(
-                "a node writes for more than %d s; slots are granted again without its end",
+                "a node may write for more than %d s; slots are granted again without its end",
                 FORMER_WRITES_LIMIT_S,
             )
             self._files = []

@@ -184,10 +184,12 @@ class PathWriter:
 
     def forget_gone(self) -> None:
         """Forget namespaces that another program removed. Their clients have to come back."""
-        for namespace in self.path.forget_gone():
-            for number in list(namespace.clients):
-                self._clients[number].namespace = None  # nothing of it is committed any more
-                self.disconnect(number)
+        numbers = [number for gone in self.path.forget_gone() for number in gone.clients]
+        if numbers:
+            self._former.wait_for_all()
+        for number in numbers:
+            self._clients[number].namespace = None  # nothing of it is committed any more
+            self.disconnect(number)
 
     def drop_blocks(
         self, namespace: NamespaceWriter, wanted: Mapping[bytes, tuple[int, int]]
