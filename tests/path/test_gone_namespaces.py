@@ -41,7 +41,7 @@ def remove(rig: PathRig, node: RigNode, *parts: str) -> None:
 
 def budget_left(rig: PathRig) -> int:
     """Number of blocks that the budget of the day has left."""
-    left = rig.writer.path.budget.left_bytes(rig.writer.namespaces.values())
+    left = rig.writer.path.budget_left_bytes()
     assert left is not None
     return left // BLOCK_BYTES
 

@@ -558,7 +558,7 @@ def test_a_budget_removes_no_namespace_whose_index_cannot_be_opened() -> None:
 
 def budget_left(rig: PathRig) -> int:
     """Number of blocks that the budget of the day has left."""
-    left = rig.writer.path.budget.left_bytes(rig.writer.namespaces.values())
+    left = rig.writer.path.budget_left_bytes()
     assert left is not None
     return left // BLOCK_BYTES
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import random
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -238,7 +237,7 @@ def test_what_was_written_to_a_removed_namespace_counts_for_a_day() -> None:
     rig.writer.disconnect(node.client)
     (namespace,) = rig.writer.namespaces.values()
     rig.writer.path.remove(namespace)
-    left = partial(rig.writer.path.budget.left_bytes, ())
+    left = rig.writer.path.budget_left_bytes
     assert left() == 32 * BLOCK_BYTES
     rig.step(seconds=DAY_S + BUCKET_S)
     assert left() == 40 * BLOCK_BYTES

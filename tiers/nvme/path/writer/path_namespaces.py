@@ -43,7 +43,6 @@ from .namespace.namespace_home import (
 from .namespace.namespace_openings import BeingOpenedError, NamespaceOpenings, NamespaceToOpen
 from .namespace.namespace_start import StartMeans
 from .namespace.namespace_writer import NamespaceWriter
-from .path_budget import WriteBudget
 from .path_capacity import PathCapacity
 from .path_options import (
     POWER,
@@ -88,7 +87,6 @@ class PathNamespaces:
             means, roots, in_force.policy, executor, self._lacking, clock
         )
         self.space = PathSpace(capacity, idle, self.openings, self._open_idle, executor, clock)
-        self.budget = WriteBudget(in_force.write_budget_bytes, self._written_elsewhere)
 
     @property
     def options(self) -> PathOptions:
@@ -99,6 +97,22 @@ class PathNamespaces:
     def open(self) -> dict[str, NamespaceWriter]:
         """Open namespaces by the names of their directories."""
         return self.space.namespaces
+
+    def budget_left_bytes(self) -> int | None:
+        """Return the bytes that may still be granted today; None without a budget.
+
+        Totals of a day lie in the block tables and in the record of the path, so they survive every
+        crash. What is granted and not committed yet counts as written.
+        """
+        limit_bytes = self.options.write_budget_bytes
+        if limit_bytes is None:
+            return None
+        removed = day_totals(self.record.removed_day, self._means.wall_clock())
+        spent = self.space.idle.written_in_day() + removed.written
+        for namespace in self.open.values():
+            spent += namespace.table.day_totals().written
+            spent += namespace.space.granted * namespace.home.block_bytes
+        return max(0, limit_bytes - spent)
 
     def open_for(self, hello: Hello) -> NamespaceWriter:
         """Return the namespace that a node asks for.
@@ -382,11 +396,6 @@ class PathNamespaces:
                 namespace.close()
         except KVCascadeError as error:
             _log.warning("%s was not closed cleanly: %s", namespace.home.name, error)
-
-    def _written_elsewhere(self) -> int:
-        """Return the bytes written in a day to namespaces that are not open, or were removed."""
-        removed = day_totals(self.record.removed_day, self._means.wall_clock())
-        return self.space.idle.written_in_day() + removed.written
 
     def _record_removal(self, name: str, day: bytes) -> None:
         """Forget what is recorded of a namespace, but not what was written to it in a day."""

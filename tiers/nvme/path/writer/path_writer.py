@@ -20,6 +20,7 @@ from pathlib import Path
 
 from .....errors import ConfigError, CorruptionError, KVCascadeError
 from .....logs import get_logger
+from ...segments.format import MAX_SLOTS
 from ..former_writes import FormerWrites
 from ..path_messages import (
     PROTOCOL,
@@ -298,7 +299,8 @@ class PathWriter:
             return
         capacity = self.path.space.capacity
         need = namespace.grants.demand
-        allowed = self.path.budget.allowed(self.namespaces.values(), namespace.home.block_bytes)
+        left = self.path.budget_left_bytes()
+        allowed = MAX_SLOTS if left is None else left // namespace.home.block_bytes
         room = self.path.space.room_for(namespace, min(need, allowed)) if need else None
         self._settle(namespace, room.evictions if room is not None else 0)
         awake = capacity.awake
@@ -356,7 +358,7 @@ class PathWriter:
         self._send_figures()
 
     def _send_figures(self) -> None:
-        left = self.path.budget.left_bytes(self.namespaces.values())
+        left = self.path.budget_left_bytes()
         reporters = [self._reporter_of(each) for each in self.namespaces.values()]
         path_reporter = min(filter(None, reporters), key=Client.report_order, default=None)
         for namespace, reporter in zip(self.namespaces.values(), reporters, strict=True):

@@ -92,7 +92,7 @@ class WriterQuestions:
         return {
             "options": msgspec.to_builtins(writer.path.options),
             "bytes": sum(map(space.own_bytes, range(space.capacity.paths))),
-            "budget_left_bytes": writer.path.budget.left_bytes(writer.namespaces.values()),
+            "budget_left_bytes": writer.path.budget_left_bytes(),
         }
 
     def _list(self, _: Answer) -> Answer:
