@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvcascade.tiers.remote.abilities import CanExplain, CanList, CanMeasure, Cause, Listing
 from kvcascade.tiers.remote.base import (
     HEADER_BYTES,
+    Cause,
+    Listing,
     PrivateBuffer,
     RemoteEngine,
     RemoteObject,
@@ -170,8 +171,6 @@ class RemoteContract(ABC):
         assert engine.counter("space/generation", None, LIMIT_S).value == max(raised)
 
     def test_a_list_names_every_object_once(self, engine: RemoteEngine) -> None:
-        if not isinstance(engine, CanList):
-            pytest.skip("this engine lists nothing")
         assert list(engine.list_objects("", LIMIT_S)) in ([], [Listing(OK, [])])
         began_s = time.time()
         engine.counter("space/generation", 1000, LIMIT_S)
@@ -182,18 +181,13 @@ class RemoteContract(ABC):
             assert {batch.outcome for batch in batches} == {OK}
             listed = [e for b in batches for e in b.entries if "generation" not in e.name]
             assert {entry.name for entry in listed} == wanted and len(listed) == len(wanted)
-        sizes: dict[str, object] = {entry.name: entry.size_bytes for entry in listed}
-        wanted_sizes = {n: HEADER_BYTES + 200 + i for i, n in enumerate(names(20))}
-        if isinstance(engine, CanMeasure):
-            assert all(not e.is_exact and e.size_bytes >= wanted_sizes[e.name] for e in listed)
-            assert engine.measure(["space/1/00/00"], LIMIT_S) == [ABSENT]
-            sizes = dict(zip(sizes, engine.measure([*sizes], LIMIT_S), strict=True))
-        assert sizes == wanted_sizes
+        sizes = {n: HEADER_BYTES + 200 + i for i, n in enumerate(names(20))}
+        assert all(entry.size_bytes >= sizes[entry.name] for entry in listed)
+        assert engine.measure(listed, LIMIT_S) == [sizes[entry.name] for entry in listed]
         assert all(abs((e.touched_s or 0.0) - began_s) < CLOCKS_S for e in listed)
 
     def test_nothing_is_wrong_with_a_server_that_works(self, engine: RemoteEngine) -> None:
-        if isinstance(engine, CanExplain):
-            assert engine.explain(LIMIT_S) in (None, Cause.KEEPS_ALL)
+        assert engine.explain(LIMIT_S) in (None, Cause.KEEPS_ALL)
 
     def test_close_is_idempotent(self, engine: RemoteEngine) -> None:
         engine.close()

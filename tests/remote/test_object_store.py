@@ -22,8 +22,13 @@ from support.remote_servers import HOST, S3Server, free_port
 from support.waiting import wait_until
 
 from kvcascade.errors import ConfigError
-from kvcascade.tiers.remote.abilities import Cause
-from kvcascade.tiers.remote.base import MAX_COUNTER, CounterAnswer, RemoteEngine, RemoteOutcome
+from kvcascade.tiers.remote.base import (
+    MAX_COUNTER,
+    Cause,
+    CounterAnswer,
+    RemoteEngine,
+    RemoteOutcome,
+)
 
 pytest.importorskip("obstore", reason='no object stores: install obstore (extra "s3")')
 

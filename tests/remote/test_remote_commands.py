@@ -28,7 +28,6 @@ from support.waiting import wait_until
 
 from kvcascade.config.options import At
 from kvcascade.config.remote import parse_remote
-from kvcascade.tiers.remote.abilities import CanSweep
 from kvcascade.tiers.remote.base import FAILURES, RemoteEngine, RemoteObject, RemoteOutcome
 from kvcascade.tiers.remote.objects import GcmSeal, MacSeal, ObjectFormat, Seal
 from kvcascade.tiers.remote.remote_options import open_remote_engine
@@ -469,7 +468,6 @@ def test_gc_removes_what_a_killed_writer_left_in_a_folder(tmp_path: Path) -> Non
         path.write_bytes(b"12345")
     for path in (left, strange):
         os.utime(path, (old_s := time.time() - 2 * STAGED_MAX_S, old_s))
-    assert isinstance(engine, CanSweep)
     assert engine.sweep("f" * 32, 0, lambda generation: True, is_dry_run=False) == []
     for words, is_there in ((["--dry-run"], True), ([], False)):
         found = call("remote", "gc", tmp_path.as_uri(), "--json", *words).document
@@ -629,14 +627,6 @@ def test_an_object_that_leaves_while_it_is_read(monkeypatch: pytest.MonkeyPatch)
     twin.before = leave
     found = place.call("verify", "--json").document
     assert found["outcomes"] == {"ok": 1, "absent": 1} and found["is_clean"]
-
-
-def test_an_engine_without_lists_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Plain(RemoteTwin):
-        list_objects = None  # type: ignore[assignment]
-
-    answer = of_twin(Plain(), monkeypatch).call("ls")
-    assert answer.code == ExitCode.USAGE and "lists no objects" in answer.err
 
 
 # -- how it is called ----------------------------------------------------------------------------

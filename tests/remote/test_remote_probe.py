@@ -27,8 +27,7 @@ from support.small_disk import Filler, on_small_disk
 
 from kvcascade.config.options import At
 from kvcascade.config.remote import RemoteTierOptions, WriteWhen, parse_remote
-from kvcascade.tiers.remote.abilities import Cause
-from kvcascade.tiers.remote.base import FAILURES, RemoteObject, RemoteOutcome
+from kvcascade.tiers.remote.base import FAILURES, Cause, RemoteObject, RemoteOutcome
 from kvcascade.tiers.remote.remote_options import open_remote_engine
 from kvcascade.tiers.remote.remote_probe import FOLDER, FULL_BYTES, probe_remote, problem_of
 from kvcascade.tools.commands.check.transfer_config import EXTRA

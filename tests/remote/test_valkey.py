@@ -33,7 +33,7 @@ from support.waiting import wait_until
 
 from kvcascade.config.options import At
 from kvcascade.config.remote import parse_remote
-from kvcascade.tiers.remote.base import HEADER_BYTES, RemoteEngine, RemoteOutcome
+from kvcascade.tiers.remote.base import HEADER_BYTES, RemoteEngine, RemoteEntry, RemoteOutcome
 from kvcascade.tiers.remote.remote_options import open_remote_engine
 from kvcascade.tiers.remote.resp import Address, Login
 from kvcascade.tiers.remote.valkey import TAIL_BYTES, ValkeyEngine, hash_slot
@@ -136,10 +136,11 @@ class TestLists:
         redis_command(redis.port, "SET", "of-somebody-else", "1")
         redis_command(redis.port, "SET", "{of-somebody-else", "1")
         (batch,) = engine.list_objects("", LIMIT_S)
-        listed = [entry.name for entry in batch.entries]
-        sizes = dict(zip(listed, engine.measure(listed, LIMIT_S), strict=True))
+        measured = engine.measure(batch.entries, LIMIT_S)
+        sizes = {e.name: size for e, size in zip(batch.entries, measured, strict=True)}
         left = HEADER_BYTES + TAIL_BYTES if not lost else 1000 - TAIL_BYTES
         assert sizes == {names(2)[0]: left, names(2)[1]: HEADER_BYTES + 1000}
+        assert engine.measure([RemoteEntry("space/1/00/00", 1, None)], LIMIT_S) == [ABSENT]
 
     def test_a_server_that_counts_uses_knows_no_times(self, redis: ServerProcess) -> None:
         engine = engine_at(redis.port)

@@ -8,13 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
-from kvcascade.tiers.remote.abilities import Cause, Listing, RemoteEntry
 from kvcascade.tiers.remote.base import (
     HEADER_BYTES,
     Arrived,
+    Cause,
     CounterAnswer,
+    Listing,
     PrivateBuffer,
     RemoteEngine,
+    RemoteEntry,
     RemoteObject,
     RemoteOutcome,
     ignore,

@@ -36,7 +36,6 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvcascade.config.options import At
 from kvcascade.config.remote import parse_remote
 from kvcascade.errors import ConfigError
-from kvcascade.tiers.remote.abilities import CanList
 from kvcascade.tiers.remote.remote_options import open_remote_engine
 
 DEADLINE_S = 1.0
@@ -242,7 +241,6 @@ def test_secrets_are_in_no_log_file_fingerprint_or_report(
         assert answer.code == 0
         said += (answer.out, answer.err)
     engine, _ = open_remote_engine(parse_remote(At("tier"), given), os.environ)
-    assert isinstance(engine, CanList)
     names = [each.name for batch in engine.list_objects("", LIST_S) for each in batch.entries]
     engine.close()
     assert len(names) >= CHUNKS, "or nothing was written"

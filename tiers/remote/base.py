@@ -8,7 +8,7 @@ exception. Bytes that an engine reads arrive in private memory (`PrivateBuffer`)
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -48,6 +48,31 @@ class RemoteOutcome(StrEnum):
     """Not asked: the breaker of this direction is open. Only `RemoteStore` says so."""
     DROPPED = "dropped"
     """Not asked: given up before its turn. Only `RemoteStore` says so."""
+
+
+class Cause(StrEnum):
+    """Reason why a server is of no use, or soon will be."""
+
+    NO_BUCKET = "no_bucket"
+    """There is no such bucket or container."""
+    NO_CREDENTIALS = "no_credentials"
+    """No credentials were found on this machine."""
+    CREDENTIALS = "credentials"
+    """The server does not accept the credentials."""
+    CLOCK = "clock"
+    """The clock of this machine differs too much from that of the server."""
+    RIGHT = "right"
+    """The user is known, and may not read."""
+    FOLDER = "folder"
+    """The folder cannot be created or read by this user."""
+    REGION = "region"
+    """The bucket is in another region."""
+    DATABASE = "database"
+    """There is no database of this number."""
+    CERTIFICATE = "certificate"
+    """The certificate of the server is not trusted."""
+    KEEPS_ALL = "keeps_all"
+    """The server removes no old blocks by itself, and refuses new ones once it is full."""
 
 
 FAILURES = frozenset(
@@ -121,6 +146,26 @@ class CounterAnswer:
     """Value of the counter; 0 unless the outcome is `OK`."""
     requests: int = 1
     """Number of requests that the call took."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteEntry:
+    """An object as the server lists it."""
+
+    name: str
+    size_bytes: int
+    """Bytes of the header and the payload, or the memory that both take at the server."""
+    touched_s: float | None
+    """Unix time of the last write, or of the last use where the server knows it; None: unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A batch of a list."""
+
+    outcome: RemoteOutcome
+    """`OK`, or the failure that ended the list."""
+    entries: Sequence[RemoteEntry] = ()
 
 
 def counter_answer(stored: bytes) -> CounterAnswer:
@@ -230,3 +275,44 @@ class RemoteEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release connections and threads; idempotent. Calls under way may fail."""
+
+    # -- for tools -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def list_objects(self, prefix: str, limit_s: float) -> Iterator[Listing]:
+        """Yield all objects whose names begin with `prefix`, in batches and in any order.
+
+        The prefix ends with a slash or is empty. A batch takes `limit_s` seconds at most, and to
+        the server it is no use of any object. A batch whose outcome is not `OK` is the last one. An
+        object that is written or removed meanwhile may be missing; one may be named twice.
+        """
+
+    @abstractmethod
+    def explain(self, limit_s: float) -> Cause | None:
+        """Return what is wrong with the server as seen by this user; None: nothing that is known.
+
+        It asks the server, reads only, and takes `limit_s` plus `timeout_s` seconds at most.
+        """
+
+    def measure(self, entries: Sequence[RemoteEntry], limit_s: float) -> list[int | RemoteOutcome]:
+        """Return the bytes of each object, header and payload, or why they are not known.
+
+        An engine whose lists have other sizes asks the server, to which this may be a use.
+        """
+        return [entry.size_bytes for entry in entries]
+
+    def sweep(
+        self,
+        namespace: str,
+        older_than_s: float,
+        is_old: Callable[[str], bool],
+        *,
+        is_dry_run: bool,
+    ) -> list[int]:
+        """Remove incomplete files of namespaces that begin with these digits. Return their bytes.
+
+        An engine without files has none. A file stays if it was written in the last `older_than_s`
+        seconds, since its writer may live. Empty folders of old generations are removed, too.
+        `is_old` takes the first two parts of an object's name; what it raises comes through.
+        """
+        return []

@@ -31,16 +31,18 @@ from urllib.parse import SplitResult, urlsplit
 from ...config.remote import RemoteTierOptions
 from ...errors import ConfigError
 from ...logs import get_logger
-from .abilities import Cause, Listing, RemoteEntry
 from .base import (
     COUNTER_DIGITS,
     HEADER_BYTES,
     MAX_COUNTER,
     Arrived,
+    Cause,
     CounterAnswer,
     EngineKind,
+    Listing,
     PrivateBuffer,
     RemoteEngine,
+    RemoteEntry,
     RemoteObject,
     RemoteOutcome,
     Secret,

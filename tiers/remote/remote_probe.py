@@ -16,8 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from ...config.remote import RemoteTierOptions, WriteWhen
-from .abilities import CanExplain, Cause
-from .base import HEADER_BYTES, RemoteEngine, RemoteObject, RemoteOutcome
+from .base import HEADER_BYTES, Cause, RemoteEngine, RemoteObject, RemoteOutcome
 from .remote_options import folder_of, folder_problem, open_remote_engine
 
 PROBE_BYTES = 4096
@@ -85,7 +84,7 @@ def problem_of(engine: RemoteEngine, options: RemoteTierOptions) -> str | None:
 
 def failure_of(engine: RemoteEngine, outcome: RemoteOutcome, options: RemoteTierOptions) -> str:
     """Return a sentence about a failure of the server; asks the server for its cause."""
-    said = _reason(outcome, _cause_of(engine, options.deadline_s))
+    said = _reason(outcome, engine.explain(options.deadline_s))
     return f"{options.key}.url: the server {said}."
 
 
@@ -102,10 +101,6 @@ def _without_new_folders(folder: Path | None) -> Iterator[None]:
                 path.rmdir()
 
 
-def _cause_of(engine: RemoteEngine, limit_s: float) -> Cause | None:
-    return engine.explain(limit_s) if isinstance(engine, CanExplain) else None
-
-
 def _reason(outcome: RemoteOutcome, cause: Cause | None) -> str:
     """Return a clause about a server that failed."""
     if cause is not None and cause is not Cause.KEEPS_ALL:
@@ -117,7 +112,7 @@ def _problem(engine: RemoteEngine, options: RemoteTierOptions) -> str | None:
     limit_s = options.deadline_s
     name = f"{FOLDER}/{secrets.token_hex(8)}"
     (found,) = engine.exist_many([name], limit_s)
-    cause = _cause_of(engine, limit_s)
+    cause = engine.explain(limit_s)
     if found is not RemoteOutcome.ABSENT or cause not in (None, Cause.KEEPS_ALL):
         return _reason(found, cause)
     counted = engine.counter(name, None, limit_s).outcome

@@ -21,14 +21,16 @@ from urllib.parse import unquote, urlsplit
 from ...config.remote import SCHEMES, RemoteTierOptions, is_loopback
 from ...errors import ConfigError
 from . import valkey_questions
-from .abilities import Cause, Listing
 from .base import (
     HEADER_BYTES,
     Arrived,
+    Cause,
     CounterAnswer,
     EngineKind,
+    Listing,
     PrivateBuffer,
     RemoteEngine,
+    RemoteEntry,
     RemoteObject,
     RemoteOutcome,
     Secret,
@@ -374,7 +376,8 @@ class ValkeyEngine(RemoteEngine):
             if not is_ok or page.cursor == valkey_questions.START:
                 return
 
-    def measure(self, names: Sequence[str], limit_s: float) -> list[int | RemoteOutcome]:
+    def measure(self, entries: Sequence[RemoteEntry], limit_s: float) -> list[int | RemoteOutcome]:
+        names = [entry.name for entry in entries]
         sizes: list[int] = [0] * len(names)
 
         def ask(connection: RespConnection, some: Sequence[int], answers: list[Answer]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from .abilities import Cause, RemoteEntry
+from .base import Cause, RemoteEntry
 from .resp import MAX_PORT, Address, RespBrokenError, RespConnection, RespError
 
 CLUSTER_SLOTS = 16384
@@ -103,7 +103,7 @@ def _entry(key: bytes, replies: list[int | None], now_s: float) -> RemoteEntry |
         return None
     touched_s = None if idle_s is None else now_s - idle_s
     size_bytes = (payload_bytes or 0) + (header_bytes or 0)
-    return RemoteEntry(name.decode("ascii", "replace"), size_bytes, touched_s, is_exact=False)
+    return RemoteEntry(name.decode("ascii", "replace"), size_bytes, touched_s)
 
 
 def _number(connection: RespConnection) -> int | None:

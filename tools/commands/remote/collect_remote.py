@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ....config.remote import OBJECT_STORE, VALKEY
-from ....tiers.remote.abilities import CanSweep, RemoteEntry
-from ....tiers.remote.base import RemoteOutcome
+from ....tiers.remote.base import RemoteEntry, RemoteOutcome
 from .examine_object import parse_name
 from .open_remote import CALL_LIMIT_S, Advance, RemoteServer
 from .remote_contents import Generations, GenerationState
@@ -132,9 +131,8 @@ def collect_remote(
     work = _Collector(tier, namespace, wish, report, clock())
     work.look(advance)
     work.carry_out(advance)
-    if isinstance(tier.engine, CanSweep):
-        swept = tier.engine.sweep(namespace, STAGED_MAX_S, work.is_old, is_dry_run=is_dry_run)
-        report.staged_removed, report.staged_bytes = len(swept), sum(swept)
+    swept = tier.engine.sweep(namespace, STAGED_MAX_S, work.is_old, is_dry_run=is_dry_run)
+    report.staged_removed, report.staged_bytes = len(swept), sum(swept)
     return report
 
 

@@ -16,8 +16,7 @@ from ....assembly.named import configured
 from ....config.options import At
 from ....config.remote import RemoteTierOptions, parse_remote
 from ....errors import ConfigError, os_errors
-from ....tiers.remote.abilities import CanList, RemoteEntry
-from ....tiers.remote.base import FAILURES, RemoteEngine, RemoteOutcome
+from ....tiers.remote.base import FAILURES, RemoteEngine, RemoteEntry, RemoteOutcome
 from ....tiers.remote.objects import Seal, counter_name
 from ....tiers.remote.remote_options import folder_problem, missing_extra, open_remote_engine
 from ....tiers.remote.remote_probe import failure_of
@@ -48,14 +47,10 @@ class RemoteServer:
     def entries(self, namespace: str) -> Iterator[RemoteEntry]:
         """Yield all objects of the namespaces that begin with these digits.
 
-        Raises `CommandError` if the server fails, or its engine lists nothing.
+        Raises `CommandError` if the server fails.
         """
-        engine = self.engine
-        if not isinstance(engine, CanList):
-            message = f"{self.options.key}.url: the engine of this server lists no objects"
-            raise CommandError(f"{message}; use the server's own tools", ExitCode.USAGE)
         prefix = f"{namespace}/" if len(namespace) == NAMESPACE_DIGITS else ""
-        for batch in engine.list_objects(prefix, CALL_LIMIT_S):
+        for batch in self.engine.list_objects(prefix, CALL_LIMIT_S):
             if batch.outcome is not RemoteOutcome.OK:
                 raise self.failure(batch.outcome)
             for entry in batch.entries:

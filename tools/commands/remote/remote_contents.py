@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from ....tiers.remote.abilities import RemoteEntry
+from ....tiers.remote.base import RemoteEntry
 from ....tiers.remote.objects import parts_of
 from .examine_object import parse_name
 from .open_remote import Advance, RemoteServer

@@ -10,8 +10,7 @@ from typing import Any
 
 from ....tiers.nvme.disk.transfers import Throttle
 from ....tiers.nvme.segments.format import MAX_BLOCK_BYTES
-from ....tiers.remote.abilities import CanMeasure, RemoteEntry
-from ....tiers.remote.base import FAILURES, HEADER_BYTES, PrivateBuffer, RemoteOutcome
+from ....tiers.remote.base import FAILURES, HEADER_BYTES, PrivateBuffer, RemoteEntry, RemoteOutcome
 from .examine_object import Verdict, examine, parse_name
 from .open_remote import CALL_LIMIT_S, Advance, RemoteServer
 
@@ -119,7 +118,8 @@ def _batches(entries: Iterable[RemoteEntry]) -> Iterator[list[RemoteEntry]]:
 
 def _verify(tier: RemoteServer, batch: list[RemoteEntry], report: RemoteVerified) -> list[str]:
     """Read and judge blocks; return the names of the damaged ones."""
-    sizes = _sizes(tier, batch)
+    measured = tier.engine.measure(batch, CALL_LIMIT_S)
+    sizes = {entry.name: size for entry, size in zip(batch, measured, strict=True)}
     said = {name: Verdict.CORRUPT.value for name in sizes}
     whole: dict[str, PrivateBuffer] = {}
     for name, size in sizes.items():
@@ -142,12 +142,3 @@ def _verify(tier: RemoteServer, batch: list[RemoteEntry], report: RemoteVerified
     report.read += len(batch)
     report.damaged += damaged[: MAX_NAMED - len(report.damaged)]
     return damaged
-
-
-def _sizes(tier: RemoteServer, batch: list[RemoteEntry]) -> dict[str, int | RemoteOutcome]:
-    """Return the bytes of header and payload of each block by its name, or why not."""
-    engine = tier.engine
-    if isinstance(engine, CanMeasure) and not all(entry.is_exact for entry in batch):
-        names = [entry.name for entry in batch]
-        return dict(zip(names, engine.measure(names, CALL_LIMIT_S), strict=True))
-    return {entry.name: entry.size_bytes for entry in batch}
