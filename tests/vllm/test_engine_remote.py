@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 from support.engine_rig import Engine, engine_options
-from support.network import other_host
+from support.network import neighbour_of, other_host
 from support.remote_servers import HOST, ServerProcess, redis_server
 from support.waiting import wait_until
 
 from kvcascade.tools.dev.model import make_llama
-from kvcascade.tools.dev.other_host import OtherHost, neighbour_of
+from kvcascade.tools.dev.other_host import OtherHost
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
