@@ -82,8 +82,8 @@ def test_what_is_put_is_found_again(reopen: Open) -> None:
     assert applied.journal.stored == tuple((hash_of(key), s, c) for key, s, c in puts)
     table.abandon()
     table = reopen()
-    assert [table.get(key) for key in KEYS] == [Entry(slot, 1 << 63 | slot) for slot in range(12)]
-    assert table.get(b"absent") is None and table.get_many([]) == []
+    assert table.get_many(KEYS) == [Entry(slot, 1 << 63 | slot) for slot in range(12)]
+    assert table.get_many([b"absent"]) == [None] and table.get_many([]) == []
     assert scanned(table) == {hash_of(k): Entry(s, c) for k, s, c in puts}
     assert table.count() == 12 and table.commit_number == applied.journal.number == 1
     assert table.last_changes() == applied.journal
@@ -245,7 +245,7 @@ def test_flipped_bits_cost_blocks_or_are_refused(tmp_path: Path, seed: int) -> N
         return
     try:
         for slot, key in enumerate(keys):
-            assert table.get(key) in (None, Entry(slot, slot))
+            assert table.get_many([key])[0] in (None, Entry(slot, slot))
         assert all(entry == Entry(entry.slot, entry.slot) for entry in scanned(table).values())
         table.last_changes()
         table.apply(Changes(table.epoch, [(keys[0], 0, 0)], keys[1:5], range(5, 9)))
@@ -266,14 +266,14 @@ def test_a_damaged_entry_is_absent_and_may_be_put_again(tmp_path: Path) -> None:
     table = lmdb_at(tmp_path / "blocks")
     table.apply(Changes(0, [(key, slot, slot) for slot, key in enumerate(KEYS)]))
     damage_entry(table, KEYS[4])
-    assert table.get(KEYS[4]) is None
+    assert table.get_many([KEYS[4]]) == [None]
     assert len(scanned(table)) == 11 and [key for key, _ in table.keys_after(KEYS[3], 1)] == []
     applied = table.apply(Changes(0, [(KEYS[4], 50, 5)]))
-    assert not applied.already and table.get(KEYS[4]) == Entry(50, 5)
+    assert not applied.already and table.get_many([KEYS[4]]) == [Entry(50, 5)]
     damage_entry(table, KEYS[5])
     applied = table.apply(Changes(0, cleared=[5, 4]))
     # The slot of the first has its key still, and that key's entry names another slot.
-    assert applied.removed == ((KEYS[5], 5),) and table.get(KEYS[4]) == Entry(50, 5)
+    assert applied.removed == ((KEYS[5], 5),) and table.get_many([KEYS[4]]) == [Entry(50, 5)]
     table.close()
 
 
@@ -285,7 +285,8 @@ def test_a_full_map_changes_nothing(tmp_path: Path) -> None:
     many = [(at.to_bytes(36, "big"), at, at) for at in range(1, 5000)]
     applied = table.apply(Changes(0, many, removals=[KEYS[0]]))
     assert applied.outcome is ApplyOutcome.NO_SPACE and applied.journal is None
-    assert table.get(KEYS[0]) == Entry(0, 0) and table.count() == 1 and table.commit_number == 1
+    assert table.get_many(KEYS[:2]) == [Entry(0, 0), None]
+    assert table.count() == 1 and table.commit_number == 1
     assert table.apply(Changes(0, [(KEYS[1], 1, 1)])).outcome is ApplyOutcome.DONE
     table.close()
 
@@ -347,7 +348,7 @@ def test_an_index_that_has_all_its_blocks_needs_no_free_space(
             lmdb_at(folder)
     else:
         table = lmdb_at(folder)
-        assert all(table.get(key) == Entry(slot, slot) for slot, key in enumerate(keys))
+        assert table.get_many(keys) == [Entry(slot, slot) for slot in range(len(keys))]
         table.close()
 
 
@@ -384,7 +385,7 @@ def test_a_larger_map_is_opened(tmp_path: Path) -> None:
     table = open_block_table(
         tmp_path / "blocks", block_table_bytes(100_000), IDENTITY, is_durable=True
     )
-    assert all(table.get(key) == Entry(slot, slot) for slot, key in enumerate(keys))
+    assert table.get_many(keys) == [Entry(slot, slot) for slot in range(len(keys))]
     table.close()
 
 
@@ -405,7 +406,7 @@ def test_a_larger_map_that_finds_no_room_takes_none(
     after = (tmp_path / "blocks" / "data.mdb").stat()
     assert (after.st_size, after.st_blocks) == (before.st_size, before.st_blocks)
     table = lmdb_at(tmp_path / "blocks")
-    assert all(table.get(key) == Entry(slot, slot) for slot, key in enumerate(keys))
+    assert table.get_many(keys) == [Entry(slot, slot) for slot in range(len(keys))]
     table.close()
 
 
@@ -431,5 +432,5 @@ def test_the_twin_loses_what_was_not_durable() -> None:
         disk.lose_power(random.Random(seed))
         table = MemoryBlockTable(disk)
         lost.add(3 - table.count())
-        assert table.get(KEYS[0]) == Entry(0, 0)
+        assert table.get_many(KEYS[:1]) == [Entry(0, 0)]
     assert lost == {0, 1, 2}

@@ -95,7 +95,7 @@ class Rig:
 def check(presence: OpenPresence, table: BlockTable, seen: set[bytes]) -> None:
     """The presence table says what the block table says, of every key."""
     for key in seen:
-        entry, slot = table.get(key), presence.table.find(key)
+        (entry,), slot = table.get_many([key]), presence.table.find(key)
         assert slot == (-1 if entry is None else entry.slot)
         if entry is not None:
             assert presence.table.is_same(key, slot)
@@ -227,7 +227,7 @@ def test_damage_is_repaired_or_costs_blocks(seed: int) -> None:
     table = MemoryBlockTable(rig.disk)
     found = open_presence(rig.fs, FOLDER, SLOTS, table, BOOT)
     for key in rig.seen:
-        entry, slot = table.get(key), found.table.find(key)
+        (entry,), slot = table.get_many([key]), found.table.find(key)
         if slot >= 0 and found.table.is_same(key, slot):
             assert entry is not None and slot == entry.slot
     if offset < HEADER_BYTES:

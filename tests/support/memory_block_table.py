@@ -89,9 +89,6 @@ class MemoryBlockTable:
     def count(self) -> int:
         return len(self._state.blocks)
 
-    def get(self, key: bytes) -> Entry | None:
-        return self._state.blocks.get(key)
-
     def get_many(self, keys: Sequence[bytes]) -> list[Entry | None]:
         return [self._state.blocks.get(key) for key in keys]
 

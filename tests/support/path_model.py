@@ -392,7 +392,7 @@ class PathModel:
         oracle = self.oracles[label]
         table = self.rig.writer.namespaces[self._folder(label)].table
         for (key, slot, checksum), code in zip(blocks, codes, strict=True):
-            entry = table.get(key_of(key))
+            (entry,) = table.get_many([key_of(key)])
             if code is Committed.OK and entry is not None and entry.slot == slot:
                 if entry.checksum == checksum:
                     oracle.acknowledged[key] = slot, checksum
@@ -410,7 +410,7 @@ class PathModel:
                 assert key not in oracle.acknowledged, f"acknowledged block {key} is lost"
                 continue
             place = slot, presence.checksum_of(slot)
-            entry = namespace.table.get(key_of(key))
+            (entry,) = namespace.table.get_many([key_of(key)])
             assert entry is not None and (entry.slot, entry.checksum) == place
             assert slot not in seen, "no slot has two blocks"
             seen.add(slot)

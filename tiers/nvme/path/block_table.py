@@ -115,12 +115,8 @@ class BlockTable(Protocol):
         """Return the number of blocks, damaged entries included."""
         ...
 
-    def get(self, key: bytes) -> Entry | None:
-        """Return the entry of a block; None if it is absent, damaged or unreadable."""
-        ...
-
     def get_many(self, keys: Sequence[bytes]) -> list[Entry | None]:
-        """Return `get` of every key."""
+        """Return the entry of each block; None if it is absent, damaged or unreadable."""
         ...
 
     def keys_after(self, key: bytes, limit: int) -> list[tuple[bytes, Entry]]:

@@ -131,10 +131,6 @@ class LmdbBlockTable:
         with self._damage_named(), self._env.begin() as txn:
             return int(txn.stat(self._blocks)["entries"])
 
-    def get(self, key: bytes) -> Entry | None:
-        """See `BlockTable`."""
-        return self.get_many([key])[0]
-
     def get_many(self, keys: Sequence[bytes]) -> list[Entry | None]:
         """See `BlockTable`."""
         try:

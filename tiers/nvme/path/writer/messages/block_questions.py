@@ -61,7 +61,7 @@ def some_blocks(writer: PathWriter, body: Answer) -> Answer:
     namespace = _namespace(writer, body)
     found = namespace.table.keys_after(max(after, start), limit)
     if start and after < start and len(start) <= MAX_KEY_BYTES:
-        entry = namespace.table.get(start)
+        (entry,) = namespace.table.get_many([start])
         found = [*([] if entry is None else [(start, entry)]), *found][:limit]
     inside = [each for each in found if each[0].startswith(start)]
     has_more, found = len(inside) == len(found) > 0, inside
