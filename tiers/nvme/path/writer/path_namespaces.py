@@ -93,11 +93,6 @@ class PathNamespaces:
         """Options in force."""
         return self.record.options
 
-    @property
-    def open(self) -> dict[str, NamespaceWriter]:
-        """Open namespaces by the names of their directories."""
-        return self.space.namespaces
-
     def budget_left_bytes(self) -> int | None:
         """Return the bytes that may still be granted today; None without a budget.
 
@@ -109,7 +104,7 @@ class PathNamespaces:
             return None
         removed = day_totals(self.record.removed_day, self._means.wall_clock())
         spent = self.space.idle.written_in_day() + removed.written
-        for namespace in self.open.values():
+        for namespace in self.space.namespaces.values():
             spent += namespace.table.day_totals().written
             spent += namespace.space.granted * namespace.home.block_bytes
         return max(0, limit_bytes - spent)
@@ -122,8 +117,8 @@ class PathNamespaces:
         spec = hello.namespace
         key = key_of(spec)
         folders = self.openings.folders | self.space.idle.folders
-        name = key.name_among({*self.open, *(folder.name for folder in folders)})
-        namespace = self.open.get(name)
+        name = key.name_among({*self.space.namespaces, *(folder.name for folder in folders)})
+        namespace = self.space.namespaces.get(name)
         if namespace is None:
             self._begin_new(spec, name)
             raise BeingOpenedError(name)
@@ -146,7 +141,7 @@ class PathNamespaces:
 
         Raises a `KVCascadeError`, or `BeingOpenedError` while it is not open yet.
         """
-        namespace = self.open.get(name)
+        namespace = self.space.namespaces.get(name)
         if namespace is not None:
             return namespace
         if name not in self.openings:
@@ -230,14 +225,14 @@ class PathNamespaces:
         """Sync every commit from now on, because a node asks for that. Raises a `KVCascadeError`,
         and then the promise is not made."""
         sync_blocks(self.fs, self.roots)
-        for namespace in self.open.values():
+        for namespace in self.space.namespaces.values():
             namespace.make_durable(partial(self._means.table_of, is_durable=True))
         options = msgspec.structs.replace(self.options, durability=POWER)
         self._record(replace(self.record, options=options))
 
     def remove_empty(self) -> None:
         """Remove namespaces that lost their last segment while no node has them open."""
-        for name, namespace in list(self.open.items()):
+        for name, namespace in list(self.space.namespaces.items()):
             is_needed = namespace.clients or name in self._looked_at
             if not is_needed and not self.space.files.numbers(name):
                 _log.warning("%s is removed: its room was needed", name)
@@ -293,7 +288,7 @@ class PathNamespaces:
     def close(self, *, is_clean: bool) -> None:
         """Close all namespaces; without `is_clean` as a kill would."""
         self.openings.close()
-        for name, namespace in list(self.open.items()):
+        for name, namespace in list(self.space.namespaces.items()):
             if not is_clean:
                 namespace.abandon()
             else:

@@ -77,7 +77,7 @@ class PathSpace:
         """`open_idle` begins to open a namespace of `idle`. `clock` returns monotonic seconds."""
         self.capacity = capacity
         self.namespaces: dict[str, NamespaceWriter] = {}
-        """Open namespaces by the name of their directories."""
+        """Open namespaces by the names of their directories."""
         self.idle = idle
         self.taking: TakenSegment | None = None
         """Segment that loses its blocks now."""

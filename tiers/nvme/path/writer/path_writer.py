@@ -81,6 +81,8 @@ class PathWriter:
         tier has other paths.
         """
         self.path = PathNamespaces(means, roots, options, clock, executor)
+        self.namespaces = self.path.space.namespaces
+        """Open namespaces by the names of their directories."""
         self.wants_close = False
         """True once a newer version, or a tool, asked the writer to close."""
         self._clock = clock
@@ -98,11 +100,6 @@ class PathWriter:
             Retire: self._retire,
             **BlockMessages(self.path, clock, self._settle, self._send).handlers,
         }
-
-    @property
-    def namespaces(self) -> dict[str, NamespaceWriter]:
-        """Open namespaces by the names of their directories."""
-        return self.path.open
 
     @property
     def clients(self) -> list[Client]:
