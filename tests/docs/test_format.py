@@ -254,7 +254,7 @@ def test_export_files(made: Namespace, tmp_path: Path) -> None:
         record = data[rows * size + row * 128 :][:128]
         block_hash = record[33 : 33 + record[32]]
         assert record[:4] == b"KVCS" and u(record[4:8]) == zlib.crc32(record[8:])
-        assert not any(record[33 + record[32] :])
+        assert not any((*record[8:16], *record[28:32], *record[33 + record[32] :]))
         assert u(record[16:24]) == checksum(block_hash, data[row * size :][: u(record[24:28])])
         found.add(block_hash)
     assert found == made.blocks.keys()

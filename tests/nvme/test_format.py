@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import struct
+import zlib
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,7 @@ from kvcascade.tiers.nvme.segments.format import (
 from kvcascade.tiers.nvme.segments.segment_files import SegmentFiles
 
 LAYOUT = SegmentLayout(block_bytes=8192, slots=5, fingerprint="ab" * 32)
-RECORD = SlotRecord(b"k" * 36, generation=9, checksum=5, length=8192, epoch=3)
+RECORD = SlotRecord(b"k" * 36, checksum=5, length=8192)
 
 
 def test_a_segment_is_a_safetensors_file(tmp_path: Path) -> None:
@@ -74,6 +76,15 @@ def test_a_segment_is_known_by_its_name(name: str) -> None:
 def test_slot_zero_is_page_aligned() -> None:
     assert LAYOUT.header_bytes % 4096 == 0
     assert len(LAYOUT.header(0)) == len(LAYOUT.header(999_999))
+
+
+def test_a_record_of_an_older_version_with_generation_and_epoch_is_whole() -> None:
+    data = bytearray(RECORD.pack())
+    struct.pack_into("<Q", data, 8, 9)
+    struct.pack_into("<I", data, 28, 3)
+    assert parse_record(bytes(data)) is None
+    struct.pack_into("<I", data, 4, zlib.crc32(data[8:]))
+    assert parse_record(bytes(data)) == RECORD
 
 
 @given(st.integers(0, 8 * SLOT_RECORD_BYTES - 1))

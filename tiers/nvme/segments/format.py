@@ -30,7 +30,7 @@ MAX_SEGMENTS = 10**_SEGMENT_DIGITS
 """Most segments of a namespace; the names of more would be too long."""
 
 SLOT_RECORD_BYTES = 128
-_RECORD = struct.Struct("<4sIQQIIB64s31x")
+_RECORD = struct.Struct("<4sI8xQI4xB64s31x")
 _RECORD_MAGIC = b"KVCS"
 _RECORD_BODY = 8
 """Start of the record's body, which its CRC covers."""
@@ -42,24 +42,13 @@ class SlotRecord:
     """Record of one block in an export file."""
 
     key: bytes
-    generation: int
     checksum: int
     length: int
-    epoch: int
 
     def pack(self) -> bytes:
         """Return the record as stored in the file."""
         packed = bytearray(
-            _RECORD.pack(
-                _RECORD_MAGIC,
-                0,
-                self.generation,
-                self.checksum,
-                self.length,
-                self.epoch,
-                len(self.key),
-                self.key,
-            )
+            _RECORD.pack(_RECORD_MAGIC, 0, self.checksum, self.length, len(self.key), self.key)
         )
         struct.pack_into("<I", packed, 4, zlib.crc32(packed[_RECORD_BODY:]))
         return bytes(packed)
@@ -69,12 +58,12 @@ def parse_record(data: bytes) -> SlotRecord | None:
     """Return the record of a block; None if it is damaged."""
     if len(data) != SLOT_RECORD_BYTES:
         return None
-    magic, crc, generation, checksum, length, epoch, key_length, key = _RECORD.unpack(data)
+    magic, crc, checksum, length, key_length, key = _RECORD.unpack(data)
     if magic != _RECORD_MAGIC or not 0 < key_length <= MAX_KEY_BYTES:
         return None
     if crc != zlib.crc32(data[_RECORD_BODY:]):
         return None
-    return SlotRecord(key[:key_length], generation, checksum, length, epoch)
+    return SlotRecord(key[:key_length], checksum, length)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ def export_namespace(
         )
 
         def put(block: NamedBlock, payload: memoryview) -> None:
-            writer.put(SlotRecord(block.key, 0, block.checksum, len(payload), epoch), payload)
+            writer.put(SlotRecord(block.key, block.checksum, len(payload)), payload)
 
         for findings in scan_blocks(source, chosen, throttle, put):
             progress(len(findings))
