@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,8 @@ class Place:
             self.make_segment(number)
         self.table = WritablePresence(memoryview(bytearray(presence_bytes(SLOTS))), SLOTS)
         self.files = PayloadFiles(self.fs, FOLDERS, LAYOUT)
-        self.reader = BlockReader(self.table, self.files)
-        self.writer = BlockWriter(self.files, is_durable=False)
+        self.reader = BlockReader(self.table, self.files, nullcontext())
+        self.writer = BlockWriter(self.files, is_durable=False, at_device=nullcontext())
 
     def path(self, number: int) -> Path:
         return FOLDERS[number % 2] / segment_name(number)
@@ -170,7 +171,8 @@ def test_a_segment_that_was_made_anew_is_opened_anew(place: Place) -> None:
     place.fs.unlink(place.path(0))
     place.make_segment(0)
     other = PayloadFiles(place.fs, FOLDERS, LAYOUT)
-    BlockWriter(other, is_durable=False).write(keys(1), [0], [memoryview(content(key(0)))])
+    writer = BlockWriter(other, is_durable=False, at_device=nullcontext())
+    writer.write(keys(1), [0], [memoryview(content(key(0)))])
     assert place.read(keys(1)).outcomes == [OK], "the open file was that of the former segment"
 
 
@@ -206,7 +208,7 @@ def test_a_failed_write_names_its_blocks_and_want_of_space(place: Place) -> None
 
 
 def test_durable_writes_are_synced_before_they_are_reported(place: Place) -> None:
-    writer = BlockWriter(place.files, is_durable=True)
+    writer = BlockWriter(place.files, is_durable=True, at_device=nullcontext())
     writer.write(keys(2), [0, 1], [memoryview(content(h)) for h in keys(2)])
     assert place.fs.calls["sync"] == 1
     place.fs.fail("sync", errno.EIO)

@@ -16,6 +16,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing import forkserver
@@ -416,7 +417,7 @@ def read_all(setup: Setup, *, close_clean: bool) -> set[bytes]:
         assert len(set(slots)) == len(keys) == namespace.space.used and min(slots, default=0) >= 0
         folders = [folder / SEGMENTS for folder in namespace.home.folders]
         files = PayloadFiles(fs, folders, namespace.home.layout)
-        reader = BlockReader(namespace.presence, files)
+        reader = BlockReader(namespace.presence, files, nullcontext())
         for start in range(0, len(keys), READ_AT_ONCE):
             part = [BlockHash(key) for key in keys[start : start + READ_AT_ONCE]]
             buffers = [bytearray(SLOT_BYTES) for _ in part]

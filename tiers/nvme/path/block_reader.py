@@ -11,7 +11,7 @@ Threads: any number may call `read` at once, each with buffers of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import xxhash
@@ -65,16 +65,13 @@ class BlockReader:
     """Reads blocks of one namespace by key."""
 
     def __init__(
-        self,
-        table: PresenceTable,
-        files: PayloadFiles,
-        at_device: AbstractContextManager[None] | None = None,
+        self, table: PresenceTable, files: PayloadFiles, at_device: AbstractContextManager[None]
     ) -> None:
         """`at_device` is held during device transfers; it limits how many threads transfer at
         once."""
         self._table = table
         self._files = files
-        self._at_device = nullcontext() if at_device is None else at_device
+        self._at_device = at_device
         self._few = max(1, CACHED_BYTES // files.layout.block_bytes)
         self._has_warned = False
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from ....errors import PROCESS_ERRNOS, from_os_error
@@ -43,17 +43,13 @@ class BlockWriter:
     """Writes the payload of blocks of one namespace."""
 
     def __init__(
-        self,
-        files: PayloadFiles,
-        *,
-        is_durable: bool,
-        at_device: AbstractContextManager[None] | None = None,
+        self, files: PayloadFiles, *, is_durable: bool, at_device: AbstractContextManager[None]
     ) -> None:
         """With `is_durable`, written segments are synced. `at_device` is held during device
         transfers; it limits how many threads transfer at once."""
         self._files = files
         self._is_durable = is_durable
-        self._at_device = nullcontext() if at_device is None else at_device
+        self._at_device = at_device
         self._has_warned = False
 
     def write(
