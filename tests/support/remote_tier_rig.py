@@ -79,7 +79,7 @@ class RemoteTierRig:
         host = RemoteRig(self.twin, self.calls, self.options, clock=self.clock)
         memory = memoryview(self.arena.data)
         self.node = RemoteNode(host.store, memory, self.parts, self._tell, self.clock)
-        host.store.begin()
+        host.store.read_generation()
 
     def _tell(self, message: msgspec.Struct) -> None:
         self.answers.append(msgspec.msgpack.encode(message))

@@ -120,8 +120,7 @@ class PresenceMemory:
         """Forget everything; answers on their way are not kept either."""
         with self._lock:
             self.epoch += 1
-            self.until.clear()
-            self._arrived_s = {}
+        self.forget_all()
 
 
 class ChainSearch:

@@ -335,7 +335,7 @@ class RemoteStore:
             job.give_up(RemoteOutcome.ABSENT, waits=True)
             self._report(job)
         self._writing.drop_all(RemoteOutcome.DROPPED)
-        self._read_generation()
+        self.read_generation()
 
     @property
     def counters(self) -> RemoteCounters:
@@ -378,19 +378,11 @@ class RemoteStore:
         self._ended.append((call, ended))
         self._on_ended()
 
-    def begin(self) -> None:
-        """Read the generation, so that later resets by other hosts are noticed."""
-        self._read_generation()
+    def read_generation(self) -> None:
+        """Read or raise the generation on a thread, unless that is being done.
 
-    def _pump(self) -> None:
-        for lane in (self._asking, self._reading, self._writing):
-            lane.pump()
-        generation = self._link.generation
-        if generation.is_reset_pending or generation.is_due:
-            self._read_generation()
-
-    def _read_generation(self) -> None:
-        """Read or raise the generation on a thread, unless that is being done."""
+        The owner calls it at the start, so that later resets by other hosts are noticed.
+        """
         if self._is_telling or not self._asking.is_open:
             return
         self._is_telling = True
@@ -405,6 +397,13 @@ class RemoteStore:
             self._is_telling = False
 
         self._asking.add(Errand(self._clock() + limit_s, 0, tell, give_up))
+
+    def _pump(self) -> None:
+        for lane in (self._asking, self._reading, self._writing):
+            lane.pump()
+        generation = self._link.generation
+        if generation.is_reset_pending or generation.is_due:
+            self.read_generation()
 
     def _expire(self) -> None:
         """End questions and reads whose deadline has passed, though their calls go on."""

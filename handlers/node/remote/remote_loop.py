@@ -118,7 +118,7 @@ class RemoteLoop:
     def run(self) -> None:
         """Serve until the scheduler closes its socket. Calls of the server may go on after that."""
         self._tell(NodeReady())
-        self._store.begin()
+        self._store.read_generation()
         try:
             while not self._scheduler.has_ended:
                 self._node.work()
