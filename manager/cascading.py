@@ -6,8 +6,9 @@ through the port `Below`.
 
 Threads: one lock guards every change of state. The scheduler's thread calls the contract. A
 background thread may call `maintain`, so that demotion goes on while the engine is idle. The holder
-of the lock never waits for a file: it only starts transfers and collects the ended ones. Lookups of
-blocks in the first tier take no lock (`Lookups`).
+of the lock never waits for a file: it only starts transfers and collects the ended ones. Only a
+shutdown waits with it, for the last transfers. Lookups of blocks in the first tier take no lock
+(`Lookups`).
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Closing:
         maintain: Callable[[], None],
         pause: Callable[[float], None],
     ) -> None:
-        """`lock` is held during every access to the manager's state, never during a wait.
+        """`lock` is held during every access to the manager's state, and while transfers stop.
 
         `collect` collects the ended transfers of every tier. `maintain` maintains the tiers below,
         and takes in resets by other engines. `pause` waits for the given number of seconds of the
@@ -86,7 +86,7 @@ class Closing:
             if not flow.is_single:
                 flow.below.touch(hottest(flow.top, self._in_use()))
             self._maintain()  # sends the recency
-        return flow.below.shutdown(deadline_s)
+            return flow.below.shutdown(deadline_s)
 
     def _flush(self, deadline_s: float) -> None:
         """Write dirty blocks until none is left, no more can be written, or the time is over."""
@@ -111,11 +111,11 @@ class Closing:
                 order = order[len(order) - left :]
                 if counters.demoted_blocks > written:
                     written, rests = counters.demoted_blocks, 0
-                state, waiting = below.write_state(), set(demoter.jobs)
+                state, waiting = below.write_state(), bool(demoter.jobs)
                 self._maintain()
             may_recover = state.may_recover and 0 < state.rest_left_s < left_s
             if waiting and not state.is_stalled:
-                below.wait(waiting, left_s)
+                below.wait(left_s)
             elif not waiting and rests < RESTS_AT_MOST and may_recover:
                 rests += 1
                 self._pause(state.rest_left_s)

@@ -280,7 +280,23 @@ class NodeKeeper:
             left_s = end_s - monotonic()
             if left_s <= 0:
                 return False
-            self._wait_for_news(min(left_s, WAIT_SLICE_S))
+            self.wait_for_news(left_s)
+
+    def wait_for_news(self, limit_s: float) -> None:
+        """Send what was taken, and wait until there may be something to receive; receive nothing.
+
+        It waits for `WAIT_SLICE_S` at most, because another thread may receive the answer.
+        """
+        self.flush()
+        limit_s = min(limit_s, WAIT_SLICE_S)
+        with self._lock:  # an interrupt may leave a condition locked
+            stream = self._stream
+            if stream is None or stream.has_ended:
+                self._changed.wait(limit_s)
+                return
+            poller = select.poll()
+            poller.register(stream.connection.socket, select.POLLIN)
+        poller.poll(limit_s * 1000)
 
     def replace(self) -> None:
         """Kill the process, and start another one; the next polls do it, as if it were silent."""
@@ -317,16 +333,6 @@ class NodeKeeper:
         return stream is None or stream.connection.has_died()
 
     # -- inside --------------------------------------------------------------------------------
-
-    def _wait_for_news(self, limit_s: float) -> None:
-        with self._lock:  # an interrupt may leave a condition locked
-            stream = self._stream
-            if stream is None or stream.has_ended:
-                self._changed.wait(limit_s)
-                return
-            poller = select.poll()
-            poller.register(stream.connection.socket, select.POLLIN)
-        poller.poll(limit_s * 1000)
 
     def _take(self, stream: NodeStream, message: Any) -> None:
         ticket = getattr(message, "ticket", None)

@@ -184,7 +184,9 @@ class KVCascadeTier(SecondaryTierManager):
 
     def shutdown(self) -> None:
         self._ticker.stop()
-        if not self._jobs.close(MAX_KEPT_S):
+        with self._lock:
+            has_ended = self._jobs.close(MAX_KEPT_S)
+        if not has_ended:
             logger.warning("kvcascade: the disk did not end its transfers; the next start checks")
             return
         self._resources.close()

@@ -33,8 +33,6 @@ from .port import ASKING, Below, Ended, Put, TierFacts, WriteState
 
 LOWER_SHARE = 8
 """The blocks in flight to one lower tier take at most this part of the first tier: an eighth."""
-LOWER_WAIT_S = 0.05
-"""Longest time in seconds that `wait` gives to lower tiers once tier 1 has ended its part."""
 ABSENT_AFTER_S = 60.0
 """Time in seconds. If the nearest tier takes no block for so long, the lower tiers decide alone."""
 PASS_ON_AFTER_S = 1.0
@@ -471,15 +469,9 @@ class BelowChain(Below):
     def reset(self, mark: int = 0) -> None:
         self._resets.begin(mark or new_reset_mark())
 
-    def wait(self, tickets: set[int], limit_s: float) -> None:
-        """See `Below`. Puts that only lower tiers still write are waited for a short time, so that
-        the caller can go on with tier 1."""
-        end_s = self._clock() + limit_s
-        puts = {ticket for ticket in tickets if ticket in self._puts}
-        self._nearest.wait(tickets, limit_s)
-        for lower in self._lower:
-            for mine, most_s in ((tickets - puts, limit_s), (puts, LOWER_WAIT_S)):
-                lower.port.wait(mine, min(most_s, max(0.0, end_s - self._clock())))
+    def wait(self, limit_s: float) -> bool:
+        """See `Below`. It waits for the nearest tier with transfers in flight."""
+        return any(port.wait(limit_s) for port in self._ports)
 
     def shutdown(self, deadline_s: float) -> bool:
         has_ended = [port.shutdown(deadline_s) for port in self._ports]

@@ -6,9 +6,9 @@ reads it in mapped memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ from ...tiers.nvme.path.path_messages import Epoch, KeysListed, Removed, Stored,
 from ...tiers.nvme.path.presence_table import PresenceTable
 from ..counters import Departures
 from .node_events import NodeEvents
-from .single_tier import MAX_MARKS, NodeInbox
+from .single_tier import MAX_MARKS, TierFeed
 
 Find = Callable[[bytes], int]
 """Function that returns the slot of a block; -1 if it is absent."""
@@ -59,42 +59,41 @@ class MappedPresence:
         self._map_table = map_table
         self._executor = executor
         self._clock = clock
+        self.wanted: tuple[str, int] | None = None
+        """Folder and number of slots of the table to map; None if it is mapped."""
         self._mapping: Future[PresenceTable] | None = None
-        self._wanted = "", 0
-        """Folder and number of slots of the last mapping."""
-        self.again_s: float | None = None
-        """Time of the next attempt; None if the last one has not failed."""
+        """Attempt to map it that is under way."""
+        self._again_s = -math.inf
+        """Earliest time of the next attempt."""
         self._problem = ""
         """Last error that was logged since a table was mapped."""
 
-    def begin(self, folder: str, slots: int) -> Future[PresenceTable]:
-        """Begin to map the table in a folder; `end` takes what is returned."""
-        self._wanted, self.again_s = (folder, slots), None
-        self._mapping = self._executor.submit(self._map_table, folder, slots)
-        return self._mapping
+    def follow(self, folder: str, slots: int) -> None:
+        """Let `proceed` map the table in a folder, in place of any other."""
+        self.wanted, self._mapping, self._again_s = (folder, slots), None, -math.inf
 
-    def begin_again(self) -> Future[PresenceTable] | None:
-        """Do so once more after it failed; return None if it is too early."""
-        is_due = self.again_s is not None and self._clock() >= self.again_s
-        return self.begin(*self._wanted) if is_due else None
-
-    def end(self, mapping: Future[PresenceTable]) -> PresenceTable | None:
-        """Take in the table; return None if mapping it failed, or the node has joined again."""
-        if mapping is not self._mapping:
+    def proceed(self) -> PresenceTable | None:
+        """Go on with mapping. Return the table once it is mapped. An attempt may fail."""
+        wanted = self.wanted
+        if wanted is not None and self._mapping is None and self._clock() >= self._again_s:
+            self._mapping = self._executor.submit(self._map_table, *wanted)
+        mapping = self._mapping
+        if mapping is None or not mapping.done():
             return None
+        self._mapping = None
         try:
             self.table = mapping.result()
         except (KVCascadeError, OSError) as error:
             if str(error) != self._problem:
                 self._problem = str(error)
                 _log.warning("tier %s: its blocks are not found: %s", self.name, error)
-            self.again_s = self._clock() + MAP_AGAIN_AFTER_S
+            self._again_s = self._clock() + MAP_AGAIN_AFTER_S
             return None
-        self._problem = ""
+        self.wanted, self._problem = None, ""
         return self.table
 
 
-class NodeFeed(NodeInbox):
+class NodeFeed(TierFeed):
     """Notes of a node, and the presence table of its namespace."""
 
     def __init__(
@@ -170,11 +169,14 @@ class NodeFeed(NodeInbox):
         """Epoch of this engine's blocks; None if it is that of a reset that was not answered."""
         return None if self._is_resetting else self._epoch
 
-    def map_again(self) -> None:
-        """Map the presence table again if it is time; called while `presence.again_s` is set."""
-        mapping = self.presence.begin_again()
-        if mapping is not None:
-            self._follow(mapping)
+    def map_on(self) -> None:
+        """Go on with mapping the presence table; called while `presence.wanted` is set."""
+        table = self.presence.proceed()
+        if table is None:
+            return
+        if self._epoch is None:
+            self._epoch = table.epoch
+        self._look()
 
     def was_reset(self) -> bool:
         """Return True once after another engine reset the namespace."""
@@ -186,41 +188,41 @@ class NodeFeed(NodeInbox):
         self.lost.clear()
         return True
 
-    # -- inside --------------------------------------------------------------------------------
-
-    def _note(self, message: Any) -> None:
-        match message:
+    def take(self, note: Any) -> None:
+        match note:
             case Removed() if self._names_changes:
-                self.events.changed(message.keys, removed=True)
+                self.events.changed(note.keys, removed=True)
                 if not self._is_resetting:
-                    self.blocks = max(0, self.blocks - len(message.keys))
-                    self.lost += cast(list[BlockHash], message.keys)
+                    self.blocks = max(0, self.blocks - len(note.keys))
+                    self.lost += cast(list[BlockHash], note.keys)
             case Stored() if self._names_changes:
-                self.events.changed(message.keys, removed=False)
+                self.events.changed(note.keys, removed=False)
             case KeysListed() if self._names_changes:
-                self.events.listed(message)
+                self.events.listed(note)
             case TierFigures():
-                self._count(message)
-            case Epoch() if self._is_resetting and message.request:
-                self._epoch = message.epoch
+                self._count(note)
+            case Epoch() if self._is_resetting and note.request:
+                self._epoch = note.epoch
                 self.events.end_list()
             case Epoch():  # of another engine; the presence table has it, too
                 self.events.end_list()
-                self.marks += message.marks[: MAX_MARKS - len(self.marks)]
+                self.marks += note.marks[: MAX_MARKS - len(self.marks)]
             case NodeJoined():
-                self._enter(message.state)
-                self.folder = Path(message.folder)
+                self._enter(note.state)
+                self.folder = Path(note.folder)
                 self.events.joined()
-                self._follow(self.presence.begin(message.folder, message.slots))
+                self.presence.follow(note.folder, note.slots)
             case NodeNote():
-                if message.text:
-                    _log.warning("tier %s: %s", self.presence.name, message.text)
-                self.misconfigured = message.text if message.is_misconfigured else ""
-                self._enter(message.state)
+                if note.text:
+                    _log.warning("tier %s: %s", self.presence.name, note.text)
+                self.misconfigured = note.text if note.is_misconfigured else ""
+                self._enter(note.state)
             case None:
                 self._enter(NodeState.JOINING)
             case _:
                 """Changes of before a reset."""
+
+    # -- inside --------------------------------------------------------------------------------
 
     def _count(self, figures: TierFigures) -> None:
         before = self.figures
@@ -241,14 +243,3 @@ class NodeFeed(NodeInbox):
         self.can_read = self.state in CAN_READ
         is_found = self.can_read and not self._is_resetting
         self.find = table.find if is_found and table is not None else find_nothing
-
-    def _follow(self, mapping: Future[PresenceTable]) -> None:
-        mapping.add_done_callback(partial(self.end, self._mapped))
-
-    def _mapped(self, mapping: Future[PresenceTable]) -> None:
-        table = self.presence.end(mapping)
-        if table is None:
-            return
-        if self._epoch is None:
-            self._epoch = table.epoch
-        self._look()

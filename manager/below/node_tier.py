@@ -273,8 +273,8 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
     def maintain(self) -> int:
         """See `Below`. Jobs and notes of the step are sent together here."""
         self._listen()
-        if self.feed.presence.again_s is not None:
-            self.feed.map_again()
+        if self.feed.presence.wanted is not None:
+            self.feed.map_on()
         events = self.feed.events
         if events.listed_to is not None and (question := events.question()) is not None:
             self._client.tell(question)
@@ -293,10 +293,9 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
     def pass_on(self, mark: int) -> None:
         self._reset_to(mark, is_own=False)
 
-    def abandon(self, tickets: set[int], limit_s: float) -> None:
-        """Kill the node, so that these jobs fail; wait until it is dead, at most `limit_s`."""
+    def abandon(self) -> None:
+        """Kill the node. Its jobs fail while the caller polls, once it is dead."""
         self._client.replace()
-        self.wait(tickets, limit_s)
 
     def state(self) -> list[TierState]:
         (facts,), figures = self.tiers, self.feed.figures

@@ -6,7 +6,8 @@ first tier, and polls for the outcomes. The port hides the slots, eviction polic
 write budget and breakers of the tiers below, and their order.
 
 Tiers below are numbered from 1. All methods except `wait` are called by one thread at a time, under
-the manager's lock. `wait` is called without the lock. Only `wait` and `shutdown` may block.
+the manager's lock. `wait` is called without the lock, and changes nothing. Only `wait` and
+`shutdown` may block.
 """
 
 from __future__ import annotations
@@ -259,10 +260,10 @@ class Below(ABC):
         return ()
 
     @abstractmethod
-    def wait(self, tickets: set[int], limit_s: float) -> None:
-        """Block until these gets and puts have ended, or the timeout; call without the lock.
+    def wait(self, limit_s: float) -> bool:
+        """Block until a transfer may have ended, or for a moment; call without the lock.
 
-        A chain of tiers waits only for a short time if lower tiers alone are left to write.
+        Return False if none was in flight. The wait takes at most `limit_s`, then `poll` again.
         """
 
     @abstractmethod
@@ -324,8 +325,8 @@ class NoTierBelow(Below):
     def reset(self, mark: int = 0) -> None:
         """Do nothing: there is no tier."""
 
-    def wait(self, tickets: set[int], limit_s: float) -> None:
-        """Do nothing: no transfer is in flight."""
+    def wait(self, limit_s: float) -> bool:
+        return False
 
     def shutdown(self, deadline_s: float) -> bool:
         return True

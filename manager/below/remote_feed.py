@@ -17,7 +17,7 @@ from ...tiers.base import RESET_TICKS_PER_S, BlockHash, BlockOutcome
 from ...tiers.remote.presence import PresenceMemory, drop_oldest
 from ...tiers.remote.remote_counters import Verb, VerbTotals
 from ..counters import latencies
-from .single_tier import MAX_MARKS, NodeClient, NodeInbox
+from .single_tier import MAX_MARKS, NodeClient, TierFeed
 
 CLOCK_SKEW_TICKS = 60 * RESET_TICKS_PER_S
 """Greatest difference of two hosts' clocks. An engine that stored blocks before it heard of a reset
@@ -27,7 +27,7 @@ _NO_ANSWER = frozenset({BlockOutcome.IO_ERROR, BlockOutcome.CANCELLED})
 """Outcomes of questions that the server did not answer."""
 
 
-class RemoteFeed(NodeInbox):
+class RemoteFeed(TierFeed):
     """Notes of a node."""
 
     def __init__(self, began: int, memory: PresenceMemory) -> None:
@@ -95,12 +95,12 @@ class RemoteFeed(NodeInbox):
         unsent = Counter(self._before.unsent) + Counter(last.unsent)
         return RemoteNote(last.mark, verbs, dict(unsent))
 
-    def _note(self, message: Any) -> None:
-        if message is None:
+    def take(self, note: Any) -> None:
+        if note is None:
             self._before, self._last = self._of_nodes(), RemoteNote(None)
             self.lookups_rest = False
-        elif isinstance(message, RemoteNote):
-            self._take_in(message)
+        elif isinstance(note, RemoteNote):
+            self._take_in(note)
 
     def _take_in(self, note: RemoteNote) -> None:
         if _openings(note) > _openings(self._last):
@@ -249,10 +249,7 @@ class Questions:
         if not gathered:  # late answers to earlier questions came meanwhile
             return
         on_end = partial(self._answered, gathered, self._memory.epoch)
-        is_sent = self._client.submit(
-            lambda ticket: AskJob(ticket, gathered), partial(self._feed.end, on_end)
-        )
-        if not is_sent:
+        if not self._client.submit(lambda ticket: AskJob(ticket, gathered), on_end):
             on_end(None)
 
     def left_s(self, keys: Sequence[BlockHash]) -> float:

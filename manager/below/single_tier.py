@@ -1,13 +1,13 @@
-"""Shared parts of tiers behind a node: `SingleTier`, its jobs, and the queue of its messages.
+"""Shared parts of tiers behind a node: `SingleTier`, its jobs, and the notes of its node.
 
-Each job is one message to the node and one answer. Used under the manager's lock, except where a
-method says otherwise.
+Each job is one message to the node and one answer. The lock of the caller guards all state here:
+the manager's, or that of the secondary tier. The client receives only inside calls of the tier, so
+answers and notes land under that lock. `wait` alone is called without it, and receives nothing.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,10 +42,10 @@ class NodeClient(Protocol):
     def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
         """Take a job, built from its ticket. Return False if it cannot be taken now.
 
-        It may be sent as late as at the next `flush`, `poll` or `wait`.
+        It may be sent as late as at the next `flush`, `poll` or `wait_for_news`.
 
-        `on_end` gets the answer, or None if the process died. It may be called by any thread that
-        calls a method of this class.
+        `on_end` gets the answer, or None if the process died. `poll`, `listen` and `kill` call it,
+        and so does a later `submit`, but never the one that took the job.
         """
         ...
 
@@ -65,8 +65,11 @@ class NodeClient(Protocol):
         """Poll for maintenance, unless the last poll was very recent."""
         ...
 
-    def wait(self, is_done: Callable[[], bool], limit_s: float) -> bool:
-        """Poll until the condition holds or the time is over. Return True if it holds."""
+    def wait_for_news(self, limit_s: float) -> None:
+        """Send what was taken. Wait until there may be something to receive, or for a moment.
+
+        It receives nothing. Any thread may call it.
+        """
         ...
 
     def replace(self) -> None:
@@ -79,36 +82,19 @@ class NodeClient(Protocol):
         ...
 
 
-class NodeInbox(ABC):
-    """Queue of what one node says."""
+class TierFeed(ABC):
+    """What one node says beside answers. The lock of the tier's caller guards it."""
 
     def __init__(self) -> None:
         self.marks: list[int] = []
         """Marks of resets by other engines that were not taken yet."""
-        self.incoming: deque[tuple[Callable[[Any], None], Any]] = deque()
-        """Messages that wait for `process`, each with the function that takes it in."""
-
-    def take(self, note: Any) -> None:
-        """Queue a note of the node; None if its process died. Any thread."""
-        self.incoming.append((self._note, note))
-
-    def end(self, on_end: Callable[[Any], None], done: Any) -> None:
-        """Queue the answer to a job; None if the node died. Any thread."""
-        self.incoming.append((on_end, done))
-
-    def process(self) -> None:
-        """Work off what came, in order."""
-        incoming = self.incoming
-        while incoming:
-            take_in, message = incoming.popleft()
-            take_in(message)
 
     @abstractmethod
-    def _note(self, message: Any) -> None:
+    def take(self, note: Any) -> None:
         """Take in a note; None if the process of the node died."""
 
 
-Feed = TypeVar("Feed", bound=NodeInbox)
+Feed = TypeVar("Feed", bound=TierFeed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,42 +117,33 @@ class Going(NamedTuple):
 
 
 class Traffic(ABC, Generic[Feed]):
-    """Jobs of one direction."""
+    """Jobs of one direction. The lock of the tier's caller guards them."""
 
     def __init__(self, flow: NodeFlow[Feed], breaker: Breaker) -> None:
         self._flow = flow
         self.breaker = breaker
         self.jobs: dict[int, Going] = {}
-        self.open_tickets: set[int] = set()
-        """Tickets without an answer from the node. Any thread that waits removes some."""
         self.ended: list[Ended] = []
         """Jobs that ended and were not reported."""
 
     def _submit(self, ticket: int, keys: Sequence[BlockHash], order: Callable[[int], Any]) -> bool:
         """Start a job. Return False if the node cannot take it now."""
         going = self.jobs[ticket] = Going(ticket, keys, self._flow.clock())
-        self.open_tickets.add(ticket)
-        if self._flow.client.submit(order, partial(self._arrived, going)):
+        if self._flow.client.submit(order, partial(self._end, going)):
             self.breaker.started()
             return True
         del self.jobs[ticket]
-        self.open_tickets.discard(ticket)
         return False
 
-    def _arrived(self, going: Going, done: JobDone | None) -> None:
-        """Queue the end of a job; any thread."""
-        self._flow.feed.end(partial(self._end, going), done)
-        self.open_tickets.discard(going.ticket)
-
     def _end(self, going: Going, done: JobDone | None) -> None:
-        """Conclude a job, under the manager's lock. After an interrupt, a job may end twice."""
-        if self.jobs.pop(going.ticket, None) is None:
-            return
+        """Conclude a job. After an interrupt, a job may end twice. Raises `WireError`."""
         n = len(going.keys)
         if done is None:
-            self._land(going, [BlockOutcome.IO_ERROR] * n, DIED)
+            done, outcomes = DIED, [BlockOutcome.IO_ERROR] * n
         else:
-            self._land(going, unpack_outcomes(done.outcomes, n), done)
+            outcomes = unpack_outcomes(done.outcomes, n)
+        if self.jobs.pop(going.ticket, None) is not None:
+            self._land(going, outcomes, done)
 
     @abstractmethod
     def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
@@ -230,6 +207,8 @@ Writes = TypeVar("Writes", bound=Traffic[Any])
 class SingleTier(Below, Generic[Feed, Writes]):
     """One tier, whose blocks a node moves. A subclass sets `reads` and `writes`.
 
+    The caller's lock guards all of it; the callbacks of the client run inside its calls.
+
     A reset is sent to the node, and again to the next node if that one dies before it answered.
     """
 
@@ -267,8 +246,6 @@ class SingleTier(Below, Generic[Feed, Writes]):
         reads, writes, counters = self.reads, self.writes, self.links[0]
         if reads.jobs or writes.jobs:
             self._client.poll()
-        if self.feed.incoming:
-            self.feed.process()
         for traffic in (reads, writes):
             if traffic.jobs:
                 traffic.breaker.look_at_clock()
@@ -287,25 +264,28 @@ class SingleTier(Below, Generic[Feed, Writes]):
             self.feed.marks = []
         return marks
 
-    def wait(self, tickets: set[int], limit_s: float) -> None:
-        reads, writes = self.reads.open_tickets, self.writes.open_tickets
-        mine = {ticket for ticket in tickets if ticket in reads or ticket in writes}
-        if mine:
-            self._client.wait(lambda: mine.isdisjoint(reads) and mine.isdisjoint(writes), limit_s)
+    def wait(self, limit_s: float) -> bool:
+        is_busy = bool(self.reads.jobs or self.writes.jobs)
+        if is_busy:
+            self._client.wait_for_news(limit_s)
+        return is_busy
 
     def shutdown(self, deadline_s: float) -> bool:
-        left_s = max(NODE_STOP_S, deadline_s - self._clock())
-        has_ended = self._client.wait(self._is_quiet, left_s) or self._client.kill()
-        self.feed.process()
-        return has_ended
+        deadline_s = max(deadline_s, self._clock() + NODE_STOP_S)
+        self._client.poll()
+        while self.reads.jobs or self.writes.jobs:
+            left_s = deadline_s - self._clock()
+            if left_s <= 0:
+                return self._client.kill()
+            self._client.wait_for_news(left_s)
+            self._client.poll()
+        return True
 
     # -- inside ------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         """Take in what the node said, and send a reset that no node has."""
         self._client.listen()
-        if self.feed.incoming:
-            self.feed.process()
         if self._resets_due and not self._is_reset_sent:
             self._send_reset()
 
@@ -317,11 +297,7 @@ class SingleTier(Below, Generic[Feed, Writes]):
     def _send_reset(self) -> None:
         due, order = self._resets_due, self._reset_order
         assert order is not None, "a reset is due"
-
-        def end(done: Any) -> None:
-            self.feed.end(lambda answer: self._end_reset(due, answer), done)
-
-        self._is_reset_sent = self._client.submit(order, end)
+        self._is_reset_sent = self._client.submit(order, partial(self._end_reset, due))
 
     def _end_reset(self, due: int, done: Any) -> None:
         if done is None:
@@ -333,6 +309,3 @@ class SingleTier(Below, Generic[Feed, Writes]):
     @abstractmethod
     def _after_reset(self, done: Any) -> None:
         """Find blocks again: the node has carried out the last reset."""
-
-    def _is_quiet(self) -> bool:
-        return not (self.writes.open_tickets or self.reads.open_tickets)

@@ -10,7 +10,7 @@ The node takes a limited number of jobs. The others are queued, loads and stores
 manager bounds the queues: each of their jobs keeps slots of it. While the tier rests, no job is
 queued. Loads fail then, and stores leave their blocks out.
 
-Used by one thread at a time. Only `drain` and `close` wait.
+Used by one thread at a time, under the owner's lock. Only `drain` and `close` wait.
 """
 
 from __future__ import annotations
@@ -180,16 +180,10 @@ class TierJobs:
         jobs have failed once it is dead. A node that waits for its disk may live on, and
         `is_busy` stays true.
         """
-        end_s, left = self._clock() + DRAIN_S, False
-        while self._jobs and not left:
-            tickets = set(self._jobs)
-            self.below.wait(tickets, end_s - self._clock())
-            self._collect()
-            left = not tickets.isdisjoint(self._jobs)
-        if left:
+        if not self._await_jobs(DRAIN_S):
             self._fail_queued()
-            self.below.abandon(set(self._jobs), DRAIN_S)
-            self._collect()
+            self.below.abandon()
+            self._await_jobs(DRAIN_S)
 
     def reset(self) -> None:
         """Make every older block unreachable; call `drain` first.
@@ -209,6 +203,14 @@ class TierJobs:
         has_ended = self.below.shutdown(self._clock() + deadline_s)
         self.finished()
         return has_ended
+
+    def _await_jobs(self, limit_s: float) -> bool:
+        """Wait until every job has ended, or the time is over. Return True if none is left."""
+        end_s = self._clock() + limit_s
+        while self._jobs and (left_s := end_s - self._clock()) > 0:
+            self.below.wait(left_s)
+            self._collect()
+        return not self._jobs
 
     def _collect(self) -> None:
         for ended in self.below.poll():

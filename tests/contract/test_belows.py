@@ -146,7 +146,7 @@ def test_the_twin_lies_stalls_and_fails_when_it_is_told_to() -> None:
     assert list(rig.get([key(9)])) == [BlockOutcome.GONE]
     rig.twin.is_stalled = True
     rig.begin_put(keys(2, 4))
-    rig.below.wait({rig.ticket()}, 1.0)
+    assert rig.below.wait(1.0)
     assert list(rig.below.poll()) == [] and rig.below.write_state().is_stalled
     rig.twin.is_stalled, rig.twin.outcome = False, BlockOutcome.IO_ERROR
     rig.twin.run()

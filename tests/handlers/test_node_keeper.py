@@ -345,6 +345,24 @@ def test_nonsense_ends_the_connection(stage: Stage, nonsense: bytes) -> None:
     assert stage.children[0].was_killed and stage.ended == [("a", False)]
 
 
+def test_a_wait_for_news_sends_and_receives_nothing() -> None:
+    """Threads that wait do not hold the lock under which answers land."""
+    stage = Stage(is_batched=True)
+    stage.keeper.start()
+    assert stage.submit("a")
+    stage.keeper.wait_for_news(0.0)
+    child = stage.children[0]
+    (order,) = child.hear(1)
+    assert isinstance(order, PutJob)
+    child.say(JobDone(order.ticket))
+    stage.keeper.wait_for_news(60.0)
+    assert stage.ended == []
+    stage.keeper.poll()
+    assert stage.ended == [("a", True)]
+    stage.keeper.close()
+    child.ours.close()
+
+
 def test_starts_are_bounded(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(10):
         stage.children[-1].die()

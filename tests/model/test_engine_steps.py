@@ -303,9 +303,10 @@ class Engine:
         )
         chain = self.manager._flow.below
         assert isinstance(chain, BelowChain)
-        feeds = [port.feed for port in chain._ports if isinstance(port, NodeTier)]
+        tiers = [port for port in chain._ports if isinstance(port, NodeTier)]
         # A tier says one step later what it evicted.
-        is_behind = any(feed.incoming or feed.lost for feed in feeds)
+        has_mail = any(tier._client.mail for tier in tiers)  # type: ignore[attr-defined]
+        is_behind = has_mail or any(tier.feed.lost for tier in tiers)
         for block_hash, status in evicted:
             assert status.ref_cnt == 0, "in use"
             is_counted = level.is_last or level.dirt.dirty[status.block_id]

@@ -189,8 +189,10 @@ class BelowTwin(Below):
         self._lost.clear()
         self._epoch += 1
 
-    def wait(self, tickets: set[int], limit_s: float) -> None:
+    def wait(self, limit_s: float) -> bool:
+        is_busy = bool(self._queued)
         self.run()
+        return is_busy
 
     def shutdown(self, deadline_s: float) -> bool:
         self.run()

@@ -54,6 +54,8 @@ class Cascade:
         self.nodes: list[MemoryNode] = []
         budget = NotedBudget(bytes_per_day, self.writes) if bytes_per_day else None
         self.manager = self._build(options or ManagerOptions(), is_immediate, admission, budget)
+        for node in self.nodes:
+            node.may_deliver = self.manager.lock._is_owned  # type: ignore[attr-defined]
         self.seen: dict[str, set[BlockHash]] = {b.medium: set() for b in self.backends}
         """What the events so far say lies where."""
 

@@ -6,7 +6,9 @@ a test says so, and fail on command.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -79,13 +81,17 @@ class MemoryNode:
         """By ticket: who gets the answer, and what makes it of the outcomes of the transfers."""
         self.is_full = False
         """If true, the writer grants no slot, and makes no room."""
+        self.mail: deque[Callable[[], None]] = deque()
+        """Notes and answers until the next `poll` or `listen`."""
+        self.may_deliver: Callable[[], bool] = lambda: True
+        """Whether the calling thread holds the lock under which notes and answers land."""
         self._evicted_blocks = 0
         self._figures: TierFigures | None = None
 
     def start(self) -> None:
         """Join the path."""
         size = self._backend.capacity
-        self._on_note(NodeJoined(NodeState.LEADING, FOLDER, size, 0))
+        self._tell(NodeJoined(NodeState.LEADING, FOLDER, size, 0))
         self._tell_figures()
 
     # -- the client of a tier --------------------------------------------------------------------
@@ -101,10 +107,10 @@ class MemoryNode:
                 return self._get(message, on_end)
             case ResetJob():
                 if message.is_passed_on and self.presence.slots:
-                    self._on_note(Removed([*self.presence.slots]))
+                    self._tell(Removed([*self.presence.slots]))
                 self._forget()
-                self._on_note(Epoch(self.presence.epoch, ticket))
-                on_end(JobDone(ticket))
+                self._tell(Epoch(self.presence.epoch, ticket))
+                self.mail.append(partial(on_end, JobDone(ticket)))
         return True
 
     def tell(self, message: Any) -> None:
@@ -118,7 +124,7 @@ class MemoryNode:
                 self._policy.touch([BlockHash(key) for key in keys])
             case ListKeys(after, limit):
                 known = sorted(key for key in self.presence.slots if key > after)
-                self._on_note(KeysListed(after, known[:limit]))
+                self._tell(KeysListed(after, known[:limit]))
 
     def flush(self) -> None:
         """See `NodeClient`. Every order is taken at once."""
@@ -127,26 +133,23 @@ class MemoryNode:
         """See `NodeClient`."""
         for result in (*self.down.get_finished(), *self.up.get_finished()):
             on_end, done = self._ends.pop(result.job_id)
-            on_end(done(result.outcomes))
+            self.mail.append(partial(on_end, done(result.outcomes)))
         self._tell_figures()
+        self._deliver()
 
     def listen(self) -> None:
         """See `NodeClient`. A reset by another engine is seen here."""
         if self._backend.is_overtaken:
             self._backend.is_overtaken = False
             self._forget()
-            self._on_note(Epoch(self.presence.epoch))
+            self._tell(Epoch(self.presence.epoch))
         self.poll()
 
-    def wait(self, is_done: Callable[[], bool], limit_s: float) -> bool:
-        """Let transfers run, oldest first, until the condition holds."""
-        while True:
-            self.poll()
-            queued = [*self.down.queued, *self.up.queued]
-            if is_done() or not queued:
-                return is_done()
-            for handler in (self.down, self.up):
-                handler.step(min(queued))
+    def wait_for_news(self, limit_s: float) -> None:
+        """Let the oldest transfer go on."""
+        queued = [*self.down.queued, *self.up.queued]
+        for handler in (self.down, self.up) if queued else ():
+            handler.step(min(queued))
 
     def replace(self) -> None:
         """See `NodeClient`."""
@@ -163,8 +166,8 @@ class MemoryNode:
             handler.wait(set(handler.queued))
             handler.get_finished()
         for on_end, _ in lost.values():
-            on_end(None)
-        self._on_note(None)
+            self.mail.append(partial(on_end, None))
+        self._tell(None)
         self.start()
 
     # -- jobs ------------------------------------------------------------------------------------
@@ -209,7 +212,7 @@ class MemoryNode:
             self._budget.ended(len(blocks) * self._backend.block_size)
         if stored:
             self._policy.insert_many([key for key, _ in stored], [each for _, each in stored])
-            self._on_note(Stored([key for key, _ in stored]))
+            self._tell(Stored([key for key, _ in stored]))
 
     def _grant(self, keys: Sequence[BlockHash]) -> list[tuple[int, BlockStatus]]:
         """Give slots to the first keys, as many as can be had; evict for them."""
@@ -226,7 +229,7 @@ class MemoryNode:
                 removed.append(key)
         self._evicted_blocks += len(removed)
         if removed:
-            self._on_note(Removed(removed))
+            self._tell(Removed(removed))
         room = min(len(keys), self._backend.get_num_free_blocks())
         return list(enumerate(self._backend.allocate_blocks(keys[:room])))
 
@@ -253,7 +256,7 @@ class MemoryNode:
                 if outcome in LOST and self._policy.get(keys[at]) is status:
                     self._policy.remove(keys[at])
                     self._leave(keys[at], status)
-                    self._on_note(Removed([keys[at]]))
+                    self._tell(Removed([keys[at]]))
             return JobDone(order.ticket, pack_outcomes(tuple(became.values())))
 
         self._ends[order.ticket] = on_end, done
@@ -264,6 +267,14 @@ class MemoryNode:
         return self.up.transfer_async(order.ticket, (source, target))
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _tell(self, note: Any) -> None:
+        self.mail.append(partial(self._on_note, note))
+
+    def _deliver(self) -> None:
+        assert self.may_deliver()
+        while self.mail:
+            self.mail.popleft()()
 
     def _leave(self, key: BlockHash, status: BlockStatus) -> None:
         self.presence.slots.pop(key, None)
@@ -288,4 +299,4 @@ class MemoryNode:
         )
         if figures != self._figures:
             self._figures = figures
-            self._on_note(figures)
+            self._tell(figures)

@@ -436,11 +436,11 @@ class PumpedClient:
     def listen(self) -> None:
         self.poll()
 
-    def wait(self, is_done: Callable[[], bool], limit_s: float) -> bool:
-        while True:
-            self.poll()
-            if is_done() or not self._twin.rig.step():
-                return is_done()
+    def wait_for_news(self, limit_s: float) -> None:
+        while not self._twin.answers:
+            if not self._twin.rig.step():  # nothing happens any more
+                self._twin.rig.clock.advance(limit_s)
+                return
 
     def die(self) -> None:
         """The node's process dies, and another one is there at once."""

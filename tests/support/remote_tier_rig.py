@@ -100,7 +100,6 @@ class RemoteTierRig:
                 break
         self.node.work()
         self.client.poll()
-        self.tier.feed.process()
 
 
 class PumpedNode:
@@ -145,15 +144,13 @@ class PumpedNode:
         if self._rig.clock.now_s - self._polled_s >= LISTEN_INTERVAL_S:
             self.poll()
 
-    def wait(self, is_done: Callable[[], bool], limit_s: float) -> bool:
-        for _ in range(MAX_PUMPS):
+    def wait_for_news(self, limit_s: float) -> None:
+        is_moving = True
+        while is_moving and not self._rig.answers:
+            is_moving = self._rig.step()
             self._rig.node.work()
-            self.poll()
-            if is_done() or not self._rig.step():
-                break
-        self._rig.node.work()
-        self.poll()
-        return is_done()
+        if not self._rig.answers:  # nothing happens any more
+            self._rig.clock.advance(limit_s)
 
     def die(self) -> None:
         """The node's process dies, and another one is there at once."""

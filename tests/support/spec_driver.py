@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Sequence
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -281,11 +282,10 @@ class Driver:
         """Wait until the transfers between tiers that are under way now have ended."""
         manager = self.cascade.manager
         below = manager._flow.below
-        with manager.lock:
-            tickets = {t for queue in manager._promoter.queues for t in queue.jobs}
-            tickets |= manager._demoter.jobs.keys()
-        below.wait(tickets, WAIT_S)
-        below.wait(set(), WAIT_S)
+        end_s = monotonic() + WAIT_S
+        while below.wait(WAIT_S) and monotonic() < end_s:
+            with manager.lock:
+                manager._collect()
 
     def settle(self) -> None:
         """Step until nothing moves any more."""

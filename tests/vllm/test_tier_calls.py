@@ -26,6 +26,7 @@ from vllm.v1.kv_offload.tiering.manager import (
 )
 
 from kvcascade.errors import ConfigError
+from kvcascade.handlers.node.path_wire import ResetJob
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.path_lock import try_lead
@@ -202,8 +203,24 @@ def test_what_is_loaded_is_used_once(rig: Rig) -> None:
 def test_an_idle_engine_hears_its_node(rig: Rig) -> None:
     """Otherwise the node keeps what it has to tell, and ends once that is too much."""
     heard: list[Any] = []
-    rig.tier._jobs.below.feed.end(heard.append, "something")
+    with rig.tier._lock:
+        rig.tier._jobs.below._client.submit(lambda ticket: ResetJob(ticket, 0, False), heard.append)
     wait_until(lambda: bool(heard))
+
+
+def test_transfers_end_under_the_lock_at_the_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they left lands meanwhile."""
+    was_held: list[bool] = []
+
+    def close(deadline_s: float) -> bool:
+        was_held.append(rig.tier._lock.locked())
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.tier._jobs, "close", close)
+        patch.setattr(rig.tier._resources, "close", lambda: None)
+        rig.tier.shutdown()
+    assert was_held == [True]
 
 
 @pytest.mark.parametrize(

@@ -258,6 +258,8 @@ class VirtualNode:
         self._on_note = on_note
         self._tickets = count(1)
         self._ends: dict[int, Callable[[Any], None]] = {}
+        self._mail: deque[tuple[Callable[[Any], None], Any]] = deque()
+        """Messages of the node until the next `poll` or `listen`, each with who gets it."""
         self.path = VirtualPath(options, clock, self._told)
 
     def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
@@ -278,22 +280,18 @@ class VirtualNode:
     def poll(self) -> None:
         """See `NodeClient`."""
         self.path.work()
+        self._deliver()
 
     def listen(self) -> None:
         """See `NodeClient`. With jobs in flight, the next `poll` does the work."""
         if not self._ends:
             self.path.work()
+        self._deliver()
 
-    def wait(self, is_done: Callable[[], bool], limit_s: float) -> bool:
-        """Let the time go by until the condition holds or the time is over."""
-        end_s = self._clock.now_s + limit_s
-        while not is_done():
-            self._clock.now_s = max(self._clock.now_s, self.path.next_end_s)
-            if self._clock.now_s > end_s:
-                self._clock.now_s = end_s
-                return is_done()
-            self.path.work()
-        return True
+    def wait_for_news(self, limit_s: float) -> None:
+        """Let the time go by until there is something to do."""
+        now_s = self._clock.now_s
+        self._clock.now_s = min(max(now_s, self.path.next_end_s), now_s + limit_s)
 
     def replace(self) -> None:
         """Do nothing: no transfer hangs."""
@@ -303,10 +301,13 @@ class VirtualNode:
         return not self._ends
 
     def _told(self, message: msgspec.Struct) -> None:
-        if isinstance(message, JobDone):
-            self._ends.pop(message.ticket)(message)
-        else:
-            self._on_note(message)
+        take = self._ends.pop(message.ticket) if isinstance(message, JobDone) else self._on_note
+        self._mail.append((take, message))
+
+    def _deliver(self) -> None:
+        while self._mail:
+            take, message = self._mail.popleft()
+            take(message)
 
 
 def open_virtual_tier(

@@ -205,9 +205,8 @@ class StalledNode:
     def listen(self) -> None:
         """Do nothing: no answer comes."""
 
-    def wait(self, is_done: Callable[[], bool], limit_s: float) -> bool:
-        """Return whether the condition holds."""
-        return is_done()
+    def wait_for_news(self, limit_s: float) -> None:
+        """Do nothing: none comes."""
 
     def replace(self) -> None:
         """Do nothing: no transfer hangs."""
