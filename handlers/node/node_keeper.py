@@ -29,7 +29,7 @@ import msgspec
 
 from ...errors import KVCascadeError, TierIOError
 from ...logs import get_logger
-from ...tiers.nvme.path.frames import MessageStream, frame, hang_up
+from ...tiers.nvme.path.frames import MessageStream, WireError, frame, hang_up
 from .node_child import Connection, StartLimits
 from .path_wire import from_node_process
 
@@ -52,7 +52,7 @@ WAIT_SLICE_S = 0.05
 """Time between two checks of a waiting thread: another thread may receive the answer."""
 
 OnEnd = Callable[[Any], None]
-"""Callback with the answer to a job, or None if its process died."""
+"""Callback with the answer to a job, or None if its process died. May raise `WireError`."""
 OnNote = Callable[[Any], None]
 """Callback with a message that answers no job, or None if the process died."""
 Order = Callable[[int], msgspec.Struct]
@@ -249,6 +249,8 @@ class NodeKeeper:
                     self._take(stream, message)
                     if stream.has_ended:
                         break
+            except WireError as error:  # an answer that its job cannot understand
+                stream.error, stream.has_ended = error, True
             except BaseException:  # an interrupt: what was received may be lost
                 stream.close()
                 raise

@@ -19,7 +19,7 @@ from kvcascade.handlers.node import node_keeper as limits
 from kvcascade.handlers.node.node_child import Connection
 from kvcascade.handlers.node.node_keeper import KeeperOptions, NodeKeeper, close_at_exit
 from kvcascade.handlers.node.path_wire import JobDone, NodeReady, PutJob, to_node
-from kvcascade.tiers.nvme.path.frames import RECEIVES_PER_CALL, FrameReader, frame
+from kvcascade.tiers.nvme.path.frames import RECEIVES_PER_CALL, FrameReader, WireError, frame
 
 
 class InterruptedSocket(socket.socket):
@@ -343,6 +343,22 @@ def test_nonsense_ends_the_connection(stage: Stage, nonsense: bytes) -> None:
     stage.children[0].theirs.sendall(nonsense)
     stage.keeper.poll()
     assert stage.children[0].was_killed and stage.ended == [("a", False)]
+
+
+def test_an_answer_that_its_job_cannot_understand_ends_the_connection(stage: Stage) -> None:
+    answers: list[Any] = []
+
+    def take(answer: JobDone | None) -> None:
+        if answer is not None:
+            raise WireError("too few outcomes")
+        answers.append(answer)
+
+    assert stage.keeper.submit(lambda ticket: PutJob(ticket, [b"key"], bytes(4), 0), take)
+    (order,) = stage.children[0].hear(1)
+    assert isinstance(order, PutJob)
+    stage.children[0].say(JobDone(order.ticket))
+    stage.keeper.poll()
+    assert stage.children[0].was_killed and answers == [None]
 
 
 def test_a_wait_for_news_sends_and_receives_nothing() -> None:
