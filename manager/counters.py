@@ -30,18 +30,11 @@ def latencies() -> deque[float]:
 
 
 @dataclass(slots=True)
-class Departures:
-    """Evictions from one tier."""
+class LinkCounters:
+    """Traffic between one tier and the tier above it, and evictions from the lower one."""
 
     evicted_blocks: int = 0
-    lost_dirty_blocks: int = 0
-    """Number of evicted blocks that no tier below held; 0 for the last tier."""
-
-
-@dataclass(slots=True)
-class LinkCounters:
-    """Traffic between one tier and the tier above it."""
-
+    """Number of blocks that left the tier to make room."""
     demoted_blocks: int = 0
     demoted_bytes: int = 0
     demote_s: float = 0.0
@@ -112,8 +105,10 @@ class Counters:
     """Number of requests missing in the recording: its queue was full, or it had failed."""
     promotion_probes: int = 0
     """Number of reads without a waiting request, which measure whether a slow tier recovered."""
-    departures: list[Departures] = field(default_factory=list)
-    """Evictions from each tier."""
+    top_evicted_blocks: int = 0
+    """Number of blocks evicted from the first tier."""
+    dropped_dirty_blocks: int = 0
+    """Number of them that no tier below held; 0 if the first tier is the only one."""
     resets: int = 0
     resets_by_others: int = 0
     """Number of resets of a shared tier by other engines."""
@@ -122,26 +117,17 @@ class Counters:
 
     @classmethod
     def for_tiers(
-        cls,
-        names: tuple[str, ...],
-        links: Sequence[LinkCounters] | None = None,
-        departures: Sequence[Departures] | None = None,
+        cls, names: tuple[str, ...], links: Sequence[LinkCounters] | None = None
     ) -> Counters:
-        """Return zeros for a cascade. The tiers below update `links` and `departures` if given."""
+        """Return zeros for a cascade. The tiers below update `links` if given."""
         return cls(
             tier_names=names,
             loaded_blocks=[0] * len(names),
             served_blocks=[0] * len(names),
-            departures=list(departures or [Departures() for _ in names]),
             links=list(links or [LinkCounters() for _ in names[1:]]),
         )
 
     @property
     def evicted_blocks(self) -> list[int]:
         """Number of blocks evicted from each tier."""
-        return [tier.evicted_blocks for tier in self.departures]
-
-    @property
-    def dropped_dirty_blocks(self) -> int:
-        """Number of blocks evicted without a copy in a tier below, except from the last tier."""
-        return sum(tier.lost_dirty_blocks for tier in self.departures)
+        return [self.top_evicted_blocks, *(link.evicted_blocks for link in self.links)]

@@ -12,7 +12,7 @@ from ..tiers.base import BlockHash, BlockStatus
 from .admission import PastUses
 from .base import BlockEvent
 from .below.port import Below
-from .counters import Counters, Departures
+from .counters import Counters
 from .level import Level, Pairs, Tier
 
 Clock = Callable[[], float]
@@ -49,10 +49,7 @@ class Flow:
         """True if the first tier is the only one."""
         self.top = Level(tier, self.is_single, self._note_evicted, past)
         names = (tier.name, *(facts.name for facts in below.tiers))
-        self._departures = Departures()
-        self.counters = Counters.for_tiers(
-            names, below.links, [self._departures, *below.departures]
-        )
+        self.counters = Counters.for_tiers(names, below.links)
         self.tickets = itertools.count(1)
         self.events: list[BlockEvent] = []
         self.evicted: list[BlockHash] = []
@@ -95,12 +92,12 @@ class Flow:
 
     def _note_evicted(self, evicted: Pairs) -> None:
         hashes = [block_hash for block_hash, _ in evicted]
-        self._departures.evicted_blocks += len(hashes)
+        self.counters.top_evicted_blocks += len(hashes)
         self.emit(hashes, removed=True)
         self.evicted += hashes
         if not self.is_single:
             dirty, may_hold = self.top.dirt.dirty, self.below.may_hold
-            self._departures.lost_dirty_blocks += sum(
+            self.counters.dropped_dirty_blocks += sum(
                 dirty[status.block_id] and not may_hold(block_hash)
                 for block_hash, status in evicted
             )

@@ -259,7 +259,7 @@ _LATENCIES = {
         "Seconds that a batch took up from a tier, with queues.",
     ),
 }
-assert {*LINK_FIELDS, *(field for field, _ in _LATENCIES.values())} == set(
+assert {"evicted_blocks", *LINK_FIELDS, *(field for field, _ in _LATENCIES.values())} == set(
     LinkCounters.__dataclass_fields__
 ), "every counter of a link has its metric"
 

@@ -270,7 +270,6 @@ class BelowChain(Below):
         ports = self._ports = [tier.port for tier in tiers]
         self.tiers: Sequence[TierFacts] = [facts for port in ports for facts in port.tiers]
         self.links = [link for port in ports for link in port.links]
-        self.departures = [each for port in ports for each in port.departures]
         self._nearest = ports[0]
         self._lower = [_LowerTier(tier, max(1, slots // LOWER_SHARE)) for tier in tiers[1:]]
         self._offsets = [sum(len(port.tiers) for port in ports[:at]) for at in range(len(ports))]

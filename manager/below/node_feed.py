@@ -25,7 +25,6 @@ from ...tiers.base import BlockHash
 from ...tiers.endurance import DayTotals
 from ...tiers.nvme.path.path_messages import Epoch, KeysListed, Removed, Stored, TierFigures
 from ...tiers.nvme.path.presence_table import PresenceTable
-from ..counters import Departures
 from .node_events import NodeEvents
 from .single_tier import MAX_MARKS, TierFeed
 
@@ -123,7 +122,6 @@ class NodeFeed(TierFeed):
         """Number of blocks of the tier: the last figure, and what is known to have changed."""
         self.lost: list[BlockHash] = []
         self.events = NodeEvents(name, medium, is_wanted=with_events)
-        self.departures = Departures()
         self.presence = MappedPresence(name, map_table, executor, clock)
         self._epoch: int | None = None
         self._is_resetting = False
@@ -228,7 +226,7 @@ class NodeFeed(TierFeed):
         before = self.figures
         if before is not None and before.is_reporter:
             more = figures.evicted_blocks - before.evicted_blocks
-            self.departures.evicted_blocks += max(0, more)
+            self.counters.evicted_blocks += max(0, more)
         self.figures = figures
         if not self._is_resetting:
             self.blocks = figures.blocks

@@ -192,7 +192,7 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
             with_events=options.with_events,
         )
         client = client_of(feed.take)
-        super().__init__(client, feed, facts, feed.departures, clock)
+        super().__init__(client, feed, facts, clock)
         flow = NodeFlow(client, feed, self.links[0], clock, facts.block_bytes)
         most = max(1, min(facts.capacity, MAX_PUT_BYTES // facts.block_bytes))
         self.reads = NodeReads(flow, options.stall_s)

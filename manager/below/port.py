@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from ...tiers.base import BlockHash, BlockOutcome
 from ..base import BlockEvent
-from ..counters import Departures, LinkCounters
+from ..counters import LinkCounters
 from ..state import TierState
 
 
@@ -111,8 +111,6 @@ class Below(ABC):
     """The tiers, nearest first; the first entry is tier 1."""
     links: Sequence[LinkCounters]
     """Traffic of each tier. The port counts what transfers do; the manager adds its decisions."""
-    departures: Sequence[Departures]
-    """Blocks evicted from each tier to make room."""
     late_puts = 0
     """Number of puts in flight that only tiers below tier 1 still write."""
 
@@ -283,7 +281,6 @@ class NoTierBelow(Below):
 
     tiers: Sequence[TierFacts] = ()
     links: Sequence[LinkCounters] = ()
-    departures: Sequence[Departures] = ()
 
     @property
     def takes_puts(self) -> bool:

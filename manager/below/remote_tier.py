@@ -26,7 +26,6 @@ from ...tiers.remote.presence import ABSENT, HELD, UNKNOWN, PresenceMemory
 from ...tiers.remote.remote_store import StoreOptions
 from ...tiers.remote.uploads import Offer, OfferRule
 from ..base import BlockEvent
-from ..counters import Departures
 from ..flow import MAX_JOBS_IN_FLIGHT
 from ..state import TierState
 from .port import ASKING, Ended, Put, TierFacts, WriteState
@@ -87,7 +86,7 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
         memory = PresenceMemory(clock, limits.held_s, limits.absent_s)
         feed = RemoteFeed(parts.new_mark(), memory)
         client = client_of(feed.take)
-        super().__init__(client, feed, facts, Departures(), clock)
+        super().__init__(client, feed, facts, clock)
         self._memory = memory
         self._known = memory.until
         self._questions = Questions(client, feed, memory, clock, limits.deadline_s, self._may_ask)

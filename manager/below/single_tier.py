@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from ...handlers.node.path_wire import GetJob, JobDone, pack_slots, unpack_outcomes
 from ...tiers.base import BlockHash, BlockOutcome
 from ...tiers.breaker import Breaker
-from ..counters import Departures, LinkCounters
+from ..counters import LinkCounters
 from .port import Below, Ended, Put, TierFacts
 
 NODE_STOP_S = 1.0
@@ -86,6 +86,8 @@ class TierFeed(ABC):
     """What one node says beside answers. The lock of the tier's caller guards it."""
 
     def __init__(self) -> None:
+        self.counters = LinkCounters()
+        """Traffic of the tier, and evictions from it."""
         self.marks: list[int] = []
         """Marks of resets by other engines that were not taken yet."""
 
@@ -221,13 +223,11 @@ class SingleTier(Below, Generic[Feed, Writes]):
         client: NodeClient,
         feed: Feed,
         facts: TierFacts,
-        departures: Departures,
         clock: Callable[[], float],
     ) -> None:
         """`clock` returns monotonic seconds."""
         self.tiers = (facts,)
-        self.links = (LinkCounters(),)
-        self.departures = (departures,)
+        self.links = (feed.counters,)
         self.feed = feed
         self._medium = facts.medium
         self._client = client

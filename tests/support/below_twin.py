@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from kvcascade.manager.base import BlockEvent
 from kvcascade.manager.below.port import ASKING, Below, Ended, Put, TierFacts, WriteState
-from kvcascade.manager.counters import Departures, LinkCounters
+from kvcascade.manager.counters import LinkCounters
 from kvcascade.manager.state import TierState
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 
@@ -21,7 +21,6 @@ class BelowTwin(Below):
         """`view`: the bytes of a slot of the first tier."""
         self.tiers = (TierFacts(NAME, NAME, block_bytes, capacity),)
         self.links = (LinkCounters(),)
-        self.departures = (Departures(),)
         self._view = view
         self._held: dict[BlockHash, bytes] = {}
         self._coming: dict[BlockHash, int] = {}
@@ -132,7 +131,7 @@ class BelowTwin(Below):
             self._left_early.discard(key)
             return
         while len(self._held) >= self.tiers[0].capacity:
-            self.departures[0].evicted_blocks += 1
+            self.links[0].evicted_blocks += 1
             self._leave(next(iter(self._held)))
         self._held[key] = data
         self._events.append(BlockEvent((key,), NAME, False, NAME))
