@@ -18,8 +18,8 @@ import os
 import select
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor
-from dataclasses import dataclass
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from itertools import count
 from time import monotonic
 from typing import Any
@@ -83,22 +83,6 @@ def close_at_exit(close: Callable[[], None]) -> None:
     at_own_exit(lambda: None if (method := found()) is None else method())
 
 
-@dataclass(frozen=True, slots=True)
-class KeeperOptions:
-    """Ways in which the keepers of two nodes differ."""
-
-    clock: Callable[[], float] = monotonic
-    """Monotonic seconds."""
-    decode: Callable[[bytes], Any] = from_node_process.decode
-    """Decoder of the process's messages. An answer to a job has a `ticket`."""
-    remedy: str = '"movers": "threads" does without it'
-    """Clause of the message about a process that did not start."""
-    on_note: OnNote | None = None
-    """Called with the other messages; by any thread that calls a method of `NodeKeeper`."""
-    is_batched: bool = False
-    """True if jobs and notes are kept until `flush`, `poll` or `wait`, to be sent together."""
-
-
 class NodeStream(MessageStream):
     """Messages to and from one process. Used under the lock of its `NodeKeeper`."""
 
@@ -141,14 +125,25 @@ class NodeKeeper:
     def __init__(
         self,
         launch: Callable[[], Connection],
-        keeper: Executor,
-        options: KeeperOptions | None = None,
+        on_note: OnNote,
+        *,
+        decode: Callable[[bytes], Any] = from_node_process.decode,
+        is_batched: bool = False,
+        clock: Callable[[], float] = monotonic,
+        keeper: Executor | None = None,
     ) -> None:
-        """`launch` starts a process. It is called on `keeper`, an executor with one thread."""
+        """`launch` starts a process. It is called on `keeper`, an executor with one thread.
+
+        `decode` decodes the process's messages. An answer to a job has a `ticket`. `on_note` is
+        called with the others, by any thread that calls a method. If `is_batched`, jobs and notes
+        are kept until `flush`, `poll` or `wait`, to be sent together. `clock`: monotonic seconds.
+        """
         self._launch = launch
-        self._keeper = keeper
-        self._options = options or KeeperOptions()
-        self._clock = self._options.clock
+        self._on_note = on_note
+        batch_bytes = BATCH_BYTES if is_batched else 0
+        self._stream_to = partial(NodeStream, decode=decode, batch_bytes=batch_bytes)
+        self._clock = clock
+        self._keeper = keeper or ThreadPoolExecutor(1, "kvcascade-keeper")
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._stream: NodeStream | None = None
@@ -184,19 +179,19 @@ class NodeKeeper:
         with self._lock:
             return self._stream is None and not self._is_starting
 
-    def start(self) -> None:
-        """Start the process and wait until it is ready. Raises `TierIOError`."""
+    def start(self, remedy: str = '"movers": "threads" does without it') -> None:
+        """Start the process and wait until it is ready. Raises `TierIOError` with `remedy`."""
         self._start_if_allowed()
         self.wait(lambda: self.is_up or self._has_given_up, START_LIMIT_S)
         if not self.is_up:
             raise TierIOError(
                 None,
                 "the process that moves blocks did not start; its own message says why, and "
-                + self._options.remedy,
+                + remedy,
             )
 
     def submit(self, order: Order, on_end: OnEnd) -> bool:
-        """Send a job; see `KeeperOptions.is_batched`. Return False if it cannot be taken now.
+        """Send a job, or keep it for a batch. Return False if it cannot be taken now.
 
         The methods that receive messages call `on_end`. If this raises an error, `has_job` tells
         whether the job may have been sent.
@@ -272,7 +267,7 @@ class NodeKeeper:
     def wait(self, is_done: Callable[[], bool], limit_s: float) -> bool:
         """Poll until the condition holds or the time is over. Return True if the condition holds.
 
-        The limit is in real time, not in that of the options' clock: a process does the work.
+        The limit is in real time, not in that of `clock`: a process does the work.
         """
         end_s = monotonic() + limit_s
         while True:
@@ -352,8 +347,7 @@ class NodeKeeper:
 
     def _take_note(self, stream: NodeStream, message: Any) -> None:
         """The first message without a ticket says that the process is ready."""
-        if self._options.on_note is not None:
-            self._options.on_note(message)
+        self._on_note(message)
         stream.is_ready = True
 
     def _bury(self, stream: NodeStream) -> None:
@@ -378,8 +372,7 @@ class NodeKeeper:
             )
         for on_end in lost.values():
             on_end(None)
-        if self._options.on_note is not None:
-            self._options.on_note(None)
+        self._on_note(None)
         self._changed.notify_all()
         self._start_if_allowed()
 
@@ -431,10 +424,5 @@ class NodeKeeper:
                 connection.socket.close()
                 connection.has_ended_within(KILL_LIMIT_S)
             elif connection is not None:
-                self._stream = NodeStream(
-                    connection,
-                    self._options.decode,
-                    self._clock(),
-                    BATCH_BYTES if self._options.is_batched else 0,
-                )
+                self._stream = self._stream_to(connection, now_s=self._clock())
             self._changed.notify_all()

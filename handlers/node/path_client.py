@@ -11,9 +11,8 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import msgspec
@@ -22,9 +21,9 @@ from ...logs import get_logger
 from ...tiers.nvme.disk.filesystem import FileSystem
 from ...tiers.nvme.path.path_messages import Epoch
 from .node_child import Connection, launch
-from .node_keeper import KeeperOptions, NodeKeeper
+from .node_keeper import NodeKeeper
 from .path_loop import NodeLoop
-from .path_wire import NodeJoined, NodeSetup, from_node_process
+from .path_wire import NodeJoined, NodeSetup
 
 FAULTS = frozenset({-signal.SIGBUS, -signal.SIGABRT, -signal.SIGSEGV})
 """Exit statuses of a process that a damaged index may have ended."""
@@ -37,9 +36,8 @@ def node_process(
     setup: NodeSetup,
     duplicate_arena: Callable[[], int],
     on_note: Callable[[Any], None],
-    options: KeeperOptions | None = None,
 ) -> NodeKeeper:
-    """Return a client whose node is a process. `NodeKeeper.start` starts it.
+    """Return a client whose node is a process; it sends in batches. `NodeKeeper.start` starts it.
 
     `duplicate_arena` returns a new descriptor of the arena for each process. `on_note` gets what
     the node says beside answers, and None when it died; any thread may call it.
@@ -55,7 +53,7 @@ def node_process(
         last = launch(following.setup, duplicate_arena(), NODE_MODULE)
         return last
 
-    return client_of(start, from_node_process.decode, following.note, options)
+    return NodeKeeper(start, following.note, is_batched=True)
 
 
 def node_thread(
@@ -63,7 +61,9 @@ def node_thread(
     arena: memoryview,
     fs: FileSystem,
     on_note: Callable[[Any], None],
-    options: KeeperOptions | None = None,
+    *,
+    is_batched: bool = False,
+    clock: Callable[[], float] = monotonic,
 ) -> NodeKeeper:
     """Return a client whose node is a thread of this process; `arena` holds the slots."""
 
@@ -75,7 +75,7 @@ def node_thread(
         loop = NodeLoop(theirs, following.setup, arena, fs)
         return Connection(ThreadChild(partial(loop.run, waits_for_io=True)), ours)
 
-    return client_of(start, from_node_process.decode, following.note, options)
+    return NodeKeeper(start, following.note, is_batched=is_batched, clock=clock)
 
 
 class _Following:
@@ -136,14 +136,3 @@ class ThreadChild:
         if self._thread.is_alive():
             raise subprocess.TimeoutExpired("node", timeout or 0.0)
         return 0
-
-
-def client_of(
-    start: Callable[[], Connection],
-    decode: Callable[[bytes], Any],
-    on_note: Callable[[Any], None],
-    options: KeeperOptions | None = None,
-) -> NodeKeeper:
-    """Return a client whose node `start` starts, and whose messages `decode` decodes."""
-    chosen = replace(options or KeeperOptions(), decode=decode, on_note=on_note)
-    return NodeKeeper(start, ThreadPoolExecutor(1, "kvcascade-keeper"), chosen)

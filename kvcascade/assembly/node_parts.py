@@ -18,7 +18,7 @@ from typing import Any
 from ..config.machine import Machine
 from ..config.schema import Movers, NvmeTierOptions
 from ..errors import ConfigError
-from ..handlers.node.node_keeper import KeeperOptions, NodeKeeper
+from ..handlers.node.node_keeper import NodeKeeper
 from ..handlers.node.path_client import node_process, node_thread
 from ..handlers.node.path_wire import NodeSetup, NodeState
 from ..logs import get_logger
@@ -210,10 +210,10 @@ def _node(
         engine.has_prefault,
         memory.is_huge,
     )
-    batched = KeeperOptions(is_batched=True)
     if options.movers is Movers.PROCESS and memory.duplicate is not None:
-        return node_process(setup, memory.duplicate, on_note, batched)
-    return node_thread(setup, memory.view, RealFileSystem(setup.is_direct), on_note, batched)
+        return node_process(setup, memory.duplicate, on_note)
+    fs = RealFileSystem(setup.is_direct)
+    return node_thread(setup, memory.view, fs, on_note, is_batched=True)
 
 
 def _map_presence(folder: str, slots: int) -> PresenceTable:

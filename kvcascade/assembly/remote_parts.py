@@ -14,8 +14,7 @@ import msgspec
 from ..config.remote import RemoteTierOptions
 from ..errors import ConfigError
 from ..handlers.node.node_child import Connection, launch
-from ..handlers.node.node_keeper import KeeperOptions, NodeKeeper
-from ..handlers.node.path_client import client_of
+from ..handlers.node.node_keeper import NodeKeeper
 from ..handlers.node.remote.remote_node import SlotParts
 from ..handlers.node.remote.remote_wire import RemoteSetup, ResetNoted, from_remote_node
 from ..manager.admission import Admission, AdmitAll
@@ -100,7 +99,7 @@ def open_remote_tier(name: str, options: RemoteTierOptions, engine: EngineFacts)
 
     opened = OpenRemote(RemoteTier(node_of, parts, monotonic), nodes[0], options)
     try:
-        opened.node.start()
+        opened.node.start("without its remote tier the engine starts")
     except BaseException:
         opened.close()
         raise
@@ -115,7 +114,7 @@ def _node(
 ) -> NodeKeeper:
     duplicate = memory.duplicate
     assert duplicate is not None, "an arena is a file"
-    parts, engine = blocks.parts, _Engine(on_note)
+    parts = blocks.parts
     setup = RemoteSetup(
         options.key,
         json.dumps(options.as_given()).encode(),
@@ -128,21 +127,12 @@ def _node(
     )
 
     def start() -> Connection:
-        begun = msgspec.structs.replace(setup, was_reset=engine.was_reset)
-        return launch(begun, duplicate(), REMOTE_MODULE)
+        return launch(setup, duplicate(), REMOTE_MODULE)
 
-    keeper = KeeperOptions(remedy="without its remote tier the engine starts")
-    return client_of(start, from_remote_node.decode, engine.note, keeper)
+    def note(message: Any) -> None:
+        nonlocal setup
+        if isinstance(message, ResetNoted):  # each later node has to know
+            setup = msgspec.structs.replace(setup, was_reset=True)
+        on_note(message)
 
-
-class _Engine:
-    """State of an engine that each of its nodes has to know."""
-
-    def __init__(self, on_note: Callable[[Any], None]) -> None:
-        self.was_reset = False
-        self._on_note = on_note
-
-    def note(self, message: Any) -> None:
-        """Take in a note of the node, and pass it on."""
-        self.was_reset = self.was_reset or isinstance(message, ResetNoted)
-        self._on_note(message)
+    return NodeKeeper(start, note, decode=from_remote_node.decode)

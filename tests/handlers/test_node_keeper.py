@@ -17,7 +17,7 @@ from support.forks import said_by_fork
 from kvcascade.handlers.node import node_child as start_limits
 from kvcascade.handlers.node import node_keeper as limits
 from kvcascade.handlers.node.node_child import Connection
-from kvcascade.handlers.node.node_keeper import KeeperOptions, NodeKeeper, close_at_exit
+from kvcascade.handlers.node.node_keeper import NodeKeeper, close_at_exit
 from kvcascade.handlers.node.path_wire import JobDone, NodeReady, PutJob, to_node
 from kvcascade.tiers.nvme.path.frames import RECEIVES_PER_CALL, FrameReader, WireError, frame
 
@@ -92,8 +92,13 @@ class Stage:
         self.children: list[PlayedChild] = []
         self.ended: list[tuple[str, bool]] = []
         self.is_mute = False
-        options = KeeperOptions(self.clock, is_batched=is_batched)
-        self.keeper = NodeKeeper(self.launch, InlineExecutor(), options)
+        self.keeper = NodeKeeper(
+            self.launch,
+            lambda note: None,
+            is_batched=is_batched,
+            clock=self.clock,
+            keeper=InlineExecutor(),
+        )
 
     def launch(self) -> Connection:
         child = PlayedChild()

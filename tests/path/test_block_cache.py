@@ -27,7 +27,7 @@ from kvcascade.block_buffers import checked_keys
 from kvcascade.block_cache import ENDING as SAID_AT_THE_END
 from kvcascade.config.machine import Disk, Machine
 from kvcascade.errors import ClosedError, ConfigError, FormatError, InUseError, NoSpaceError
-from kvcascade.handlers.node.node_keeper import SILENCE_LIMIT_S, KeeperOptions
+from kvcascade.handlers.node.node_keeper import SILENCE_LIMIT_S
 from kvcascade.handlers.node.path_client import node_thread
 from kvcascade.handlers.node.path_io import IOThreads
 from kvcascade.handlers.node.path_wire import NodeJoined
@@ -483,7 +483,7 @@ def test_a_disk_that_hangs_costs_the_blocks_and_the_cache_goes_on(
 ) -> None:
     """Slots of a transfer that hangs are not free, although the node counts as silent."""
     clock, hangs, is_ending, answers = ManualClock(), Event(), Event(), Event()
-    node_of = partial(node_thread, options=KeeperOptions(clock))
+    node_of = partial(node_thread, clock=clock)
     monkeypatch.setattr("kvcascade.block_cache.node_thread", node_of)
     cache = new(open_cache)
     put_all(cache, range(1))

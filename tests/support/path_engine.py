@@ -15,7 +15,7 @@ from typing import Any
 from support.keys import key
 from support.writer_twin import LABEL, namespace_spec
 
-from kvcascade.handlers.node.node_keeper import KeeperOptions, NodeKeeper
+from kvcascade.handlers.node.node_keeper import NodeKeeper
 from kvcascade.handlers.node.path_client import node_process, node_thread
 from kvcascade.handlers.node.path_node import STILL_OPENING
 from kvcascade.handlers.node.path_wire import CAN_READ, NodeNote, NodeSetup, NodeState
@@ -65,10 +65,9 @@ class PathEngine:
         self.executor = ThreadPoolExecutor(1, "kvcascade-map")
 
         def client_of(take: Callable[[Any], None]) -> NodeKeeper:
-            batched = KeeperOptions(is_batched=True)
             if is_thread:
-                return node_thread(setup, self.arena, fs, take, batched)
-            return node_process(setup, lambda: os.dup(self._fd), take, batched)
+                return node_thread(setup, self.arena, fs, take, is_batched=True)
+            return node_process(setup, lambda: os.dup(self._fd), take)
 
         made: list[NodeKeeper] = []
 
