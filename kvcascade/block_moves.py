@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .block_buffers import Bytes
 from .handlers.node.bounce import huge_pages
-from .handlers.node.node_keeper import WAIT_SLICE_S
+from .handlers.node.node_keeper import WAIT_SLICE_S, NodeKeeper
 from .handlers.node.path_jobs import PART_BYTES
 from .handlers.node.path_wire import GetJob, JobDone, PutJob, pack_slots, unpack_outcomes
 from .tiers.base import BlockOutcome
@@ -29,22 +29,6 @@ MIN_SLOTS = 2
 """Fewest blocks in the arena: one is copied while another one is transferred."""
 RETRY_PAUSE_S = 0.02
 """Pause before blocks are offered again that were not taken."""
-
-
-class MovesClient(Protocol):
-    """The methods of a node's client that are used here."""
-
-    def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
-        """Send a job, built from its ticket. Return False if it cannot be taken now."""
-        ...
-
-    def has_job(self, on_end: Callable[[Any], None]) -> bool:
-        """Return True if the job with this callback has not ended."""
-        ...
-
-    def wait(self, is_done: Callable[[], bool], limit_s: float) -> bool:
-        """Receive answers until the condition holds or the time is over."""
-        ...
 
 
 @dataclass(slots=True)
@@ -239,7 +223,7 @@ class BlockMoves:
         self._left: list[MoveJob] = []
         """Jobs of calls that ran out of time, or that an error ended."""
 
-    def run(self, move: Move, client: MovesClient, check: Callable[[], None]) -> None:
+    def run(self, move: Move, client: NodeKeeper, check: Callable[[], None]) -> None:
         """Move blocks until all have an outcome or the time of the call is over.
 
         `check` raises an error if it is of no use to go on.
@@ -266,7 +250,7 @@ class BlockMoves:
                 self._mover = move
             return self._mover is move
 
-    def _step(self, move: Move, client: MovesClient) -> None:
+    def _step(self, move: Move, client: NodeKeeper) -> None:
         """Send jobs, wait for an answer, and take the answers.
 
         After an error while a block is copied, its job and those behind it are left like those of
@@ -287,7 +271,7 @@ class BlockMoves:
             client.wait(lambda: False, min(RETRY_PAUSE_S, move.left_s))
             move.todo.extendleft(reversed(again))
 
-    def _submit(self, move: Move, client: MovesClient) -> bool:
+    def _submit(self, move: Move, client: NodeKeeper) -> bool:
         """Send the next blocks; return False if the node takes none now.
 
         After an error, too, the slots are free again only if the node does not have the job.

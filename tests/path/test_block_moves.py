@@ -14,7 +14,7 @@ from support.keys import key
 
 from kvcascade.block_buffers import Bytes
 from kvcascade.block_moves import BlockMoves, GetMove, MoveJob, PutMove, RunningCalls
-from kvcascade.handlers.node.node_keeper import WAIT_SLICE_S
+from kvcascade.handlers.node.node_keeper import WAIT_SLICE_S, NodeKeeper
 from kvcascade.handlers.node.path_jobs import PART_BYTES
 from kvcascade.handlers.node.path_wire import JobDone, PutJob, pack_outcomes
 from kvcascade.tiers.base import BlockOutcome
@@ -29,8 +29,8 @@ def content(number: int) -> Bytes:
     return np.full(BLOCK, number, np.uint8)
 
 
-class HeldClient:
-    """A node that answers when it is told to."""
+class HeldClient(NodeKeeper):
+    """A node that answers when it is told to. It has no process, so nothing else works."""
 
     def __init__(self) -> None:
         self.jobs: list[tuple[Any, Callable[[Any], None]]] = []
