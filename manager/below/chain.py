@@ -43,7 +43,7 @@ MAX_MARKS = 64
 
 @dataclass(frozen=True, slots=True)
 class ChainedTier:
-    """One port of a chain."""
+    """One port of a chain: it has one tier."""
 
     port: Below
     admission: Admission
@@ -268,17 +268,11 @@ class BelowChain(Below):
     ) -> None:
         """`tiers`: nearest first. `slots`: those of the first tier. `clock`: monotonic seconds."""
         ports = self._ports = [tier.port for tier in tiers]
-        self.tiers: Sequence[TierFacts] = [facts for port in ports for facts in port.tiers]
-        self.links = [link for port in ports for link in port.links]
+        self.tiers: Sequence[TierFacts] = [port.tiers[0] for port in ports]
+        self.links = [port.links[0] for port in ports]
         self._nearest = ports[0]
         self._lower = [_LowerTier(tier, max(1, slots // LOWER_SHARE)) for tier in tiers[1:]]
-        self._offsets = [sum(len(port.tiers) for port in ports[:at]) for at in range(len(ports))]
-        """Numbers of the tiers above each port."""
-        self._finders = [
-            (offset, port, port.may_hold) for offset, port in zip(self._offsets, ports, strict=True)
-        ]
-        self._places = [(port, at) for port in ports for at in range(1, 1 + len(port.tiers))]
-        """For each tier, its port and its number there."""
+        self._finders = [(tier, port, port.may_hold) for tier, port in enumerate(ports, start=1)]
         self._puts: dict[int, _Put] = {}
         self._left_early: list[BlockHash] = []
         """Blocks that a tier may have lost before another one had ended its part."""
@@ -295,13 +289,13 @@ class BelowChain(Below):
         if self._resets.are_open:
             return 0
         resting = asking = 0
-        for offset, port, may_hold in self._finders:
-            number = may_hold(key, media, owner)
-            if number > 0:
-                if not port.rests(number):
-                    return number + offset
-                resting, owner = resting or number + offset, None
-            elif number:
+        for tier, port, may_hold in self._finders:
+            answer = may_hold(key, media, owner)
+            if answer > 0:
+                if not port.rests(1):
+                    return tier
+                resting, owner = resting or tier, None
+            elif answer:
                 asking = ASKING
         return resting or asking
 
@@ -312,8 +306,7 @@ class BelowChain(Below):
         return any(port.wants_again(key) for port in self._ports)
 
     def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
-        port, number = self._places[tier - 1]
-        port.get(ticket, number, keys, slots)
+        self._ports[tier - 1].get(ticket, 1, keys, slots)
 
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
         """See `Below`.
@@ -367,7 +360,7 @@ class BelowChain(Below):
         for number, port in enumerate(self._ports):
             for ended in port.poll():
                 if ended.is_get:
-                    found.append(ended._replace(tier=ended.tier + self._offsets[number]))
+                    found.append(ended._replace(tier=number + 1))
                     continue
                 put = self._puts[ended.ticket]
                 blocks = put.end_part(number, ended)
@@ -425,12 +418,10 @@ class BelowChain(Below):
         return all(each.port.is_blocked for each in self._lower if is_alone or each.takes_all)
 
     def rests(self, tier: int) -> bool:
-        port, number = self._places[tier - 1]
-        return port.rests(number)
+        return self._ports[tier - 1].rests(1)
 
     def latency_s(self, tier: int) -> float:
-        port, number = self._places[tier - 1]
-        return port.latency_s(number)
+        return self._ports[tier - 1].latency_s(1)
 
     def write_state(self) -> WriteState:
         """Return the state of the nearest tier that takes writes; if none does, of the first that
@@ -453,17 +444,16 @@ class BelowChain(Below):
 
     # -- upkeep ------------------------------------------------------------------------------
 
-    def maintain(self) -> int:
+    def maintain(self) -> bool:
         """See `Below`. After a reset of one tier, all tiers are empty or will be reset."""
-        lowest = 0
+        was_reset = False
         for number, port in enumerate(self._ports):
-            depth = port.maintain()
-            if depth:
+            if port.maintain():
                 self._resets.note(number)
-                lowest = self._offsets[number] + depth
+                was_reset = True
         self._resets.proceed()
         self._absence.look(self._nearest.takes_puts)
-        return lowest
+        return was_reset
 
     def reset(self, mark: int = 0) -> None:
         self._resets.begin(mark or new_reset_mark())

@@ -270,7 +270,7 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
 
     # -- upkeep ------------------------------------------------------------------------------
 
-    def maintain(self) -> int:
+    def maintain(self) -> bool:
         """See `Below`. Jobs and notes of the step are sent together here."""
         self._listen()
         if self.feed.presence.wanted is not None:
@@ -282,10 +282,10 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
         if self._clock() >= self._watch.due_s and self.feed.is_reporter:
             self._watch.check()
         self._client.flush()
-        if not self.feed.was_reset():
-            return 0
-        self.writes.outdate()
-        return 1
+        was_reset = self.feed.was_reset()
+        if was_reset:
+            self.writes.outdate()
+        return was_reset
 
     def reset(self, mark: int = 0) -> None:
         self._reset_to(mark, is_own=True)

@@ -231,11 +231,10 @@ class Below(ABC):
     # -- upkeep ------------------------------------------------------------------------------
 
     @abstractmethod
-    def maintain(self) -> int:
+    def maintain(self) -> bool:
         """Maintain the tiers at the end of a step, and about every 50 ms in an idle engine.
 
-        Return the number of the lowest tier that another process reset; 0 if none was. That tier,
-        and all tiers between it and the manager's own, are then empty.
+        Return True if another process reset a tier: older blocks above it are then outdated, too.
         """
 
     @abstractmethod
@@ -316,8 +315,8 @@ class NoTierBelow(Below):
     def write_state(self) -> WriteState:
         return WriteState(may_recover=False)
 
-    def maintain(self) -> int:
-        return 0
+    def maintain(self) -> bool:
+        return False
 
     def reset(self, mark: int = 0) -> None:
         """Do nothing: there is no tier."""

@@ -168,13 +168,13 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
 
     # -- upkeep ------------------------------------------------------------------------------
 
-    def maintain(self) -> int:
+    def maintain(self) -> bool:
         self._listen()
         self._questions.send()
-        if not self.feed.was_reset():
-            return 0
-        self._forget()
-        return 1
+        was_reset = self.feed.was_reset()
+        if was_reset:
+            self._forget()
+        return was_reset
 
     def reset(self, mark: int = 0) -> None:
         self._reset_to(mark or self._new_mark(), is_new=True)

@@ -67,8 +67,6 @@ class ChainOfTwinsRig(TwinRig):
 class ChainOfNodesRig(NodeTierRig):
     """Two engines over the same two paths with real writers."""
 
-    overtaken_tier = 2
-
     def __init__(self) -> None:
         super().__init__(is_real=True)
         self.lower = NodesRig(is_real=True)

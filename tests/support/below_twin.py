@@ -166,12 +166,11 @@ class BelowTwin(Below):
         rest_left_s = 1.0 if self.answer is Put.RESTING else 0.0
         return WriteState(self.is_stalled, rest_left_s)
 
-    def maintain(self) -> int:
-        if not self.is_overtaken:
-            return 0
-        self.is_overtaken = False
-        self._forget()
-        return 1
+    def maintain(self) -> bool:
+        was_reset, self.is_overtaken = self.is_overtaken, False
+        if was_reset:
+            self._forget()
+        return was_reset
 
     def reset(self, mark: int = 0) -> None:
         self.reset_marks.append(mark)
