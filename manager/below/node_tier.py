@@ -128,23 +128,14 @@ class NodeWrites(Traffic[NodeFeed]):
         return answers_to_put(n, new, started, answer)
 
     def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
-        flow, counters = self._flow, self._flow.counters
+        flow = self._flow
         if going.ticket in self._outdated:
             self._outdated.remove(going.ticket)
         else:
             self.coming.difference_update(going.keys)
-        stored, failed, no_space = outcomes.count(BlockOutcome.OK), 0, 0
+        stored, failed, no_space = self._count_put(going, outcomes, done)
         if stored < len(outcomes):
-            failed = outcomes.count(BlockOutcome.IO_ERROR)
-            no_space = outcomes.count(BlockOutcome.NO_SPACE)
-            counters.demote_over_budget_blocks += outcomes.count(BlockOutcome.REFUSED)
-            counters.demote_held_blocks += outcomes.count(BlockOutcome.HELD)
-            counters.demote_no_space_blocks += no_space
-            counters.demote_failed_blocks += failed
-        counters.demote_s += done.time_s
-        counters.demote_latencies_s.append(flow.clock() - going.started_s)
-        counters.demoted_blocks += stored
-        counters.demoted_bytes += stored * flow.block_bytes
+            flow.counters.demote_over_budget_blocks += outcomes.count(BlockOutcome.REFUSED)
         flow.feed.blocks += stored
         self._why = done.why
         is_full = done.why is Why.FULL and not (stored or self.coming)

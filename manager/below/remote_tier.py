@@ -305,20 +305,12 @@ class _RemoteWrites(Traffic[RemoteFeed]):
         return False
 
     def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
-        flow, counters = self._flow, self._flow.counters
         epoch = self._epochs.pop(going.ticket)
         self.rule.end(going.keys, [outcome in _THERE for outcome in outcomes], epoch)
-        stored = [k for k, o in zip(going.keys, outcomes, strict=True) if o is BlockOutcome.OK]
         held = [k for k, o in zip(going.keys, outcomes, strict=True) if o in _THERE]
-        counters.demote_s += done.time_s
-        counters.demote_latencies_s.append(flow.clock() - going.started_s)
-        counters.demoted_blocks += len(stored)
-        counters.demoted_bytes += len(stored) * flow.block_bytes
-        counters.demote_held_blocks += len(held) - len(stored)
-        counters.demote_no_space_blocks += outcomes.count(BlockOutcome.NO_SPACE)
-        counters.demote_failed_blocks += outcomes.count(BlockOutcome.IO_ERROR)
-        self.breaker.ended(BlockOutcome.IO_ERROR in outcomes)
-        size_bytes = len(stored) * flow.block_bytes
+        stored, failed, _ = self._count_put(going, outcomes, done)
+        size_bytes = stored * self._flow.block_bytes
+        self.breaker.ended(failed > 0)
         if epoch == self._memory.epoch:
             self._memory.note(epoch, held, ())
             self._on_stored(held)

@@ -147,6 +147,24 @@ class Traffic(ABC, Generic[Feed]):
         if self.jobs.pop(going.ticket, None) is not None:
             self._land(going, outcomes, done)
 
+    def _count_put(
+        self, going: Going, outcomes: list[BlockOutcome], done: JobDone
+    ) -> tuple[int, int, int]:
+        """Count a put that ended. Return its numbers of OK, IO_ERROR and NO_SPACE."""
+        flow, counters = self._flow, self._flow.counters
+        stored, failed, no_space = outcomes.count(BlockOutcome.OK), 0, 0
+        if stored < len(outcomes):
+            failed = outcomes.count(BlockOutcome.IO_ERROR)
+            no_space = outcomes.count(BlockOutcome.NO_SPACE)
+            counters.demote_held_blocks += outcomes.count(BlockOutcome.HELD)
+            counters.demote_no_space_blocks += no_space
+            counters.demote_failed_blocks += failed
+        counters.demote_s += done.time_s
+        counters.demote_latencies_s.append(flow.clock() - going.started_s)
+        counters.demoted_blocks += stored
+        counters.demoted_bytes += stored * flow.block_bytes
+        return stored, failed, no_space
+
     @abstractmethod
     def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
         """Count a job that ended, and report it; `done` is `DIED` if the node died."""
