@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ....tiers.remote.remote_counters import VerbTotals
-from ..path_wire import JobDone, NodeReady, PutJob
+from ..path_wire import GetJob, JobDone, NodeReady, PutJob
 
 
 class RemoteSetup(msgspec.Struct, frozen=True, array_like=True, tag=96):
@@ -45,12 +45,9 @@ class AskJob(msgspec.Struct, frozen=True, array_like=True, tag=97):
     requests: Sequence[Sequence[bytes]]
 
 
-class FetchJob(msgspec.Struct, frozen=True, array_like=True, tag=101):
-    """Read blocks into the arena and verify them."""
+class FetchJob(GetJob, frozen=True, array_like=True, tag=101):
+    """A `GetJob` with a limit."""
 
-    ticket: int
-    keys: list[bytes]
-    arena_slots: bytes
     limit_s: float
     """Rest of the deadline, of which the lookup took a part. A block that is late is not read."""
 
