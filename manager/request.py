@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 class Request:
     """State of one request. The adapter creates it and passes it to every call for this request."""
 
-    request_id: str = ""
     allowed_media: frozenset[str] | None = None
     """Media that this request may read from; None means all."""
     arrived_s: float = 0.0

@@ -265,7 +265,7 @@ class CascadeManager(OffloadingManager):
         request = state_of(context, Request)
         if request is None:
             positions = getattr(context, KEY_POSITIONS, {})
-            request = Request(context.req_id, _allowed_media(context), time.monotonic(), positions)
+            request = Request(_allowed_media(context), time.monotonic(), positions)
             set_state(context, request)
             self._metrics.note_begin()
         return request

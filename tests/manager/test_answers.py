@@ -119,8 +119,8 @@ def test_the_background_takes_nothing_while_a_request_is_asking() -> None:
         cascade.store([key(start + i) for i in range(4)])
         cascade.manager.flush_dirty(cascade.now_s + 60)
     manager = cascade.manager
-    assert manager.lookups.lookup_block(below[0], Request("waits")) is LookupState.PENDING
-    manager.lookups.begin_asking(Request("asks"), key(0))
+    assert manager.lookups.lookup_block(below[0], Request()) is LookupState.PENDING
+    manager.lookups.begin_asking(Request(), key(0))
     manager.maintain()
     assert cascade.policies[0].coldest(4), "all slots still hold what they held"
     assert len(cascade.policies[0]) == 4

@@ -200,7 +200,7 @@ def test_a_block_of_the_last_tier_comes_up_at_once_and_goes_to_the_next_one_late
 
 def test_the_background_takes_in_no_failed_read_while_a_request_is_asking() -> None:
     """A lookup takes no lock: a slot that became free meanwhile would look like a ready block."""
-    engine, waits, asks = TwinEngine(8), Request("waits"), Request("asks")
+    engine, waits, asks = TwinEngine(8), Request(), Request()
     engine.below_only(keys(1))
     assert engine.ask(waits, keys(1)) == [PENDING]
     engine.manager.end_step()

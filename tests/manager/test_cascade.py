@@ -98,7 +98,7 @@ class TestStore:
     def test_what_a_request_could_not_store_before_it_ended_is_counted(self) -> None:
         cascade = Cascade((4, 16))
         cascade.store(keys(0, 4))
-        requests = [Request("waits"), Request("ends")]
+        requests = [Request(), Request()]
         for request, offered in zip(requests, (keys(4, 7), keys(8, 10)), strict=True):
             assert cascade.manager.prepare_store(offered, request) is None
         cascade.manager.finish_request(requests[1])
@@ -428,7 +428,7 @@ class TestPromotion:
         cascade.below_only(keys(10, 14))
         cascade.store(keys(0, 4))
         cascade.manager.flush_dirty(cascade.now_s + 1)
-        first, second = Request("first"), Request("second")
+        first, second = Request(), Request()
         assert states(cascade, first, keys(0, 3)) == [HIT, HIT, HIT]
         states(cascade, second, keys(10, 14))
         cascade.manager.maintain()
@@ -472,8 +472,8 @@ class TestPromotion:
         cascade.below_only(keys(0, 4))
         cascade.below_only(keys(4, 5))
         cascade.store(keys(20, 24))
-        states(cascade, Request("first"), keys(0, 4))
-        second = Request("second")
+        states(cascade, Request(), keys(0, 4))
+        second = Request()
         assert states(cascade, second, [*keys(20, 24), key(4)]) == [HIT] * 4 + [PENDING]
         cascade.manager.end_step()
         demoters(cascade.manager)[0].demote_coldest(4)
@@ -487,7 +487,7 @@ class TestPromotion:
         cascade = Cascade((16, 64), ManagerOptions(promotion_budget_slots=3))
         cascade.below_only(keys(0, 8))
         cascade.store(keys(20, 21))
-        first, second = Request("first"), Request("second")
+        first, second = Request(), Request()
         states(cascade, first, keys(0, 3))
         assert states(cascade, second, keys(4, 7)) == [PENDING] * 3
         cascade.manager.end_step()
@@ -508,7 +508,7 @@ class TestPromotion:
     def test_requests_that_share_a_prefix_share_its_promotion(self) -> None:
         cascade = Cascade((16, 64))
         cascade.below_only(keys(0, 4))
-        first, second = Request("first"), Request("second")
+        first, second = Request(), Request()
         states(cascade, first, keys(0, 4))
         assert states(cascade, second, keys(0, 4)) == [PENDING] * 4
         cascade.manager.end_step()
@@ -543,7 +543,7 @@ class TestPromotion:
         cascade.below_only(keys(0, 1))
         nowhere = Request(allowed_media=frozenset())
         only_top = Request(allowed_media=frozenset({"M0"}))
-        assert states(cascade, Request("reads"), keys(0, 1)) == [PENDING]
+        assert states(cascade, Request(), keys(0, 1)) == [PENDING]
         for _ in range(2):  # queued, then on its way
             assert states(cascade, nowhere, keys(0, 1)) == [MISS]
             assert states(cascade, only_top, keys(0, 1)) == [MISS]
@@ -670,7 +670,7 @@ def adopted_by(cascade: Cascade, found: list[BlockHash]) -> list[BlockStatus]:
 @pytest.mark.parametrize("policy", ["arc", "lru"])
 def test_storing_a_block_is_one_use_and_finding_it_again_another(policy: str) -> None:
     cascade = Cascade((8,), policy=policy)
-    first, second = Request("first"), Request("second")
+    first, second = Request(), Request()
     for part in (keys(0, 2), keys(2, 4)):  # a prompt that was stored bit by bit
         output = cascade.manager.prepare_store(part, first)
         assert output is not None

@@ -82,7 +82,7 @@ def test_transfers_are_taken_in_once_for_all_requests_that_wait() -> None:
 
 class TestTurns:
     def test_a_prefix_gets_its_room_whole_or_waits(self) -> None:
-        rig, first, second = Rig(), Request("first"), Request("second")
+        rig, first, second = Rig(), Request(), Request()
         assert rig.ask(first, 0, 6) is rig.ask(second, 10, 16) is None
         rig.manager.end_step()
         assert rig.has_turn(first) and not rig.has_turn(second)
@@ -98,7 +98,7 @@ class TestTurns:
 
     def test_turns_go_by_the_order_of_the_last_step(self) -> None:
         rig = Rig()
-        busy, early, urgent = Request("busy"), Request("early"), Request("urgent")
+        busy, early, urgent = Request(), Request(), Request()
         rig.ask(busy, 0, 8)
         rig.ask(early, 10, 16)
         rig.manager.end_step()
@@ -111,11 +111,11 @@ class TestTurns:
 
     def test_a_small_request_overtakes_up_to_a_limit(self) -> None:
         rig = Rig()
-        busy, large = Request("busy"), Request("large")
+        busy, large = Request(), Request()
         rig.ask(busy, 0, 2)
         rig.ask(large, 10, 18)
         rig.manager.end_step()
-        small = [Request(f"small {i}") for i in range(8)]
+        small = [Request() for _ in range(8)]
         for i, request in enumerate(small):
             rig.ask(large, 10, 18)
             rig.ask(request, 20 + i, 21 + i)
@@ -131,7 +131,7 @@ class TestTurns:
 
     def test_who_needs_what_is_on_its_way_waits_for_nobody(self) -> None:
         rig = Rig()
-        first, large, same = Request("first"), Request("large"), Request("same")
+        first, large, same = Request(), Request(), Request()
         rig.ask(first, 0, 6)
         rig.ask(large, 10, 18)
         rig.ask(same, 0, 6)
@@ -142,7 +142,7 @@ class TestTurns:
         assert rig.manager.counters.links[0].promoted_blocks == 6
 
     def test_a_prefix_beyond_the_budget_takes_all_of_it_when_it_is_alone(self) -> None:
-        rig, first, huge = Rig(), Request("first"), Request("huge")
+        rig, first, huge = Rig(), Request(), Request()
         rig.ask(first, 0, 4)
         rig.ask(huge, 10, 26)
         rig.manager.end_step()
@@ -161,8 +161,8 @@ class TestTurns:
         self, stop: int, is_cut_at_once: bool
     ) -> None:
         """An engine with many hits loads in every step, so a step without loads may never come."""
-        rig, large = Rig(promotion_budget_slots=None, promotion_deadline_s=10.0), Request("large")
-        others = [Request("even"), Request("odd")]
+        rig, large = Rig(promotion_budget_slots=None, promotion_deadline_s=10.0), Request()
+        others = [Request(), Request()]
         assert rig.ask(others[0], 0, 1) is None
         rig.read()
         start_s = rig.cascade.now_s
@@ -183,8 +183,8 @@ class TestTurns:
         raise AssertionError("it got no turn")
 
     def test_time_that_others_take_for_their_turns_cuts_no_prefix(self) -> None:
-        rig, large = Rig(promotion_budget_slots=None, promotion_deadline_s=10.0), Request("large")
-        first, other = Request("first"), Request("other")
+        rig, large = Rig(promotion_budget_slots=None, promotion_deadline_s=10.0), Request()
+        first, other = Request(), Request()
         assert rig.ask(first, 0, 1) is None
         rig.read()
         assert rig.ask(first, 0, 1) == 1
@@ -208,8 +208,8 @@ class TestTurns:
         assert rig.has_turn(large)
 
     def test_loads_count_against_a_small_budget_only_beyond_the_rest_of_the_tier(self) -> None:
-        rig, large = Rig(promotion_budget_slots=4), Request("large")
-        others = [Request(f"load {i}") for i in range(3)]
+        rig, large = Rig(promotion_budget_slots=4), Request()
+        others = [Request() for _ in range(3)]
         for number, request in enumerate(others):
             first = 4 * number
             assert rig.ask(request, first, first + 4) is None
@@ -238,7 +238,7 @@ class TestTurns:
         rig = Rig(served_end=b"\0")
         window = [BlockHash(k[:-1] + b"\1") for k in keys(0, 16)]
         rig.cascade.below_only(window)
-        request = Request("huge")
+        request = Request()
         manager = rig.manager
         assert [manager.lookups.lookup_block(k, request) for k in keys(0, 16)] == [PENDING] * 16
         assert [manager.lookups.lookup_block(k, request) for k in window[15:13:-1]] == [PENDING] * 2
@@ -251,7 +251,7 @@ class TestTurns:
 
     def test_what_the_device_holds_meanwhile_is_not_read(self) -> None:
         rig = Rig()
-        busy, request = Request("busy"), Request("waits")
+        busy, request = Request(), Request()
         rig.ask(busy, 0, 8)
         rig.ask(request, 10, 16)
         rig.manager.end_step()
@@ -264,7 +264,7 @@ class TestTurns:
 
     def test_what_the_device_lost_meanwhile_is_asked_for_anew(self) -> None:
         rig = Rig()
-        busy, request = Request("busy"), Request("waits")
+        busy, request = Request(), Request()
         rig.ask(busy, 0, 8)
         rig.ask(request, 12, 16)
         rig.manager.end_step()
@@ -276,7 +276,7 @@ class TestTurns:
 
     def test_a_request_that_ends_while_it_waits_leaves_nothing(self) -> None:
         rig = Rig()
-        busy, request = Request("busy"), Request("waits")
+        busy, request = Request(), Request()
         rig.ask(busy, 0, 8)
         rig.ask(request, 10, 16)
         rig.manager.end_step()
@@ -291,7 +291,7 @@ class TestTurns:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("kvcascade.manager.promotion.promoter.MAX_JOBS_IN_FLIGHT", 0)
-        rig, request = Rig(), Request("aborted")
+        rig, request = Rig(), Request()
         rig.ask(request, 0, 6)
         rig.manager.end_step()
         rig.manager.finish_request(request)
@@ -312,7 +312,7 @@ class TestTurns:
         assert not rig.manager.has_pending_work()
 
     def test_the_wait_is_counted(self) -> None:
-        rig, first, second = Rig(), Request("first"), Request("second")
+        rig, first, second = Rig(), Request(), Request()
         rig.ask(first, 0, 8)
         rig.ask(second, 10, 16)
         rig.manager.end_step()
@@ -327,8 +327,8 @@ class TestTurns:
 class TestRoom:
     def test_where_nothing_is_dirty_nearly_all_of_the_tier_is_for_promotions(self) -> None:
         rig = Rig(promotion_budget_slots=None)
-        rig.ask(Request("first"), 0, 8)
-        second = Request("second")
+        rig.ask(Request(), 0, 8)
+        second = Request()
         rig.ask(second, 10, 17)
         rig.manager.end_step()
         assert rig.has_turn(second), "15 of 16 slots; one is left to stores"
@@ -336,14 +336,14 @@ class TestRoom:
     def test_dirty_blocks_leave_half_of_it(self) -> None:
         rig = Rig(promotion_budget_slots=None)
         rig.cascade.store(keys(100, 108))
-        first, second = Request("first"), Request("second")
+        first, second = Request(), Request()
         rig.ask(first, 0, 5)
         rig.ask(second, 10, 15)
         rig.manager.end_step()
         assert rig.has_turn(first) and not rig.has_turn(second)
 
     def test_a_prefix_that_fits_the_tier_alone_is_not_cut_for_dirty_blocks(self) -> None:
-        rig, request = Rig(promotion_budget_slots=None), Request("large")
+        rig, request = Rig(promotion_budget_slots=None), Request()
         rig.cascade.store(keys(100, 110))
         rig.ask(request, 0, 14)
         for _ in range(4):
@@ -355,7 +355,7 @@ class TestRoom:
         rig = Rig(promotion_budget_slots=None)
         rig.cascade.store(keys(100, 104))
         rig.manager.flush_dirty(rig.cascade.now_s + 60)
-        first, second, third = (Request(str(i)) for i in range(3))
+        first, second, third = (Request() for _ in range(3))
         rig.ask(first, 0, 10)
         rig.ask(second, 10, 20)
         rig.ask(third, 20, 30)
@@ -369,18 +369,18 @@ class TestRoom:
 
     def test_stores_that_found_no_room_come_first(self) -> None:
         rig = Rig(promotion_budget_slots=None)
-        rig.ask(Request("first"), 0, 8)
+        rig.ask(Request(), 0, 8)
         rig.read()
         rig.cascade.store(keys(100, 108))
         assert rig.manager.prepare_store(keys(110, 113)) is None
-        second = Request("second")
+        second = Request()
         rig.ask(second, 10, 12)
         rig.manager.end_step()
         assert not rig.has_turn(second)
 
     def test_who_does_not_come_for_its_blocks_gives_its_room_back(self) -> None:
         rig = Rig(promotion_deadline_s=10.0)
-        idle, second = Request("idle"), Request("second")
+        idle, second = Request(), Request()
         rig.ask(idle, 0, 8)
         rig.ask(second, 10, 18)
         rig.read()
@@ -397,7 +397,7 @@ class TestRoom:
         self, is_admitted: bool
     ) -> None:
         """With states or windows, a prefix is of no use if all of these miss."""
-        rig, hybrid, second = Rig(), Request("hybrid"), Request("second")
+        rig, hybrid, second = Rig(), Request(), Request()
         for at in range(6):
             assert rig.manager.lookups.lookup_block(key(at), hybrid) is PENDING
         assert rig.manager.lookups.lookup_block(key(100), hybrid) is MISS
@@ -413,7 +413,7 @@ class TestRoom:
 
 
 def test_a_prefix_that_holds_all_there_is_gets_no_more() -> None:
-    rig, request = Rig(), Request("huge")
+    rig, request = Rig(), Request()
     rig.ask(request, 0, 8)
     rig.read()
     assert rig.ask(request, 0, 12) is None, "more of it is there by now"
@@ -427,7 +427,7 @@ def test_many_that_come_at_once_are_looked_for_in_several_steps(
 ) -> None:
     monkeypatch.setattr(lookup, "MAX_LOOKS_PER_STEP", 10)
     rig = Rig()
-    first, second, hit = Request("first"), Request("second"), Request("hit")
+    first, second, hit = Request(), Request(), Request()
     rig.cascade.store(keys(100, 102))
     assert rig.ask(first, 0, 12) is None, "one request is never cut"
     assert rig.manager.lookups.lookup_block(key(20), second) is RETRY
@@ -441,7 +441,7 @@ def test_room_for_many_is_given_over_several_steps(monkeypatch: pytest.MonkeyPat
     """When 2,000 requests were cancelled, one step admitted 128,000 blocks in 200 ms."""
     monkeypatch.setattr(claim_queue, "MAX_ADMITTED_PER_STEP", 4)
     rig = Rig()
-    requests = [Request(str(number)) for number in range(4)]
+    requests = [Request() for _ in range(4)]
     for number, request in enumerate(requests):
         rig.ask(request, 2 * number, 2 * number + 2)
     rig.manager.end_step()
@@ -455,9 +455,9 @@ def test_one_check_looks_at_some_of_many_waiting_claims_and_the_next_at_others(
 ) -> None:
     """With 10,000 waiting claims, each check of all took 20 ms under the lock."""
     monkeypatch.setattr(claim_queue, "MAX_CHECKED", 4)
-    rig, busy = Rig(), Request("busy")
+    rig, busy = Rig(), Request()
     rig.ask(busy, 0, 8)
-    requests = [Request(str(number)) for number in range(20)]
+    requests = [Request() for _ in range(20)]
     for number, request in enumerate(requests):
         rig.ask(request, 10 + 2 * number, 12 + 2 * number)
     rig.manager.end_step()
@@ -482,7 +482,7 @@ def test_one_check_looks_at_some_of_many_waiting_claims_and_the_next_at_others(
 
 
 def test_waiting_ends_where_the_tier_fails() -> None:
-    rig, first, second = Rig(promotion_deadline_s=3.0), Request("first"), Request("second")
+    rig, first, second = Rig(promotion_deadline_s=3.0), Request(), Request()
     rig.ask(first, 0, 8)
     rig.ask(second, 10, 16)
     rig.manager.end_step()
@@ -494,7 +494,7 @@ def test_waiting_ends_where_the_tier_fails() -> None:
 
 
 def test_time_that_a_turn_takes_is_not_the_tiers_silence() -> None:
-    rig, first, second = Rig(promotion_deadline_s=3.0), Request("first"), Request("second")
+    rig, first, second = Rig(promotion_deadline_s=3.0), Request(), Request()
     rig.ask(first, 0, 8)
     rig.ask(second, 10, 16)
     rig.read()
@@ -522,7 +522,7 @@ class TestQueues:
 
     def test_the_queue_before_it_counts(self) -> None:
         rig = self.rig()
-        requests = [Request(str(i)) for i in range(4)]
+        requests = [Request() for _ in range(4)]
         for i, request in enumerate(requests):
             rig.ask(request, 10 * i, 10 * i + 5)
         rig.manager.end_step()
@@ -534,8 +534,8 @@ class TestQueues:
 
     @pytest.mark.parametrize("stop", [35, 36], ids=["the same", "one more"])
     def test_a_block_that_several_wait_for_counts_once_in_the_queue(self, stop: int) -> None:
-        rig, busy = self.rig(), Request("busy")
-        requests = [Request(str(i)) for i in range(5)]
+        rig, busy = self.rig(), Request()
+        requests = [Request() for _ in range(5)]
         rig.ask(busy, 0, 8)
         rig.ask(requests[0], 30, 35)
         for request in requests[1:4]:
@@ -547,8 +547,8 @@ class TestQueues:
             assert request.claim is not None and not request.claim.is_admitted
 
     def test_a_block_counts_for_another_once_its_request_has_ended(self) -> None:
-        rig, busy = self.rig(), Request("busy")
-        first, second = Request("first"), Request("second")
+        rig, busy = self.rig(), Request()
+        first, second = Request(), Request()
         rig.ask(busy, 0, 8)
         rig.ask(first, 30, 35)
         rig.ask(second, 30, 35)
@@ -566,7 +566,7 @@ class TestQueues:
     ) -> None:
         monkeypatch.setattr(claim_queue, "MAX_CHECKED", 1)
         rig = self.rig()
-        requests = [Request(str(i)) for i in range(4)]
+        requests = [Request() for _ in range(4)]
         for count in (3, 4):
             for i, request in enumerate(requests[:count]):
                 rig.ask(request, 10 * i, 10 * i + 5)
@@ -577,7 +577,7 @@ class TestQueues:
     def test_a_block_of_another_claim_does_not_hide_the_queue_before_it(self) -> None:
         rig = self.rig()
         askers = {"busy": (0, 8), "first": (10, 18), "owner": (30, 46), "short": (30, 31)}
-        requests = [Request(name) for name in askers]
+        requests = [Request() for _ in askers]
         for request, (start, stop) in zip(requests, askers.values(), strict=True):
             rig.ask(request, start, stop)
         rig.manager.end_step()
@@ -585,7 +585,7 @@ class TestQueues:
         assert computes == [False, False, False, True], "2.4 s behind the others, or 0.15 s"
 
     def test_who_shares_blocks_is_compared_once_their_first_request_computes(self) -> None:
-        rig, busy, owner, sharer = self.rig(), Request("busy"), Request("owner"), Request("sharer")
+        rig, busy, owner, sharer = self.rig(), Request(), Request(), Request()
         rig.ask(busy, 0, 8)
         rig.ask(owner, 30, 34)
         rig.ask(sharer, 30, 34)
@@ -604,11 +604,11 @@ class TestQueues:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(claim_queue, "MAX_CHECKED", 1)
-        rig, first, huge, new = self.rig(), Request("first"), Request("huge"), Request("new")
+        rig, first, huge, new = self.rig(), Request(), Request(), Request()
         worth = rig.manager._claims._worth
         assert worth is not None
-        rig.ask(Request("busy"), 0, 8)
-        others = [(Request(str(i)), 40 + 5 * i, 45 + 5 * i) for i in range(3)]
+        rig.ask(Request(), 0, 8)
+        others = [(Request(), 40 + 5 * i, 45 + 5 * i) for i in range(3)]
         waiting = [(first, 8, 16), (huge, 16, 40), *others]
         for tokens_per_s in (30.0, 250.0):  # 5 s a block, then 0.6 s
             worth.prefill.tokens_per_s = tokens_per_s
@@ -621,7 +621,7 @@ class TestQueues:
 
     def test_who_computes_makes_computing_slower_for_the_others(self) -> None:
         rig = self.rig()
-        requests = [Request(str(i)) for i in range(6)]
+        requests = [Request() for _ in range(6)]
         for i, request in enumerate(requests):
             rig.ask(request, 10 * i, 10 * i + 5)
         rig.manager.end_step()
@@ -630,7 +630,7 @@ class TestQueues:
 
     def test_it_is_looked_at_again_while_it_waits(self) -> None:
         rig = self.rig()
-        requests = [Request(str(i)) for i in range(6)]
+        requests = [Request() for _ in range(6)]
         for i, request in enumerate(requests):
             rig.ask(request, 10 * i, 10 * i + 5)
         rig.manager.end_step()
@@ -642,7 +642,7 @@ class TestQueues:
 
     def test_blocks_that_somebody_computes_are_not_computed_twice(self) -> None:
         rig = self.rig()
-        requests = [Request(str(i)) for i in range(6)]
+        requests = [Request() for _ in range(6)]
         for i, request in enumerate(requests[:3]):
             rig.ask(request, 10 * i, 10 * i + 5)
         for request in requests[3:]:

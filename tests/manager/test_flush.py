@@ -142,7 +142,7 @@ def in_use(cascade: Cascade) -> None:
     cascade.store(keys(0, 8))
     assert cascade.manager.lookup(keys(0, 4)) == 4
     cascade.manager.prepare_load(keys(0, 4))
-    for request in (Request("waits"), Request("waits for the same")):
+    for request in (Request(), Request()):  # they wait for the same
         assert cascade.manager.lookup(keys(3, 9), request) is None
     cascade.manager.end_step()
     assert not cascade.policies[0].coldest(8), "all are pinned"
@@ -192,12 +192,12 @@ def test_what_is_worth_most_is_written_first(monkeypatch: pytest.MonkeyPatch) ->
     cascade = Cascade((32, 64))
     manager = cascade.manager
     for start in (0, 10, 20):
-        request = Request(str(start))
+        request = Request()
         for part in range(start, start + 6, 3):
             assert manager.prepare_store(keys(part, part + 3), request) is not None
             manager.complete_store(set(keys(part, part + 3)))
         manager.finish_request(request)
-    again = Request("again")
+    again = Request()
     assert manager.lookup(keys(10, 14), again) == 4
     manager.prepare_load(keys(10, 14), again)
     manager.complete_load(keys(10, 14))

@@ -66,7 +66,7 @@ def test_a_request_that_waits_again_after_it_was_given_up_can_be_reset() -> None
     manager = cascade.manager
     cascade.below_only(keys(0, 2))
     cascade.store(keys(4, 5))
-    old = Request("old")
+    old = Request()
     assert manager.lookup([key(0)], old) is None
     manager.end_step()
     for _ in range(2):  # the read is late, and then the request does not ask for twice the deadline

@@ -18,9 +18,9 @@ def test_time_behind_another_claim_cuts_no_claim() -> None:
     cascade = Cascade((100, 100), ManagerOptions(promotion_deadline_s=DEADLINE_S))
     room, loads, start_s = claims_of(cascade.manager).room, keys(0, 80), cascade.now_s
     cascade.store(loads)
-    cascade.manager.lookup(loads, Request("loads"))
-    cascade.manager.prepare_load(loads, Request("loads"))
-    first, waiting = Claim(Request("first"), start_s), Claim(Request("waiting"), start_s)
+    cascade.manager.lookup(loads, Request())
+    cascade.manager.prepare_load(loads, Request())
+    first, waiting = Claim(Request(), start_s), Claim(Request(), start_s)
     first.new_slots, waiting.new_slots = 60, 30
     assert room.room_for(waiting, 50, None) is None
     cascade.now_s += DEADLINE_S - 1

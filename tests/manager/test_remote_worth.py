@@ -52,7 +52,7 @@ class Link:
 
     def serve(self, prompt: list[BlockHash]) -> tuple[int, int]:
         """A request: its hits, and the number of steps that it waited for them."""
-        request = Request("served")
+        request = Request()
         waited = 0
         while (hits := self.manager.lookup(prompt, request)) is None:
             self.manager.end_step()

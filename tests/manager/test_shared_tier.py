@@ -118,8 +118,8 @@ def test_what_workers_are_at_ends_as_the_engine_reports_it() -> None:
     cascade = Cascade((8, 16))
     manager = cascade.manager
     cascade.store(keys(0, 2))
-    for number in range(2):  # two requests read the same blocks
-        manager.prepare_load(keys(0, 2), Request(str(number)))
+    for _ in range(2):  # two requests read the same blocks
+        manager.prepare_load(keys(0, 2), Request())
     assert (stored := manager.prepare_store(keys(2, 5))) is not None
     reset_by_another(cascade)
     assert manager.lookup(keys(0, 1)) == manager.lookup(keys(2, 3)) == 0

@@ -231,7 +231,7 @@ class Slow:
         self.manager = self.cascade.manager
         self.counters = self.manager.counters
         self.fill()
-        first = Request("first")
+        first = Request()
         assert self.ask(first) == [PENDING] * 4, "nothing is known yet"
         self.manager.end_step()
         self.cascade.now_s += read_s
@@ -267,7 +267,7 @@ class Slow:
 
 def test_a_fast_tier_is_read() -> None:
     slow = Slow(read_s=0.1)
-    request = Request("second")
+    request = Request()
     assert slow.ask(request) == [PENDING] * 4
     slow.run()
     assert slow.ask(request) == [HIT] * 4
@@ -278,15 +278,15 @@ def test_a_fast_tier_is_read() -> None:
 def test_a_slow_tier_is_not_and_nobody_waits() -> None:
     slow = Slow(read_s=4.0)
     promoted = slow.counters.links[0].promoted_blocks
-    probing = Request("probes")
+    probing = Request()
     slow.ask(probing)
     slow.run()
     assert slow.counters.promotion_probes == 1
     probed = slow.counters.links[0].promoted_blocks - promoted
     assert 1 <= probed < 4
     slow.manager.finish_request(probing)
-    for number in range(5):
-        request = Request(f"r{number}")
+    for _ in range(5):
+        request = Request()
         for _ in range(3):  # asked again, it is not thought over again
             assert slow.ask(request)[-1] is MISS
         slow.manager.finish_request(request)
@@ -302,7 +302,7 @@ def test_only_blocks_that_stand_for_tokens_make_reading_worth_it(
 ) -> None:
     """All four are read in 0.5 s; the tokens of one are computed in 0.1."""
     slow = Slow(read_s=0.5, served_end=served_end)
-    request = Request("second")
+    request = Request()
     assert slow.ask(request) == [PENDING] * 4
     slow.manager.end_step()
     assert slow.ask(request)[0] is found
@@ -310,7 +310,7 @@ def test_only_blocks_that_stand_for_tokens_make_reading_worth_it(
 
 def test_a_probe_brings_blocks_that_nobody_waits_for() -> None:
     slow = Slow(read_s=4.0)
-    request = Request("probes")
+    request = Request()
     assert slow.ask(request) == [PENDING] * 4
     slow.manager.end_step()
     assert slow.ask(request) == [MISS], "the next step computes"
@@ -321,9 +321,9 @@ def test_a_probe_brings_blocks_that_nobody_waits_for() -> None:
 
 def test_a_tier_that_recovers_is_used_again() -> None:
     slow = Slow(read_s=40.0)
-    for number in range(12):
+    for _ in range(12):
         slow.cascade.now_s += PROBE_INTERVAL_S
-        request = Request(f"r{number}")
+        request = Request()
         slow.ask(request)
         slow.manager.end_step()
         slow.cascade.now_s += 0.001
@@ -338,7 +338,7 @@ def test_a_tier_that_recovers_is_used_again() -> None:
 
 def test_without_a_prefill_speed_everything_is_read() -> None:
     slow = Slow(read_s=40.0, prefill_tokens_per_s=None)
-    assert slow.ask(Request("r")) == [PENDING] * 4
+    assert slow.ask(Request()) == [PENDING] * 4
     slow.manager.end_step()
     assert slow.counters.promotions_not_worth == 0
 
@@ -347,7 +347,7 @@ def test_prefill_is_measured_by_what_a_request_computes() -> None:
     cascade = Cascade((64, 64), ManagerOptions(tokens_per_block=TOKENS))
     manager = cascade.manager
     held, computed = [key(i) for i in range(20)], [key(i) for i in range(20, 30)]
-    request = Request("r")
+    request = Request()
     assert (
         manager.lookups.lookup_block(computed[0], request) is MISS
     )  # the device holds what is before
@@ -365,7 +365,7 @@ def test_what_is_put_off_does_not_make_computing_look_faster() -> None:
     cascade = Cascade((300, 1000), ManagerOptions(tokens_per_block=TOKENS))
     manager = cascade.manager
     assert manager._claims._worth is not None
-    request, prompt = Request("r"), [key(i) for i in range(260)]
+    request, prompt = Request(), [key(i) for i in range(260)]
     cascade.store([key(i) for i in range(1000, 1300)])
     assert manager.lookups.lookup_block(prompt[0], request) is MISS
     for step in range(25):
@@ -410,7 +410,7 @@ def test_a_window_is_loaded_for_the_sake_of_all_before_it() -> None:
 def test_a_prompt_of_several_groups_is_counted_once(first: list[BlockHash]) -> None:
     """The whole window was asked for after the first block was missed, and is offered, too."""
     cascade = Cascade((64, 64), ManagerOptions(tokens_per_block=TOKENS, served_end=b"\0"))
-    manager, request = cascade.manager, Request("r")
+    manager, request = cascade.manager, Request()
     assert manager._claims._worth is not None
     for block_hash in (KEYS[1], *reversed(WINDOW_KEYS)):
         assert manager.lookups.lookup_block(block_hash, request) is MISS
@@ -425,7 +425,7 @@ def test_a_prompt_of_several_groups_is_counted_once(first: list[BlockHash]) -> N
 def test_it_computes_from_what_it_missed_when_it_asked_last() -> None:
     """Meanwhile the device gave blocks of a waiting request to others."""
     cascade = Cascade((64, 64), ManagerOptions(tokens_per_block=TOKENS))
-    manager, request = cascade.manager, Request("r")
+    manager, request = cascade.manager, Request()
     for missed in (KEYS[3], KEYS[0]):
         assert manager.lookups.lookup_block(missed, request) is MISS
         manager.end_step()
@@ -464,7 +464,7 @@ def test_that_all_is_stored_says_nothing_of_what_was_put_off() -> None:
 
 def test_a_block_that_somebody_else_waits_for_still_comes() -> None:
     slow = Slow(read_s=0.1)
-    first, second = Request("first"), Request("second")
+    first, second = Request(), Request()
     assert slow.ask(first) == [PENDING] * 4
     assert slow.ask(second) == [PENDING] * 4, "it waits for the same blocks, at no cost"
     slow.run()
@@ -475,7 +475,7 @@ def test_a_block_that_somebody_else_waits_for_still_comes() -> None:
 def test_who_asks_for_the_same_blocks_does_not_wait_for_what_is_not_worth_it() -> None:
     """A batch of prompts that begin alike comes in one step."""
     slow = Slow(read_s=0.5, served_end=KEYS[3][-8:])
-    requests = [Request(f"r{number}") for number in range(3)]
+    requests = [Request() for _ in range(3)]
     for request in requests:
         assert slow.ask(request) == [PENDING] * 4
     slow.manager.end_step()
@@ -487,7 +487,7 @@ def test_who_asks_for_the_same_blocks_does_not_wait_for_what_is_not_worth_it() -
 def test_a_probe_is_one_however_many_ask_for_the_same_blocks() -> None:
     slow = Slow(read_s=4.0)
     promoted = slow.counters.links[0].promoted_blocks
-    requests = [Request("first"), Request("second")]
+    requests = [Request(), Request()]
     for request in requests:
         assert slow.ask(request) == [PENDING] * 4
     slow.manager.end_step()
@@ -502,7 +502,7 @@ def test_what_another_loads_anyway_costs_no_more() -> None:
     slow = Slow(read_s=0.5)
     assert slow.manager._claims._worth is not None
     slow.manager._claims._worth.links[0].started(2 * BLOCK_SIZE, slow.cascade.now_s)
-    long, short = Request("long"), Request("short")
+    long, short = Request(), Request()
     assert slow.ask(long) == [PENDING] * 4
     assert slow.manager.lookups.lookup_block(KEYS[0], short) is PENDING
     slow.manager.end_step()
@@ -510,7 +510,7 @@ def test_what_another_loads_anyway_costs_no_more() -> None:
 
 
 def test_blocks_of_a_backlog_leave_with_the_request_that_named_them_last() -> None:
-    backlog, first, last = Backlog(), Request("first"), Request("last")
+    backlog, first, last = Backlog(), Request(), Request()
     blocks = [key(n) for n in range(4)]
     backlog.expect(first, 64.0, blocks[:3])
     backlog.expect(last, 32.0, blocks[2:])

@@ -62,7 +62,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(target=requests)
     def new_request(self) -> Request:
-        self.requests_made.append(Request("r"))
+        self.requests_made.append(Request())
         return self.requests_made[-1]
 
     @rule(request=requests, hashes=PREFIXES, loads=st.booleans())
@@ -85,7 +85,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(hashes=PREFIXES, fates=st.lists(FATES, min_size=1, max_size=4))
     def serve(self, hashes: list[BlockHash], fates: list[BlockOutcome]) -> None:
         """A whole request: ask until nothing is pending, load, compute the rest, store it."""
-        request = Request("served")
+        request = Request()
         hits: int | None = None
         for _ in range(8):
             hits = self.manager.lookup(hashes, request)

@@ -56,7 +56,7 @@ class Host:
 
     def serve(self, prompt: Sequence[BlockHash]) -> None:
         """A whole request: ask until nothing is pending, load, compute the rest, store it."""
-        request = Request("served")
+        request = Request()
         hits: int | None = None
         for _ in range(MAX_STEPS):
             hits = self.manager.lookup(prompt, request)
@@ -192,7 +192,7 @@ def test_a_request_waits_for_one_deadline_at_most(ends_at_s: list[float]) -> Non
         host.rig.pump()
     writer.serve(world.all[:PROMPT_BLOCKS])
     writer.rig.pump()
-    request, began_s, hits = Request("waits"), world.clock.now_s, None
+    request, began_s, hits = Request(), world.clock.now_s, None
     left = deque(ends_at_s)
     for _ in range(MAX_STEPS):
         hits = reader.manager.lookup(world.all[:2], request)

@@ -232,7 +232,7 @@ class Listening(LruOrder):
 def test_the_manager_tells_the_first_tier_of_a_request_once() -> None:
     Listening.told.clear()
     cascade = Cascade([16, 32], policy=f"{__name__}:Listening", is_immediate=True)
-    request = Request("a")
+    request = Request()
     chain = [key_of(i) for i in range(6)]
     output = cascade.manager.prepare_store(chain, request)
     assert output is not None

@@ -92,7 +92,7 @@ class PlainContext:
     [(PlainContext, _plain_state_of, _set_plain_state), (ReqContext, state_of, set_state)],
 )
 def test_a_context_keeps_what_belongs_to_its_request(make: Any, read: Any, write: Any) -> None:
-    one, other, request = make("one"), make("other"), Request("one")
+    one, other, request = make("one"), make("other"), Request()
     assert read(one, Request) is None
     write(one, request)
     assert read(one, Request) is request and read(other, Request) is None

@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
-from itertools import count
 from pathlib import Path
 from statistics import quantiles
 
@@ -49,7 +48,6 @@ TIER_ROWS = tuple(
 )
 
 Keys = Sequence[BlockHash]
-_requests = count()
 
 
 def opened(folder: Path, port: int | None) -> Cascade:
@@ -82,7 +80,7 @@ def remote_of(cascade: Cascade) -> RemoteTier:
 
 def look(cascade: Cascade, keys: Keys) -> Figures:
     """Look blocks up for a new request, and end it; return the figures of a lookup."""
-    manager, request = cascade.manager, Request(f"bench-{next(_requests)}")
+    manager, request = cascade.manager, Request()
     lookup, clock, took_ns = manager.lookups.lookup_block, time.perf_counter_ns, list[int]()
     cpu_ns = time.thread_time_ns()
     for key in keys:
@@ -97,7 +95,7 @@ def look(cascade: Cascade, keys: Keys) -> Figures:
 
 def store(cascade: Cascade, keys: Keys) -> None:
     """Bring blocks into the CPU tier."""
-    request = Request("stores")
+    request = Request()
     output = cascade.manager.prepare_store(keys, request)
     assert output is not None, "there is room"
     cascade.manager.complete_store(set(output.block_hashes_to_store), True, request)
