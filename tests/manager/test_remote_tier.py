@@ -426,6 +426,28 @@ class TestResets:
         assert rig.tier.maintain()
         assert list(rig.tier.take_marks()) == [99]
 
+    @pytest.mark.parametrize("method", ["counter", "advance"])
+    @pytest.mark.parametrize("outcome", [RemoteOutcome.CORRUPT, RemoteOutcome.ABSENT])
+    def test_counters_that_are_no_numbers_are_asked_for_every_few_seconds(
+        self, rig: RemoteTierRig, method: str, outcome: RemoteOutcome
+    ) -> None:
+        """As when another program has written under their names."""
+        rig.pump()
+        rig.twin.fails[method] = outcome
+        rig.tier.reset()
+        rig.twin.calls.clear()
+        for step in range(1200):  # a minute
+            rig.clock.advance(0.05)
+            rig.tier.may_hold(key(step), None, step)
+            rig.tier.maintain()
+            rig.pump()
+        assert 60 / REST_S / 2 <= rig.twin.calls[method] <= 2 * 60 / REST_S
+        rig.twin.fails.clear()
+        rig.clock.advance(REST_S)
+        rig.pump()
+        rig.tier.maintain()
+        assert rig.tier.feed.mark is not None
+
     def test_of_two_resets_at_once_both_hosts_forget_what_is_between_them(
         self, rig: RemoteTierRig
     ) -> None:

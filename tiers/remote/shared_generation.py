@@ -27,10 +27,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..base import RESET_TICKS_PER_S
-from .base import CounterAnswer, RemoteEngine, RemoteOutcome
+from .base import FAILURES, CounterAnswer, RemoteEngine, RemoteOutcome
 from .objects import generation_of
 
 GENERATION_FRESH_S = 5.0
@@ -210,6 +210,9 @@ class SharedGeneration:
                 answer = self._raise(reset, now, limit_s)
             if answer.outcome is RemoteOutcome.OK:
                 answer, mark = self._made_good(answer, now, limit_s)
+            if answer.outcome is not RemoteOutcome.OK and answer.outcome not in FAILURES:
+                # What is said of a counter says nothing about a block, and must open the breaker.
+                answer = replace(answer, outcome=RemoteOutcome.IO_ERROR)
             self._counters.report(answer.outcome, self._clock() - begun_s)
             self._last = answer
             if answer.outcome is not RemoteOutcome.OK:
