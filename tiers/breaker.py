@@ -33,7 +33,8 @@ class Breaker:
         self.openings = 0
         """Number of times the breaker opened, including failed probes."""
         self._clock = clock
-        self._stall_s = stall_s
+        self.stall_s = stall_s
+        """See the constructor."""
         self._limit = failures_to_open
         self._failures = 0
         self._rest_until_s = clock()
@@ -60,7 +61,7 @@ class Breaker:
     @property
     def is_stalled(self) -> bool:
         """True if transfers are in flight and none has ended for `stall_s`."""
-        return self._under_way > 0 and self._clock() - self._progress_s >= self._stall_s
+        return self._under_way > 0 and self._clock() - self._progress_s >= self.stall_s
 
     def started(self) -> None:
         """Count a transfer that started."""
@@ -85,10 +86,15 @@ class Breaker:
         self._failures = max(self._failures, self._limit)
         self._open()
 
-    def look_at_clock(self) -> None:
-        """Open the breaker if transfers are in flight and none has ended for `stall_s`."""
+    def look_at_clock(self) -> bool:
+        """Open the breaker if transfers are in flight and none has ended for `stall_s`.
+
+        Return True if that opened it.
+        """
+        before = self.openings
         if self.is_stalled:
             self.trip()
+        return self.openings > before
 
     def _open(self) -> None:
         now_s = self._clock()

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ...handlers.node.path_wire import GetJob, JobDone, pack_slots, unpack_outcomes
+from ...logs import get_logger
 from ...tiers.base import BlockHash, BlockOutcome
 from ...tiers.breaker import Breaker
 from ..counters import LinkCounters
@@ -32,6 +33,9 @@ LOST = frozenset({BlockOutcome.CORRUPT, BlockOutcome.GONE})
 """Outcomes of reads after which the block is not in the tier."""
 DIED = JobDone(0)
 """Stands for the answer of a node that died."""
+_SILENT = "tier %s: its node has ended no transfer for %.0f s; it is stopped, or the device hangs"
+
+_log = get_logger(__name__)
 
 OnNote = Callable[[Any], None]
 
@@ -265,8 +269,8 @@ class SingleTier(Below, Generic[Feed, Writes]):
         if reads.jobs or writes.jobs:
             self._client.poll()
         for traffic in (reads, writes):
-            if traffic.jobs:
-                traffic.breaker.look_at_clock()
+            if traffic.jobs and traffic.breaker.look_at_clock():
+                _log.warning(_SILENT, self.tiers[0].name, traffic.breaker.stall_s)
         counters.promote_openings = reads.breaker.openings
         counters.demote_openings = writes.breaker.openings
         if not (reads.ended or writes.ended):

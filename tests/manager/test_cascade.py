@@ -379,7 +379,9 @@ class TestPromotion:
         assert states(cascade, Request(), keys(0, 1)) == [PENDING]
         assert cascade.manager.counters.links[0].promote_failed_blocks == 1
 
-    def test_a_stalled_read_becomes_a_miss_by_the_deadline(self) -> None:
+    def test_a_stalled_read_becomes_a_miss_by_the_deadline(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         cascade = Cascade((8, 16), ManagerOptions(promotion_deadline_s=3.0))
         cascade.below_only(keys(0, 2))
         request = Request()
@@ -391,6 +393,9 @@ class TestPromotion:
         cascade.now_s += 0.2
         assert states(cascade, request, keys(0, 2)) == [MISS, MISS]
         assert cascade.manager.counters.recomputed_blocks[Reason.DEADLINE] == 2
+        for _ in range(3):
+            cascade.manager.end_step()
+        assert caplog.text.count("ended no transfer for 3 s") == 1
         cascade.run_transfers()
         assert states(cascade, request, keys(0, 2)) == [HIT, HIT], "late, but verified: a hit"
 
