@@ -41,6 +41,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Why,
 )
 from kvcascade.tiers.nvme.path.writer.namespace.waiting_grants import MAX_WAITING_PER_CLIENT
+from kvcascade.tiers.nvme.path.writer.path_capacity import PATH_REST_S
 
 
 class LmdbRig(PathRig):
@@ -104,7 +105,7 @@ def test_a_reset_that_is_not_durable_hides_all_blocks_and_is_answered_when_it_is
     node.commit([3], slots_in(answer), answer.epoch)
     rig.step()
     assert node.outcomes() == [[Committed.STALE]]
-    rig.step(3)
+    rig.step(3, seconds=PATH_REST_S)
     (epoch,) = rig.take(other.client, Epoch)
     assert (epoch.epoch, epoch.request) == (1, 5)
     assert node.store([1]) == [Committed.OK]
@@ -135,7 +136,7 @@ def test_a_reset_whose_engine_ends_before_it_is_durable_is_carried_out() -> None
     node.commit([100], slots_in(answer), answer.epoch)
     rig.step()
     assert node.outcomes() == [[Committed.STALE]], "the index has blocks of before"
-    rig.step()
+    rig.step(3, seconds=PATH_REST_S)
     assert [epoch.epoch for epoch in rig.take(node.client, Epoch)] == [1]
     for key in range(100, 103):
         assert node.store([key]) == [Committed.OK]
@@ -168,16 +169,59 @@ def test_a_reset_of_which_only_the_sync_fails_is_tried_again_in_one_epoch(tmp_pa
     env = SyncFails(table._env, 3)
     setattr(table, "_env", env)  # noqa: B010
     rig.send(node.client, Reset(5))
-    rig.step()
-    assert env.left == 1 and rig.take(node.client, Epoch) == []
+    rig.step(10, seconds=PATH_REST_S / 100)
+    assert env.left == 2 and rig.take(node.client, Epoch) == []
     assert node.held([1, 2]) == []
-    rig.step(2)
+    rig.step(3, seconds=PATH_REST_S)
     assert [epoch.epoch for epoch in rig.take(node.client, Epoch)] == [1]
     assert node.store([3]) == [Committed.OK]
     rig.kill()
     rig.start()
     assert RigNode(rig, epoch=1).held([1, 2, 3]) == [3]
     rig.kill()
+
+
+def test_a_reset_that_the_disk_refuses_is_tried_seldom_whoever_asks() -> None:
+    """The engine of it waits, others go on, ask for resets themselves, and start."""
+    rig = PathRig()
+    node, other = RigNode(rig), RigNode(rig)
+    node.store([1, 2])
+    (disk,) = rig.disks.values()
+    disk.failures = [ApplyOutcome.IO_ERROR] * 100
+    rig.send(node.client, Reset(5))
+    begin_s, steps = rig.clock.now_s, 0
+    while rig.clock.now_s < begin_s + 6 * PATH_REST_S:
+        rig.step(seconds=rig.writer.wait_s)
+        steps += 1
+        if steps % 5 == 0:
+            rig.send(other.client, Reset(steps))
+            RigNode(rig, "another model")
+    assert 100 - len(disk.failures) in range(5, 8), "once in each rest"
+    assert steps < 2 * 6 * PATH_REST_S, "nor does the writer look for its end all the time"
+    disk.failures.clear()
+    rig.step(2, seconds=PATH_REST_S)
+    assert [each.epoch for each in rig.take(node.client, Epoch)] == [1]
+    assert {each.epoch for each in rig.take(other.client, Epoch)} == {1}
+
+
+def test_an_engine_that_starts_alone_tries_a_refused_reset_seldom() -> None:
+    rig = PathRig()
+    first = RigNode(rig)
+    rig.send(first.client, Reset(5))
+    rig.step()
+    first.store([1])
+    rig.writer.disconnect(first.client)
+    (disk,) = rig.disks.values()
+    disk.failures = [ApplyOutcome.IO_ERROR] * 100
+    for _ in range(30):  # it comes again every second
+        node = RigNode(rig)
+        assert node.refused and "look at the disk" in node.refused[0].text
+        rig.writer.disconnect(node.client)
+        rig.step(seconds=1.0)
+    assert 100 - len(disk.failures) in range(5, 8)
+    disk.failures.clear()
+    rig.step(2, seconds=PATH_REST_S)
+    assert RigNode(rig).held([1]) == []
 
 
 def test_a_killed_writer_forgets_a_reset_that_it_did_not_answer() -> None:

@@ -74,6 +74,7 @@ class PathNamespaces:
         """Put the options in force and record them; see `PathWriter`."""
         self.roots = tuple(roots)
         self._means = means
+        self._clock = clock
         self.fs: FileSystem = means.fs
         self.record = record_in_force(means.fs, roots, options)
         in_force = self.record.options
@@ -183,7 +184,7 @@ class PathNamespaces:
         if known_epoch == epoch or (known_epoch is None and not (is_of_reset and is_alone)):
             return False
         had_blocks = is_alone and namespace.space.used > 0
-        if is_alone and not namespace.reset():
+        if is_alone and not namespace.reset(self._clock()):
             raise TierIOError(
                 None,
                 f"the blocks of {name} from another epoch could not be removed; look at the disk, "

@@ -92,7 +92,7 @@ class PathWriter:
         self._out: list[Reply] = []
         self._upkeep_at_s = self._note_use_at_s = clock()
         self._questions = WriterQuestions(self, clock)
-        self._resets = ResetMessages(self._clients, self._settle, self._send)
+        self._resets = ResetMessages(self._clients, clock, self._settle, self._send)
         self._handlers: dict[type, Handle] = {
             Hello: self._hello,
             Reset: self._resets.receive,
@@ -164,8 +164,8 @@ class PathWriter:
 
     @property
     def wait_s(self) -> float:
-        """Longest time until the next `step`, in seconds."""
-        is_waiting = any(n.grants or n.resets for n in self.namespaces.values())
+        """Longest time until the next `step`, in seconds. Resets that wait are tried seldom."""
+        is_waiting = any(namespace.grants for namespace in self.namespaces.values())
         is_busy = is_waiting or self.path.space.has_jobs or self._questions.is_busy
         return BUSY_WAIT_S if is_busy else FIGURES_EVERY_S
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ class WaitingResets:
 
     def __init__(self) -> None:
         self.waiting: list[PendingReset] = []
+        self.retry_at_s = -math.inf
+        """Time of the next attempt, after the table refused one."""
         self._begun: deque[int] = deque(maxlen=MAX_RESET_MARKS)
         """Marks of resets that were begun, oldest first. A successor of this writer knows none: it
         carries a mark out again."""
@@ -72,11 +75,14 @@ class ResetMessages:
     def __init__(
         self,
         clients: Mapping[int, Client],
+        clock: Callable[[], float],
         settle: Callable[[NamespaceWriter], None],
         send: Callable[[int, FromWriter], None],
     ) -> None:
-        """`settle` commits what a namespace has gathered. `send` takes the number of a client."""
+        """`clock` returns monotonic seconds. `settle` commits what a namespace has gathered. `send`
+        takes the number of a client."""
         self._clients = clients
+        self._clock = clock
         self._settle = settle
         self._send = send
 
@@ -96,12 +102,15 @@ class ResetMessages:
         self.proceed(namespace)
 
     def proceed(self, namespace: NamespaceWriter) -> None:
-        """Reset a namespace, and answer everybody who asked for it once it is durable."""
+        """Reset a namespace, and answer everybody who asked for it once it is durable.
+
+        If the table refused it, nothing is tried before `PATH_REST_S` has passed.
+        """
         if not namespace.is_resetting:
             waiting = namespace.resets.waiting
             own = {each.client for each in waiting if not each.is_passed_on}
             self._name_blocks(namespace, namespace.clients - own)
-        if not namespace.reset():
+        if not namespace.reset(self._clock()):
             return
         done = namespace.resets.take()
         for each in done:

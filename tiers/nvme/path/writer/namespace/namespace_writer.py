@@ -19,6 +19,7 @@ from ...block_table import MAX_COMMIT_BLOCKS, Applied, ApplyOutcome, BlockTable,
 from ...path_messages import MAX_KEYS_PER_MESSAGE, Committed, Grant, Touch
 from ...presence_file import OpenPresence
 from ..messages.reset_messages import WaitingResets
+from ..path_capacity import PATH_REST_S
 from .commit_batch import CommitBatch
 from .namespace_home import NamespaceHome
 from .prompt_log import PromptLog
@@ -163,17 +164,21 @@ class NamespaceWriter:
         self._forget(applied.removed, set(slots), result)
         return result.removed
 
-    def reset(self) -> bool:
+    def reset(self, now_s: float) -> bool:
         """Begin a new epoch without any block. Return False if that is not durable yet.
 
-        Readers see the new epoch at once in either case, so that no older block is served.
+        Readers see the new epoch at once in either case, so that no older block is served. After
+        the table refused it, calls within `PATH_REST_S` try nothing.
         """
         if not self.is_resetting:
             self.presence.clear(self.table.epoch + 1)
             self.recency.clear()
             self.space.clear()
+        elif now_s < self.resets.retry_at_s:
+            return False
         applied = self.table.reset(self.presence.epoch)
         if applied.journal is None:
+            self.resets.retry_at_s = now_s + PATH_REST_S
             return False
         self.presence.apply(applied.journal)
         return True
