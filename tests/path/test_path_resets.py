@@ -8,7 +8,7 @@ import random
 import pytest
 from support.path_rig import PathRig, RigNode
 
-from kvcascade.tiers.nvme.path.path_messages import Committed, Reset
+from kvcascade.tiers.nvme.path.path_messages import Committed, Epoch, Reset
 
 BLOCKS = list(range(8))
 
@@ -97,6 +97,54 @@ def test_who_comes_back_needs_no_room_for_a_record() -> None:
     rig.fs.fail("pwritev", errno.ENOSPC)
     back = RigNode(rig, epoch=0)
     assert back.welcome is not None and back.welcome.epoch == 1
+
+
+def epoch_after_starts_without_room(rig: PathRig, times: int) -> int:
+    """An engine comes again and again; its epoch cannot be recorded."""
+    rig.fs.fail("pwritev", errno.ENOSPC, times=times)
+    for _ in range(times):
+        node = RigNode(rig)
+        assert "No space" in node.refused[0].text
+        rig.writer.disconnect(node.client)
+        rig.step(seconds=1.0)
+    rig.fs.heal()
+    (namespace,) = rig.writer.namespaces.values()
+    return namespace.epoch
+
+
+def test_a_start_that_cannot_be_recorded_resets_once(caplog: pytest.LogCaptureFixture) -> None:
+    rig = PathRig()
+    node, reader = RigNode(rig), RigNode(rig, is_reader=True)
+    reset(node)
+    node.store(BLOCKS)
+    rig.writer.disconnect(node.client)
+    rig.take(reader.client, Epoch)
+    assert epoch_after_starts_without_room(rig, 10) == 2, "one reset for all of them"
+    assert caplog.text.count("begins empty") == 1
+    started = RigNode(rig)
+    assert started.welcome is not None and started.welcome.epoch == 2
+    assert [each.epoch for each in rig.take(reader.client, Epoch)] == [2]
+    started.store(BLOCKS)
+    assert restart(rig, is_clean=False).held(BLOCKS) == BLOCKS, "it is recorded"
+
+
+def test_an_epoch_that_an_engine_knows_is_no_start_of_another() -> None:
+    """It comes back after its weights were updated; the other one has those of the disk."""
+    rig = PathRig()
+    node = RigNode(rig)
+    node.store(BLOCKS)  # a namespace without a segment would be removed
+    reset(node)
+    rig.writer.disconnect(node.client)
+    assert epoch_after_starts_without_room(rig, 2) == 2, "it is empty, but the engine knows it"
+    back = RigNode(rig, epoch=1)
+    assert back.welcome is not None and back.welcome.epoch == 2
+    reset(back)
+    rig.writer.disconnect(back.client)
+    started = RigNode(rig)
+    assert started.welcome is not None and started.welcome.epoch == 4
+    rig.writer.disconnect(started.client)
+    back = RigNode(rig, epoch=3)
+    assert back.welcome is not None and "started" in back.welcome.notes[0]
 
 
 def test_a_start_that_drops_blocks_of_after_a_reset_says_so(

@@ -84,6 +84,8 @@ class PathNamespaces:
         self._looked_at: set[str] = set()
         """Namespaces that a tool had opened and that had no segment then. They stay, because nobody
         took their room."""
+        self._unknown_epochs: dict[str, int] = {}
+        """Epochs that `begin` made and could not record, by namespace: no engine is in them."""
         self.openings = NamespaceOpenings(
             means, roots, in_force.policy, executor, self._lacking, clock
         )
@@ -176,29 +178,34 @@ class PathNamespaces:
         Blocks that were stored after a reset may be of weights that were updated in place. An
         engine that starts (it knows no epoch) has the weights of the disk, so it may not find them
         if it is alone. Its epoch is recorded. An engine that comes back from an older epoch may
-        have updated weights: alone it begins empty, and the next start after it does, too. Raises
-        a `KVCascadeError`.
+        have updated weights: alone it begins empty, and the next start after it does, too. If
+        that cannot be recorded, the next engine that tries begins in the same epoch. Raises a
+        `KVCascadeError`.
         """
         name, epoch = namespace.home.name, namespace.epoch
+        is_new = self._unknown_epochs.pop(name, None) == epoch and not namespace.space.used
         is_of_reset = was_reset(self.record, name, epoch)
         if known_epoch == epoch or (known_epoch is None and not (is_of_reset and is_alone)):
             return False
         had_blocks = is_alone and namespace.space.used > 0
-        if is_alone and not namespace.reset(self._clock()):
+        if is_alone and not is_new and not namespace.reset(self._clock()):
             raise TierIOError(
                 None,
                 f"the blocks of {name} from another epoch could not be removed; look at the disk, "
                 "or remove the directory",
             )
-        started = namespace.epoch if known_epoch is None else namespace.epoch - 1
-        if known_epoch is None or not was_reset(self.record, name, namespace.epoch):
-            self._record(replace(self.record, epochs={**self.record.epochs, name: started}))
         if had_blocks:
             _log.warning(
                 "%s begins empty: its blocks were stored before or after a reset that this engine "
                 "did not see, perhaps with other weights",
                 name,
             )
+        started = namespace.epoch if known_epoch is None else namespace.epoch - 1
+        if known_epoch is None or not was_reset(self.record, name, namespace.epoch):
+            if is_alone:
+                self._unknown_epochs[name] = namespace.epoch
+            self._record(replace(self.record, epochs={**self.record.epochs, name: started}))
+            self._unknown_epochs.pop(name, None)
         return is_alone
 
     def notes_for(self, hello: Hello, namespace: NamespaceWriter) -> list[str]:
