@@ -142,8 +142,9 @@ class NodeWrites(Traffic[NodeFeed]):
         self._full_until_s = flow.clock() + FULL_LIMIT_S if is_full else -math.inf
         if self._why is not Why.GRANTED:
             self._no_room_until_s = flow.clock() + NO_ROOM_PAUSE_S
-        self.breaker.ended(self._is_failure(stored, failed, no_space))
-        if self._why is Why.RESTING and not self._has_one_path:
+        is_resting = self._why is Why.RESTING
+        self.breaker.ended(is_resting or self._is_failure(stored, failed, no_space))
+        if is_resting:  # whichever engine met the fault: the next one to try meets it, too
             self.breaker.trip()
         self.may_recover = no_space == 0
         size_bytes = stored * flow.block_bytes

@@ -17,6 +17,7 @@ from kvcascade.handlers.node.path_node import (
 from kvcascade.handlers.node.path_wire import NodeNote, NodeReady, NodeState
 from kvcascade.manager.below.port import Ended, Put
 from kvcascade.tiers.base import BlockOutcome
+from kvcascade.tiers.breaker import REST_S
 from kvcascade.tiers.nvme.path.former_writes import WRITES
 from kvcascade.tiers.nvme.path.path_messages import (
     Bad,
@@ -299,7 +300,7 @@ def test_a_later_writer_learns_when_the_last_write_under_a_dead_one_has_ended(
         (Why.FULL, BlockOutcome.NO_SPACE, Put.FULL, 2, 0),
         (Why.LATER, CANCELLED, Put.LATER, 0, 0),
         (Why.BUDGET, BlockOutcome.REFUSED, Put.LATER, 0, 2),
-        (Why.RESTING, CANCELLED, Put.LATER, 0, 0),
+        (Why.RESTING, CANCELLED, Put.RESTING, 0, 0),
     ],
 )
 def test_each_reason_for_no_slot_has_its_outcome(
@@ -318,9 +319,11 @@ def test_each_reason_for_no_slot_has_its_outcome(
     assert counters.demote_no_space_blocks == no_space
     assert counters.demote_over_budget_blocks == over_budget
     assert node.tier.room(4) == 0 and put(node, range(2), ticket=2) == [answer] * 2
-    assert node.tier.is_blocked == (why is Why.FULL), "blocks may leave memory unwritten"
+    is_blocked = why in (Why.FULL, Why.RESTING)
+    assert node.tier.is_blocked == is_blocked, "blocks may leave memory unwritten"
+    assert counters.demote_openings == (why is Why.RESTING)
     rig.twin.why = None
-    rig.clock.advance(1.0)
+    rig.clock.advance(REST_S if why is Why.RESTING else 1.0)
     assert not node.tier.is_blocked and node.tier.room(4) == 4, "it is tried again"
     assert put(node, range(2), ticket=3) == [Put.STARTED] * 2
     assert end(node).outcomes == [OK] * 2

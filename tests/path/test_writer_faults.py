@@ -20,6 +20,7 @@ from kvcascade.tiers.nvme.path.lmdb_block_table import (
 )
 from kvcascade.tiers.nvme.path.path_messages import (
     MAX_KEYS_PER_MESSAGE,
+    NO_SLOT,
     PROTOCOL,
     Ask,
     Bad,
@@ -83,10 +84,31 @@ def test_an_eviction_that_the_index_refuses_removes_nothing() -> None:
     disk.failures = [ApplyOutcome.IO_ERROR]
     node.ask([100])
     rig.step()
-    assert node.held(list(range(8))) == list(range(8))
-    rig.step(3, seconds=0.6)
     (answer,) = node.grants()
-    assert slots_in(answer)[0] >= 0, "the next attempt succeeds"
+    assert (slots_in(answer), answer.why) == ([NO_SLOT], Why.RESTING), "it waits for nothing"
+    assert node.held(list(range(8))) == list(range(8))
+    rig.step(seconds=PATH_REST_S)
+    assert node.store([100]) == [Committed.OK], "the next attempt succeeds"
+
+
+def test_an_index_that_refuses_evictions_is_asked_for_them_seldom() -> None:
+    """Two engines of a full tier ask on and on."""
+    rig = PathRig(segments=1)
+    nodes = [RigNode(rig), RigNode(rig)]
+    nodes[0].store(list(range(8)))
+    (disk,) = rig.disks.values()
+    disk.failures = [ApplyOutcome.NO_SPACE] * 100
+    for number in range(600):
+        for node in nodes:
+            node.ask([100 + number])
+        rig.step(seconds=0.05)
+        for node in nodes:
+            (answer,) = node.grants()
+            assert (slots_in(answer), answer.why) == ([NO_SLOT], Why.RESTING)
+    assert 100 - len(disk.failures) in range(5, 8), "once in each rest"
+    disk.failures.clear()
+    rig.step(seconds=PATH_REST_S)
+    assert nodes[1].store([100]) == [Committed.OK]
 
 
 def test_a_reset_that_is_not_durable_hides_all_blocks_and_is_answered_when_it_is() -> None:

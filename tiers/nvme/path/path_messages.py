@@ -49,7 +49,7 @@ class Why(Enum):
     BUDGET = "budget"
     """The write budget of the day is spent."""
     RESTING = "resting"
-    """The device failed; the writer tries it again after a while."""
+    """The device failed, or the index refused an eviction; the writer tries again after a while."""
 
 
 class Committed(IntEnum):

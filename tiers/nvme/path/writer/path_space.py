@@ -52,6 +52,8 @@ class Room:
     """Number of its own blocks to evict now."""
     is_coming: bool = False
     """True if a segment is on the way."""
+    is_resting: bool = False
+    """True if there is none for a while, because the index refused an eviction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ class PathSpace:
         """Segment that loses its blocks now."""
         self._take_from_s = -np.inf
         """Time from which it loses more blocks; later than now after the index refused that."""
+        self._evict_from_s: dict[str, float] = {}
+        """Time from which a namespace evicts again, after its index refused that."""
         self.deleted: list[TakenSegment] = []
         """Segments whose files were deleted, for the nodes that may have them open."""
         self.files = SegmentJobs(capacity, executor, clock, self._after_deletion)
@@ -110,6 +114,7 @@ class PathSpace:
         """Stop counting a namespace that was closed or removed."""
         self.namespaces.pop(name, None)
         self.files.forget(name)
+        self._evict_from_s.pop(name, None)
         if self.taking is not None and self.taking.name == name:
             self.taking = None
 
@@ -153,9 +158,16 @@ class PathSpace:
             since_s = self._taken_for[1]
         if since_s is not None and self._clock() - since_s < PATIENCE_S:
             return Room(is_coming=True)
+        if self._clock() < self._evict_from_s.get(name, -np.inf):
+            return Room(is_resting=True)
         ahead = min(MAX_EVICTED_AHEAD, space.used // EVICTED_AHEAD_SHARE)
         evictions = min(need - free + ahead, space.used, MAX_COMMIT_BLOCKS)
         return Room(evictions, is_coming=evictions > 0 and evictions < need - free < space.used)
+
+    def rest_evictions(self, namespace: NamespaceWriter) -> Room:
+        """Let a namespace evict nothing for a while, because its index refused that."""
+        self._evict_from_s[namespace.home.name] = self._clock() + PATH_REST_S
+        return Room(is_resting=True)
 
     def shrink(self) -> None:
         """Take a segment if a path holds more than its share."""

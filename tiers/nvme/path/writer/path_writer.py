@@ -299,10 +299,12 @@ class PathWriter:
         left = self.path.budget_left_bytes()
         allowed = MAX_SLOTS if left is None else left // namespace.home.block_bytes
         room = self.path.space.room_for(namespace, min(need, allowed)) if need else None
-        self._settle(namespace, room.evictions if room is not None else 0)
+        is_refused = self._settle(namespace, room.evictions if room is not None else 0)
+        if is_refused and room is not None and room.evictions:
+            room = self.path.space.rest_evictions(namespace)
         awake = capacity.awake
         why = Why.FULL
-        if not awake:
+        if not awake or (room is not None and room.is_resting):
             why = Why.RESTING
         elif allowed < need:
             why = Why.BUDGET
@@ -311,11 +313,14 @@ class PathWriter:
         may_wait = why is Why.LATER
         self._out += namespace.grants.serve(awake, allowed, why, may_wait, self._clock())
 
-    def _settle(self, namespace: NamespaceWriter, evictions: int = 0) -> None:
-        if namespace.batch or evictions:
-            result = namespace.settle(evictions)
-            self._tell(namespace, result)  # first: an engine that got its answer knows the rest
-            self._out += result.replies
+    def _settle(self, namespace: NamespaceWriter, evictions: int = 0) -> bool:
+        """Commit what was gathered, with evictions. Return True if the index refused that."""
+        if not (namespace.batch or evictions):
+            return False
+        result = namespace.settle(evictions)
+        self._tell(namespace, result)  # first: an engine that got its answer knows the rest
+        self._out += result.replies
+        return result.is_refused
 
     def _tell(self, namespace: NamespaceWriter, result: Settled) -> None:
         """Send events of stored and removed blocks."""

@@ -82,7 +82,7 @@ class BlockMessages:
         self,
         path: PathNamespaces,
         clock: Callable[[], float],
-        settle: Callable[[NamespaceWriter], None],
+        settle: Callable[[NamespaceWriter], object],
         send: Callable[[int, FromWriter], None],
     ) -> None:
         """`clock` returns monotonic seconds. `settle` commits what a namespace has gathered. `send`

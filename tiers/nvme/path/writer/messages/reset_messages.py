@@ -76,7 +76,7 @@ class ResetMessages:
         self,
         clients: Mapping[int, Client],
         clock: Callable[[], float],
-        settle: Callable[[NamespaceWriter], None],
+        settle: Callable[[NamespaceWriter], object],
         send: Callable[[int, FromWriter], None],
     ) -> None:
         """`clock` returns monotonic seconds. `settle` commits what a namespace has gathered. `send`

@@ -41,6 +41,8 @@ class Settled:
     replies: list[Reply] = field(default_factory=list)
     stored: list[bytes] = field(default_factory=list)
     removed: list[bytes] = field(default_factory=list)
+    is_refused: bool = False
+    """True if the index did not take the commit."""
 
 
 class NamespaceWriter:
@@ -152,6 +154,7 @@ class NamespaceWriter:
                 self._record(batch, applied, result)
             else:
                 batch.fail(_FAILED.get(applied.outcome, Committed.IO_ERROR))
+                result.is_refused = True
         result.replies += batch.replies()
         return result
 
