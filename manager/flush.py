@@ -99,6 +99,7 @@ class Closing:
         losable = min(len(self._flow.top.policy), below.tiers[0].capacity)
         limit = losable - counters.demote_failed_blocks
         sent = rests = written = 0
+        has_waited = False
         order: list[BlockHash] = []
         while (left_s := deadline_s - clock()) > 0:
             with self._lock:
@@ -114,7 +115,9 @@ class Closing:
                 state, waiting = below.write_state(), bool(demoter.jobs)
                 self._maintain()
             may_recover = state.may_recover and 0 < state.rest_left_s < left_s
-            if waiting and not state.is_stalled:
+            # A stall that begins now may end in time; one of before the flush is not waited for.
+            if waiting and (has_waited or not state.is_stalled):
+                has_waited = True
                 below.wait(left_s)
             elif not waiting and rests < RESTS_AT_MOST and may_recover:
                 rests += 1

@@ -367,9 +367,9 @@ class PutJobs(_Jobs):
             self._writing -= 1
             if link != self._link:
                 self._all(job, positions, BlockOutcome.CANCELLED)
-            elif done is None:
+            elif done is None:  # it was not cancelled, so it raised
                 self._release(slots)
-                self._all(job, positions, BlockOutcome.CANCELLED)
+                self._all(job, positions, BlockOutcome.IO_ERROR)
             else:
                 self._commit(job, epoch, part, done)
 

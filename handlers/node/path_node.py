@@ -64,6 +64,13 @@ WELCOME_LIMIT_S = 5.0
 JOIN_PAUSE_S = 0.05
 """Pause after the first failed attempt to join; it doubles up to `MAX_JOIN_PAUSE_S`."""
 MAX_JOIN_PAUSE_S = 1.0
+MAX_REFUSED_PAUSE_S = 30.0
+"""The same after a refusal that another attempt cannot change: each one opens the index."""
+SHORT_LINK_S = 5.0
+"""A link that ends sooner is short. After the second short one in a row, the node pauses before it
+joins again. A writer that fails at each commit would else be followed by the next one at once."""
+LINK_PAUSE_S = 0.5
+"""Pause after the second short link; it doubles up to `SHORT_LINK_S`."""
 NOBODY_LIMIT_S = 20.0
 """Longest time without a writer until the log says so, once. The node goes on trying."""
 STILL_OPENING = (
@@ -99,22 +106,38 @@ class NodeMeans(Protocol):
 class JoinAttempts:
     """Times at which a node tries to join, since it searches for a writer or was served last."""
 
-    def __init__(self, now_s: float, patience_s: float, next_s: float = math.inf) -> None:
+    def __init__(
+        self,
+        now_s: float,
+        patience_s: float,
+        next_s: float = math.inf,
+        link_pause_s: float = 0.0,
+    ) -> None:
+        """`link_pause_s`: pause if the next link is short."""
         self.next_s = next_s
         """Time of the next attempt; infinite while none is planned."""
         self._patience_s = patience_s
         self._began_s = now_s
         self._pause_s = JOIN_PAUSE_S
+        self._link_pause_s = link_pause_s
         self._was_noted = False
 
-    def anew(self, now_s: float, next_s: float = math.inf) -> JoinAttempts:
-        """Return attempts that begin now."""
-        return JoinAttempts(now_s, self._patience_s, next_s)
+    def served(self, now_s: float) -> JoinAttempts:
+        """Return attempts that begin now, because a writer serves the node."""
+        return JoinAttempts(now_s, self._patience_s, link_pause_s=self._link_pause_s)
 
-    def failed(self, now_s: float) -> None:
-        """Plan the next attempt."""
+    def lost(self, now_s: float) -> JoinAttempts:
+        """Return attempts that begin now, at the end of a link that began with these."""
+        pause_s = following_s = 0.0
+        if now_s - self._began_s < SHORT_LINK_S:
+            pause_s = self._link_pause_s
+            following_s = min(SHORT_LINK_S, max(LINK_PAUSE_S, 2 * pause_s))
+        return JoinAttempts(now_s, self._patience_s, now_s + pause_s, following_s)
+
+    def failed(self, now_s: float, most_s: float = MAX_JOIN_PAUSE_S) -> None:
+        """Plan the next attempt, at most `most_s` from now."""
         self.next_s = now_s + self._pause_s
-        self._pause_s = min(MAX_JOIN_PAUSE_S, 2 * self._pause_s)
+        self._pause_s = min(most_s, 2 * self._pause_s)
 
     def last_long(self, now_s: float) -> bool:
         """Return True once, when they go on for too long."""
@@ -243,8 +266,7 @@ class PathNode:
                 text = "writers of the path have another version, and are asked to close"
             self._retry_later(text)
             return
-        now_s = self._clock()
-        self._attempts = self._attempts.anew(now_s, now_s)  # `tick` joins when no write is running
+        self._attempts = self._attempts.lost(self._clock())  # `tick` joins when no write runs
         self._enter(
             NodeState.ORPHANED,
             "the writer of the path is gone; reads go on, and writes rest until an engine takes "
@@ -313,7 +335,7 @@ class PathNode:
             return
         self._welcome = welcome
         self._hello = msgspec.structs.replace(self._hello, epoch=welcome.epoch)
-        self._attempts = self._attempts.anew(self._clock())
+        self._attempts = self._attempts.served(self._clock())
         self.state = self._served_state
         self._resets.send_waiting()
         self._means.tell(NodeJoined(self.state, folder, welcome.slots, welcome.epoch))
@@ -328,7 +350,8 @@ class PathNode:
             self._means.hang_up()
             self._turn_off(refused.text, is_misconfigured=is_misconfigured)
             return
-        self._hang_up(refused.text)
+        is_final = refused.why in FINAL_REFUSALS
+        self._hang_up(refused.text, MAX_REFUSED_PAUSE_S if is_final else MAX_JOIN_PAUSE_S)
         self._should_retire_it = is_other_version
 
     def _epoch(self, message: Epoch) -> None:
@@ -338,19 +361,19 @@ class PathNode:
             self._puts.reset_epoch = message.epoch
             self._resets.answered(message.request)
 
-    def _hang_up(self, text: str) -> None:
-        """Close a connection that is of no use, and try again later."""
+    def _hang_up(self, text: str, most_s: float = MAX_JOIN_PAUSE_S) -> None:
+        """Close a connection that is of no use, and try again, at most `most_s` later."""
         self._end_link()
         self._means.hang_up()
-        self._retry_later(text)
+        self._retry_later(text, most_s)
 
     def _end_link(self) -> None:
         self._is_linked, self._welcome = False, None
         self._puts.writer_is_lost()
         self._resets.writer_is_lost()
 
-    def _retry_later(self, text: str) -> None:
-        self._attempts.failed(self._clock())
+    def _retry_later(self, text: str, most_s: float = MAX_JOIN_PAUSE_S) -> None:
+        self._attempts.failed(self._clock(), most_s)
         self._note_absence(text)
 
     def _note_absence(self, text: str) -> None:

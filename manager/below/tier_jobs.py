@@ -209,18 +209,26 @@ class TierJobs:
         end_s = self._clock() + limit_s
         while self._jobs and (left_s := end_s - self._clock()) > 0:
             self.below.wait(left_s)
-            self._collect()
+            if self._take_ended():  # in a stall, the tier would refuse what is queued
+                self._begin_queued()
+                self._report_requests()
         return not self._jobs
 
     def _collect(self) -> None:
-        for ended in self.below.poll():
+        self._take_ended()
+        self._begin_queued()
+        self._report_requests()
+
+    def _take_ended(self) -> bool:
+        """Take in the jobs that ended. Return True if there were any."""
+        all_ended = self.below.poll()
+        for ended in all_ended:
             asked = self._jobs.pop(ended.ticket)
             loaded, is_whole = self._land(asked, ended)
             self._ended.append(
                 TierJobResult(asked.job_id, loaded, is_whole, ended.size_bytes, ended.time_s)
             )
-        self._begin_queued()
-        self._report_requests()
+        return bool(all_ended)
 
     def _begin_queued(self) -> None:
         """Start as many queued jobs as the node takes; end all of them while the tier rests."""

@@ -6,6 +6,7 @@ import pytest
 from support.cascade import Cascade, key
 from support.inside import demoters
 
+from kvcascade.handlers.node.node_keeper import WAIT_SLICE_S
 from kvcascade.manager import flush, level
 from kvcascade.manager.below.single_tier import STALLED_S
 from kvcascade.manager.cascading import ManagerOptions
@@ -26,6 +27,20 @@ def failing(cascade: Cascade, times: int, outcome: BlockOutcome = BlockOutcome.I
     left = iter(range(times))
     fate = lambda _a, _b: BlockOutcome.OK if next(left, None) is None else outcome  # noqa: E731
     cascade.down[0].fate = fate
+
+
+def hang(cascade: Cascade, seconds: float) -> None:
+    """The device does nothing for some time. A wait for news takes a slice of it."""
+    node, ends_s = cascade.nodes[0], cascade.now_s + seconds
+    go_on = node.wait_for_news
+
+    def wait_for_news(limit_s: float) -> None:
+        if cascade.now_s < ends_s:
+            cascade.now_s += min(limit_s, WAIT_SLICE_S)
+        else:
+            go_on(limit_s)
+
+    node.wait_for_news = wait_for_news  # type: ignore[method-assign]
 
 
 def written(cascade: Cascade) -> int:
@@ -73,6 +88,24 @@ def test_a_device_that_always_fails_is_given_up() -> None:
     start_s = cascade.now_s
     assert not cascade.manager.flush_dirty(start_s + LONG_S)
     assert cascade.now_s == start_s + RESTS_AT_MOST * REST_S
+
+
+def test_a_stall_that_ends_before_the_deadline_loses_nothing() -> None:
+    cascade = Cascade((64, 128))
+    cascade.store(keys(0, 64))
+    hang(cascade, STALLED_S + 1)
+    assert cascade.manager.flush_dirty(cascade.now_s + STALLED_S + 5) and written(cascade) == 64
+
+
+def test_a_stall_from_before_the_shutdown_is_not_waited_for() -> None:
+    cascade = Cascade((64, 128))
+    cascade.store(keys(0, 64))
+    demoters(cascade.manager)[0].demote_coldest(1)
+    hang(cascade, LONG_S)
+    cascade.now_s += STALLED_S
+    start_s = cascade.now_s
+    assert not cascade.manager.flush_dirty(start_s + STALLED_S)
+    assert cascade.now_s == start_s
 
 
 def test_what_goes_on_slowly_is_not_given_up() -> None:

@@ -12,6 +12,7 @@ from support.node_rig import ARENA_SLOTS, BLOCK, SLOTS, NodesRig, NodeTwin
 from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST
 from kvcascade.manager.admission import AdmitAll, AdmitSecondTouch
 from kvcascade.manager.base import BlockEvent
+from kvcascade.manager.below import tier_jobs
 from kvcascade.manager.below.single_tier import STALLED_S
 from kvcascade.manager.below.tier_jobs import (
     FORGET_FAILED_S,
@@ -240,6 +241,24 @@ def test_stores_that_the_node_does_not_take_wait_for_their_turn() -> None:
     results = rig.jobs.finished()
     assert len(results) == last + 2 and all(result.is_whole for result in results)
     assert rig.jobs.below.takes_puts, "the tier does not rest"
+
+
+def test_a_stall_while_jobs_are_drained_loses_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_jobs, "JOBS_EACH_WAY", 4)
+    rig, count = Rig(slots=ARENA_SLOTS), 6
+    rig.node.is_device_stalled = True
+    for number in range(count):
+        rig.begin_store(number)
+    ends_s = rig.nodes.clock() + STALLED_S + 1.0
+    wait = rig.jobs.below.wait
+
+    def wait_for_the_end(limit_s: float) -> bool:
+        rig.node.is_device_stalled = rig.nodes.clock() < ends_s
+        return wait(limit_s)
+
+    rig.jobs.below.wait = wait_for_the_end  # type: ignore[method-assign]
+    rig.jobs.drain()
+    assert rig.has(*range(count)) == [True] * count and not rig.jobs.is_busy
 
 
 def test_no_store_waits_for_a_stalled_disk() -> None:

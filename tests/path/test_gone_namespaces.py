@@ -110,7 +110,7 @@ def test_its_engines_come_back_and_others_go_on(part: str) -> None:
 
 def test_no_slot_is_granted_while_a_write_into_the_former_files_may_run() -> None:
     """The new files have the names of the former ones."""
-    rig = PathRig(40)
+    rig = PathRig(120)
     gone = RigNode(rig)
     writes = hold_writes(rig.fs, ROOT)
     assert writes is not None
@@ -119,8 +119,9 @@ def test_no_slot_is_granted_while_a_write_into_the_former_files_may_run() -> Non
     assert len(gone.grants()) == 1
     remove(rig, gone, "")
     rig.writer.forget_gone()
-    again = RigNode(rig, epoch=0)
+    again, other = RigNode(rig, epoch=0), RigNode(rig, "other")
     again.ask([2])
+    assert other.store([1]) == [OK], "it does not wait"
     rig.step(4, seconds=0.01)
     assert not again.grants()
     writes.release()

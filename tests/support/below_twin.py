@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvcascade.handlers.node.node_keeper import WAIT_SLICE_S
 from kvcascade.manager.base import BlockEvent
 from kvcascade.manager.below.port import ASKING, Below, Ended, Put, TierFacts, WriteState
 from kvcascade.manager.counters import LinkCounters
@@ -37,6 +38,8 @@ class BelowTwin(Below):
         """The answer to every put of new blocks."""
         self.is_stalled = False
         """Transfers are taken, and none ends."""
+        self.pass_time: Callable[[float], None] = lambda seconds: None
+        """Called with the seconds of a wait in which nothing ends."""
         self.lies: dict[BlockHash, int] = {}
         """Wrong answers of `may_hold`."""
         self.is_elsewhere = False
@@ -190,6 +193,8 @@ class BelowTwin(Below):
     def wait(self, limit_s: float) -> bool:
         is_busy = bool(self._queued)
         self.run()
+        if is_busy and self.is_stalled:
+            self.pass_time(min(limit_s, WAIT_SLICE_S))
         return is_busy
 
     def shutdown(self, deadline_s: float) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST
+from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST, WAIT_SLICE_S
 from kvcascade.handlers.node.path_io import NodeIO
 from kvcascade.handlers.node.path_node import PathNode
 from kvcascade.handlers.node.path_wire import NodeSetup, from_node_process, to_node
@@ -439,7 +439,7 @@ class PumpedClient:
     def wait_for_news(self, limit_s: float) -> None:
         while not self._twin.answers:
             if not self._twin.rig.step():  # nothing happens any more
-                self._twin.rig.clock.advance(limit_s)
+                self._twin.rig.clock.advance(min(limit_s, WAIT_SLICE_S))
                 return
 
     def die(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST, LISTEN_INTERVAL_S
+from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST, LISTEN_INTERVAL_S, WAIT_SLICE_S
 from kvcascade.handlers.node.remote.remote_node import RemoteNode, SlotParts
 from kvcascade.handlers.node.remote.remote_wire import from_remote_node, to_remote_node
 from kvcascade.manager.below.port import ASKING, LOAD_RATIO_MAX_REMOTE, Below, TierFacts
@@ -150,7 +150,7 @@ class PumpedNode:
             is_moving = self._rig.step()
             self._rig.node.work()
         if not self._rig.answers:  # nothing happens any more
-            self._rig.clock.advance(limit_s)
+            self._rig.clock.advance(min(limit_s, WAIT_SLICE_S))
 
     def die(self) -> None:
         """The node's process dies, and another one is there at once."""

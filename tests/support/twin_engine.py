@@ -36,6 +36,7 @@ class TwinEngine:
         self.top = MemoryBackend(BLOCK_SIZE, slots, medium="CPU")
         self.twin = BelowTwin(self.top.view, below, BLOCK_SIZE)
         self.lower = BelowTwin(self.top.view, lower, BLOCK_SIZE)
+        self.twin.pass_time = self.lower.pass_time = self.clock.advance
         chained = [ChainedTier(twin, AdmitAll()) for twin in (self.twin, self.lower)]
         self.below: Below = BelowChain(chained, slots, self.clock) if lower else self.twin
         self.policy = create("lru", slots)

@@ -54,30 +54,42 @@ class FormerWrites:
         self._clock = clock
         self._ends_s = 0.0
         self._files: list[Path] = []
-        self.wait_for_all()
+        self._only: frozenset[str] | None = None
+        """Names of the namespaces into which such writes may go; None: all."""
+        self._wait()
 
-    def wait_for_all(self) -> None:
-        """Wait for the writes of all nodes that were welcomed until now, for a limited time.
+    def wait_for(self, names: frozenset[str]) -> None:
+        """Wait for writes into namespaces that were removed, for a limited time.
 
-        Nodes that are welcomed from now on have another file.
+        They end before the nodes of these namespaces are welcomed again. Nodes of other namespaces
+        keep the file locked, so the wait may take the whole time beside them.
         """
-        self._ends_s = self._clock() + FORMER_WRITES_LIMIT_S
-        with suppress(OSError):
-            self._files = self._set_aside()
-
-    def may_run(self) -> bool:
-        """Return True while a node may still write under a grant that is not known."""
         if not self._files:
+            self._only = names
+        elif self._only is not None:
+            self._only |= names
+        self._wait()
+
+    def may_run(self, name: str) -> bool:
+        """Return True while a write into this namespace may run under a grant that is not known."""
+        if not self._files or (self._only is not None and name not in self._only):
             return False
         with suppress(OSError):
             self._files = [file for file in self._files if not self._has_ended(file)]
         if self._files and self._clock() >= self._ends_s:
-            _log.warning(
-                "a node may write for more than %d s; slots are granted again without its end",
-                FORMER_WRITES_LIMIT_S,
-            )
+            if self._only is None:
+                _log.warning(
+                    "a node writes for more than %d s; slots are granted again without its end",
+                    FORMER_WRITES_LIMIT_S,
+                )
             self._files = []
         return bool(self._files)
+
+    def _wait(self) -> None:
+        """Nodes that are welcomed from now on have another file than the others."""
+        self._ends_s = self._clock() + FORMER_WRITES_LIMIT_S
+        with suppress(OSError):
+            self._files = self._set_aside()
 
     def _set_aside(self) -> list[Path]:
         names = [name for name in self._fs.list_dir(self._folder) if name.startswith(WRITES)]

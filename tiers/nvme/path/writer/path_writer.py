@@ -182,10 +182,10 @@ class PathWriter:
 
     def forget_gone(self) -> None:
         """Forget namespaces that another program removed. Their clients have to come back."""
-        numbers = [number for gone in self.path.forget_gone() for number in gone.clients]
-        if numbers:
-            self._former.wait_for_all()
-        for number in numbers:
+        used = [gone for gone in self.path.forget_gone() if gone.clients]
+        if used:
+            self._former.wait_for(frozenset(gone.home.name for gone in used))
+        for number in [number for gone in used for number in gone.clients]:
             self._clients[number].namespace = None  # nothing of it is committed any more
             self.disconnect(number)
 
@@ -290,7 +290,7 @@ class PathWriter:
 
     def _serve(self, namespace: NamespaceWriter) -> None:
         """Find room for the waiting grants, commit, and answer."""
-        if self._former.may_run():
+        if self._former.may_run(namespace.home.name):
             self._settle(namespace)
             self._out += namespace.grants.serve([], 0, Why.LATER, True, self._clock())
             return
