@@ -63,6 +63,11 @@ def texts() -> frozenset[str]:
     )
 
 
+def text_keys(cls: type[Any]) -> frozenset[str]:
+    """Return the keys of a class of options whose values are text."""
+    return frozenset(name for name in _names(cls) if _is_text(cls, name))
+
+
 def _is_text(cls: type[Any], name: str) -> bool:
     return get_type_hints(cls).get(name) in (str, str | None)
 

@@ -7,7 +7,7 @@ a `ConfigError` of one sentence that names the full key, the value and the allow
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from fractions import Fraction
 from functools import cache
@@ -408,9 +408,30 @@ def parse(
             if key in ELSEWHERE:
                 remedy = f" of the tiers in vLLM itself; use {ELSEWHERE[key]} here"
                 raise At(key).unknown(value, remedy)
+    known_here = option_names(CascadeConfig) | {PATH_KEY}
+    for key in [key for key in ours if key not in known_here]:
+        kinds = [kind for kind in TIER_TYPES if key in option_names(options_class(kind))]
+        if kinds:
+            value = ours.pop(key)
+            with noting(noted):
+                raise At(key).unknown(value, _of_tiers(key, kinds))
     with noting(noted):
         ours = with_tiers(ours)
     return read_options(CascadeConfig, At("", known, noted), ours, also=(*VLLM_KEYS, PATH_KEY))
+
+
+def option_names(cls: type[Any]) -> set[str]:
+    """Return the keys of a class of options."""
+    return {each.name for each in fields(cls)} - {"key"}
+
+
+def _of_tiers(key: str, kinds: Sequence[str]) -> str:
+    """Return the remedy for a key of tiers that stands at the top level."""
+    *most, last = kinds
+    owners = f"{', '.join(most)} and {last} tiers" if most else f"{last} tier"
+    return (
+        f" of the top level; {key} is a key of the {owners}, so write out tiers and give it there"
+    )
 
 
 def with_tiers(options: dict[str, object]) -> dict[str, object]:

@@ -39,6 +39,15 @@ def test_all_forms_are_the_same_configuration(options: list[str]) -> None:
     assert extra_of(json.loads(quoted[1:-1].replace("''", "'"))) == extra
 
 
+def test_values_are_json_and_text_where_the_key_takes_text() -> None:
+    words = ["label=2024", "weights_id=null", "dirty_age_s=2024", 'record="/var/log/kv"']
+    options = [word for pair in words for word in ("--set", pair)]
+    document = json.loads(call("config", "--path", "/mnt/nvme/kv", *options, "--json").out)
+    extra = extra_of(document["kv_transfer_config"])
+    assert (extra["label"], extra["weights_id"]) == ("2024", "null")
+    assert (extra["dirty_age_s"], extra["record"]) == (2024, "/var/log/kv")
+
+
 @pytest.mark.parametrize(("flush_s", "timeout_s"), [(None, 22), (60, 62), (0, None)])
 def test_the_timeout_is_given_to_a_vllm_that_has_it(
     flush_s: int | None, timeout_s: int | None
@@ -56,6 +65,7 @@ def test_the_timeout_is_given_to_a_vllm_that_has_it(
         (["--path", "/mnt", "--cpu", "64G"], "GiB or GB"),
         (["--path", "/mnt", "--set", "nonsense"], "KEY=VALUE"),
         (["--path", "/mnt", "--set", "write_mod=back"], "write_mode"),
+        (["--path", "/mnt", "--set", "persist=true"], "persist is a key of the cpu tier"),
         (["--path", "/mnt", "--set", "path=/srv"], "path is set by another option"),
         (["--path", "/mnt", "--cpu", "1GiB", "--set", "tiers=[]"], "tiers is set by another"),
     ],

@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, is_dataclass
 from enum import IntEnum
@@ -220,8 +220,11 @@ def _check_place(option: str, path: Path) -> None:
         raise ConfigError(f"{option}: {folder} is not a writable folder; give another")
 
 
-def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
-    """Return the values of `--set KEY=VALUE`, JSON or plain text. Raises `CommandError`."""
+def settings_of(pairs: Sequence[str], texts: Collection[str] = ()) -> dict[str, Any]:
+    """Return the values of `--set KEY=VALUE`, JSON or plain text. Raises `CommandError`.
+
+    The values of keys in `texts` are text in any case.
+    """
     found: dict[str, Any] = {}
     for pair in pairs:
         key, is_pair, value = pair.partition("=")
@@ -230,6 +233,8 @@ def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
         try:
             found[key] = json.loads(value)
         except ValueError:
+            found[key] = value
+        if key in texts and not isinstance(found[key], str):
             found[key] = value
     return found
 

@@ -28,7 +28,11 @@ DiskOption = Annotated[
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Any other top-level key (repeatable)."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Any other top-level key (repeatable); VALUE is JSON or text.",
+    ),
 ]
 YamlOption = Annotated[
     bool, typer.Option("--yaml", help="Print lines for the file of `vllm serve --config`.")
@@ -86,6 +90,9 @@ def transfer_config(
 
     Raises `CommandError` for a malformed KEY=VALUE, or a key that other options set.
     """
+    from ...config.environment import text_keys
+    from ...config.schema import CascadeConfig
+
     folders: str | list[str] = path[0] if len(path) == 1 else path
     extra: dict[str, Any] = {"spec_name": "CascadeOffloadingSpec"}
     if cpu is None and disk is None:
@@ -94,7 +101,7 @@ def transfer_config(
         memory = {"type": "cpu"} | ({} if cpu is None else {"capacity": cpu})
         storage = {"type": "nvme", "path": folders} | ({} if disk is None else {"capacity": disk})
         extra["tiers"] = [memory, storage]
-    settings = settings_of(others)
+    settings = settings_of(others, text_keys(CascadeConfig))
     for key in settings.keys() & extra.keys():
         raise CommandError(f"--set: {key} is set by another option; give it once", ExitCode.USAGE)
     extra |= settings

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ....assembly.named import configured
+from ....config.environment import text_keys
 from ....config.options import At
 from ....config.remote import RemoteTierOptions, parse_remote
 from ....errors import ConfigError, os_errors
@@ -96,7 +97,8 @@ def opened(remote: str, settings: Sequence[str] | None) -> Iterator[RemoteServer
     mounted. Raises `CommandError` or `ConfigError`.
     """
     if MARK in remote:
-        options = parse_remote(At("remote"), {**settings_of(settings or ()), "url": remote})
+        given = settings_of(settings or (), text_keys(RemoteTierOptions))
+        options = parse_remote(At("remote"), {**given, "url": remote})
     elif settings:
         raise CommandError("--set: it goes with a URL; write it into the file", ExitCode.USAGE)
     else:
