@@ -10,8 +10,13 @@ import pytest
 from support.path_rig import BLOCK_BYTES, ROOT, PathRig, RigNode, key_of
 
 from kvcascade.errors import ConfigError, CorruptionError
-from kvcascade.tiers.nvme.path.path_messages import Committed, Touch
-from kvcascade.tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER, load_record
+from kvcascade.tiers.nvme.path.path_messages import Committed, PathOptions, Touch
+from kvcascade.tiers.nvme.path.writer.path_options import (
+    PATH_FILE,
+    PATH_FOLDER,
+    differences,
+    load_record,
+)
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 from kvcascade.tiers.nvme.segments.chains import CHAINS
 
@@ -26,6 +31,32 @@ def test_an_engine_that_says_otherwise_is_served_and_told_what_holds() -> None:
     assert "capacity" not in note
     same = RigNode(rig).welcome
     assert same is not None and same.notes == []
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "is_told"),
+    [
+        ("capacity_bytes", 0.995, False),
+        ("capacity_bytes", 0.98, True),
+        ("min_free_bytes", 1.005, False),
+        ("min_free_bytes", 1.02, True),
+        ("segment_bytes", 1.005, True),
+        ("write_budget_bytes", 1.005, True),
+    ],
+)
+def test_shares_that_drift_with_the_disk_are_no_other_options(
+    name: str, factor: float, is_told: bool
+) -> None:
+    has = PathOptions(1 << 30, 1 << 20, write_budget_bytes=1 << 30, segment_bytes=1 << 20)
+    asked = msgspec.structs.replace(has, **{name: int(getattr(has, name) * factor)})
+    said = differences(asked, has)
+    assert len(said) == is_told and all(name.removesuffix("_bytes") in text for text in said)
+
+
+def test_sizes_that_only_one_of_two_options_has_are_named() -> None:
+    asked = PathOptions(1 << 30, write_budget_bytes=1 << 30)
+    (said,) = differences(asked, PathOptions(1 << 30, segment_bytes=1 << 20))
+    assert "write_budget none instead of 1.0 GiB" in said and "segment 1.0 MiB" in said
 
 
 def test_options_are_recorded_and_those_of_the_next_writer_hold() -> None:

@@ -10,6 +10,7 @@ import json
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ PATH_RECORD_VERSION = 1
 MAX_RECORD_BYTES = 1 << 20
 POWER = "power"
 DURABILITIES = ("process", POWER)
+DRIFTING = ("capacity_bytes", "min_free_bytes")
+"""Options that may be shares of the disk."""
+SAME_SIZE_SHARE = 0.01
 NOT_A_RECORD = (
     ValueError,
     LookupError,
@@ -237,11 +241,15 @@ def is_stronger(asked: PathOptions, in_force: PathOptions) -> bool:
 
 
 def differences(asked: PathOptions, in_force: PathOptions) -> list[str]:
-    """Return one sentence with every option that was not adopted; nothing if all are equal."""
+    """Return one sentence with every option that was not adopted; nothing if all are equal.
+
+    Sizes that differ by less than `SAME_SIZE_SHARE` are equal: shares of one disk drift with its
+    free space.
+    """
     parts: list[str] = []
     for name in PathOptions.__struct_fields__:
         has, wants = getattr(in_force, name), getattr(asked, name)
-        if has != wants:
+        if has != wants and not (name in DRIFTING and isclose(has, wants, rel_tol=SAME_SIZE_SHARE)):
             parts.append(
                 f"{name.removesuffix('_bytes')} {_shown(name, has)} instead of "
                 f"{_shown(name, wants)}"
