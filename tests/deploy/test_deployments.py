@@ -186,6 +186,23 @@ class TestChart:
         wanted = objects["PodMonitor"]["spec"]["selector"]["matchLabels"]
         assert wanted.items() <= labels.items()
 
+    def test_the_pod_may_run_as_the_owner_of_the_folder(self) -> None:
+        def context(*options: str) -> Any:
+            objects = chart_objects(*options)
+            return objects["StatefulSet"]["spec"]["template"]["spec"].get("securityContext")
+
+        assert context() is None
+        user = "podSecurityContext.runAsUser=1000"
+        assert context("--set", user) == {"runAsUser": 1000}
+
+    def test_every_value_is_in_the_schema_and_is_used(self) -> None:
+        schema = json.loads((CHART / "values.schema.json").read_text())
+        values = yaml.safe_load((CHART / "values.yaml").read_text())
+        assert values["podSecurityContext"] == {}
+        assert values.keys() == schema["properties"].keys() - {"global"}
+        templates = "".join(path.read_text() for path in (CHART / "templates").iterdir())
+        assert values.keys() == set(re.findall(r"\.Values\.(\w+)", templates))
+
     def test_wrong_values_are_refused(self) -> None:
         done = subprocess.run(
             [checker("helm"), "template", "demo", CHART, "--set", "cache.cpuGB=10"],
