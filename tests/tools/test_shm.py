@@ -54,6 +54,15 @@ def test_listed_while_it_lives_and_afterwards(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("command", ["ls", "drop"])
+def test_a_folder_without_arenas_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert main(["shm", command, "--arena-dir", str(tmp_path)]) == ExitCode.OK
+    said = capsys.readouterr().out
+    assert f"no arena is kept in {tmp_path};" in said and "--arena-dir" in said
+
+
 def test_an_arena_of_another_version_is_listed_and_dropped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,16 @@ GIVEN: dict[str, object] = {"capacity": "64MiB", "min_free": 0}
 OPTIONS = PathOptions(64 << 20, segment_bytes=8 * BLOCK)
 
 
+def test_a_path_that_no_engine_has_used_is_called_one(tmp_path: Path) -> None:
+    def look() -> None:
+        answer = call("inspect", tmp_path)
+        assert answer.code == ExitCode.CANNOT_OPEN and "no namespace in" in answer.err
+        assert " yet: it is the path of a tier" in answer.err
+        assert note_of_this_process("store").shown.partition(" (")[0] in answer.err
+
+    serve_while(tmp_path, look)
+
+
 def serve_while(root: Path, work: Callable[[], object]) -> StoreEnd:
     """Run a service until some work is done beside it."""
 

@@ -138,6 +138,7 @@ def test_an_engine_without_our_metrics(engine: tuple[str, list[str]]) -> None:
     texts.append("# TYPE a gauge\na 1\n")
     answer = call("top", "--url", address, "--json")
     assert answer.code == ExitCode.CANNOT_OPEN and "no metrics of kvcascade" in answer.out
+    assert "the first request" in answer.out, "before it an engine has none"
     texts[0] = "a{{{ 1"
     assert call("top", "--url", address).code == ExitCode.CANNOT_OPEN
 

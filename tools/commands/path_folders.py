@@ -25,6 +25,7 @@ from ...tiers.nvme.namespace import (
 )
 from ...tiers.nvme.path.writer.namespace.namespace_home import SEGMENTS, read_description
 from ...tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER, load_record
+from ...tiers.nvme.path.writer_note import load_note
 from ...tiers.nvme.segments.format import MAX_DESCRIPTION_BYTES, SegmentLayout, segment_number
 
 MAX_NAMES_SHOWN = 8
@@ -143,7 +144,8 @@ def folders_in(
         raise next(iter(denied.values()))
     if not found:
         shown = ", ".join(map(str, roots))
-        raise TierIOError(errno.ENOENT, f"no namespace in {shown}; give the path of an NVMe tier")
+        why = _unused_yet(fs, roots[0]) or "; give the path of an NVMe tier"
+        raise TierIOError(errno.ENOENT, f"no namespace in {shown}{why}")
     closed = [
         NamespaceFolder(folder.name, (folder,), {}, False, str(error))
         for folder, error in denied.items()
@@ -219,6 +221,18 @@ def _roots(fs: FileSystem, root: Path, also: Sequence[Path]) -> list[Path]:
             others = map(Path, record.paths[1:])
             return [root, *(other for other in others if fs.exists(other))]
     return [root, *also]
+
+
+def _unused_yet(fs: FileSystem, root: Path) -> str:
+    """Return what is known of a path without namespaces; empty if nobody has opened it as one."""
+    try:
+        if load_record(fs, root) is None:
+            return ""
+    except KVCascadeError:
+        return ""  # the record is damaged, or of another user
+    note = load_note(fs, root)
+    writer = "" if note is None else f", last written by {note.shown}"
+    return f" yet: it is the path of a tier{writer}; an engine makes its namespace when it starts"
 
 
 def _is_namespace(fs: FileSystem, folder: Path) -> bool:

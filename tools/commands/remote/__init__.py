@@ -144,7 +144,8 @@ def gc(
     """Remove old blocks, and all blocks from before the last reset.
 
     Without --older-than and --max-size only the latter leave. A bucket can do this by itself with a
-    lifecycle rule, and a Valkey or Redis server with maxmemory-policy allkeys-lru.
+    lifecycle rule, and a Valkey or Redis server with maxmemory-policy allkeys-lru. A folder needs
+    this command.
 
     Examples:
 

@@ -111,6 +111,7 @@ NOTES = {
     "ttl_s",
     OBJECT_STORE: "a lifecycle rule of the bucket can remove old objects without this command",
 }
+FOLDER_NOTE = "nothing else removes old blocks from a folder; run this command regularly"
 
 
 def collect_remote(
@@ -126,7 +127,8 @@ def collect_remote(
 
     `advance` takes a number of objects, `clock` returns seconds since 1970. Raises `CommandError`.
     """
-    note = NOTES.get(tier.options.engine, "")
+    is_folder = tier.options.scheme == "file"
+    note = FOLDER_NOTE if is_folder else NOTES.get(tier.options.engine, "")
     report = RemoteCollected(tier.options.url, is_dry_run, note=note)
     work = _Collector(tier, namespace, wish, report, clock())
     work.look(advance)

@@ -35,7 +35,7 @@ def list_(arena_dir: ArenaDirOption = ARENA_DIR, as_json: JsonOption = False) ->
         if as_json:
             emit("shm", {"arenas": [arena.as_json() for arena in arenas]})
         else:
-            print_arenas(arenas)
+            print_arenas(arenas, arena_dir)
 
 
 @app.command("drop")
@@ -62,6 +62,6 @@ def drop(
         if as_json:
             emit("shm-drop", {"dropped": [arena.path.name for arena in dropped]})
         else:
-            print_dropped(dropped, arenas)
+            print_dropped(dropped, arenas, arena_dir)
     if name is not None and not dropped:
         finish(ExitCode.IN_USE)

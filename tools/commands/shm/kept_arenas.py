@@ -74,10 +74,18 @@ def drop_arenas(arenas: Sequence[KeptArena]) -> list[KeptArena]:
     return [arena for arena in arenas if drop_kept(str(arena.path))]
 
 
-def print_arenas(arenas: Sequence[KeptArena]) -> None:
-    """Print the arenas as a table."""
+def none_in(arena_dir: Path) -> str:
+    """Return the sentence that a directory has no kept arena."""
+    return (
+        f"no arena is kept in {arena_dir}; if the configuration has another arena_dir, give it "
+        "with --arena-dir"
+    )
+
+
+def print_arenas(arenas: Sequence[KeptArena], arena_dir: Path) -> None:
+    """Print the arenas of a directory as a table."""
     if not arenas:
-        print("no arena is kept in shared memory")
+        print(none_in(arena_dir))
         return
     table = Table("name", "size", "blocks", "slots", "in use")
     for arena in arenas:
@@ -89,8 +97,13 @@ def print_arenas(arenas: Sequence[KeptArena]) -> None:
     show.console().print(table)
 
 
-def print_dropped(dropped: Sequence[KeptArena], asked: Sequence[KeptArena]) -> None:
-    """Print the arenas that were dropped, and those that are in use."""
+def print_dropped(
+    dropped: Sequence[KeptArena], asked: Sequence[KeptArena], arena_dir: Path
+) -> None:
+    """Print the arenas of a directory that were dropped, and those that are in use."""
+    if not asked:
+        print(none_in(arena_dir))
+        return
     freed = human(sum(arena.size_bytes for arena in dropped))
     left = len(asked) - len(dropped)
     print(f"dropped {len(dropped)} ({freed})" + (f"; {left} in use" if left else ""))

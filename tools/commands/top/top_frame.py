@@ -124,7 +124,8 @@ def read_url(url: str, clock: Callable[[], float] = time.monotonic) -> Reading:
     if not figures:
         raise TierIOError(
             errno.ENOENT,
-            f"{address} has no metrics of kvcascade; does this engine use it, with metrics on?",
+            f"{address} has no metrics of kvcascade; they begin with the first request; was one "
+            "sent, and does this engine use kvcascade, with metrics on?",
         )
     return Reading(clock(), figures)
 
