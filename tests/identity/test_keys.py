@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+from support.project import ROOT
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
@@ -49,6 +53,22 @@ def test_an_adapter_of_the_same_name_elsewhere_has_other_keys() -> None:
         pytest.skip("this vLLM hashes the name alone")
     old, new = (hashes(lora_request=LoRARequest("sql", 1, f"/adapters/{v}")) for v in (1, 2))
     assert not set(old) & set(new)
+
+
+def test_the_page_computes_the_hashes_of_a_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The user needs one to remove the prompt."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    expected = [block_hash.hex() for block_hash in hashes()]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokens.json").write_text(json.dumps({"tokens": [*range(64), 7]}))
+    page = (ROOT / "docs" / "operations.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    exec(compile(code, "operations.md", "exec"), {"__name__": "example"})
+    ends = range(BLOCK_TOKENS, 65, BLOCK_TOKENS)
+    lines = [f"{end} {text}" for end, text in zip(ends, expected, strict=True)]
+    assert capsys.readouterr().out.splitlines() == lines
 
 
 def test_two_tenants_share_nothing() -> None:
