@@ -11,6 +11,7 @@ from support.node_rig import BLOCK, CoreWriter, NodesRig, NodeTwin
 from kvcascade.errors import InUseError
 from kvcascade.handlers.node.path_node import (
     NOBODY_LIMIT_S,
+    SHORT_LINK_S,
     SILENCE_LIMIT_S,
     WELCOME_LIMIT_S,
 )
@@ -98,6 +99,46 @@ def test_a_node_that_was_served_is_never_off(rig: NodesRig, node: NodeTwin) -> N
     rig.twin.refusal = None
     node.tick(1.0)
     assert node.node.state is NodeState.FOLLOWING
+
+
+def test_writers_that_end_at_once_are_followed_by_others_every_few_seconds(
+    rig: NodesRig, node: NodeTwin
+) -> None:
+    """As one that fails at each commit: the payload would be written anew each time."""
+    for _ in range(1200):  # a minute
+        if node.node.state is not NodeState.ORPHANED:
+            rig.writer = rig.kill_writer()
+            rig.pump()
+        node.tick(0.05)
+    assert 60 / SHORT_LINK_S <= len(heard(rig, Hello)) <= 60 / SHORT_LINK_S + 6
+
+
+def test_one_change_of_the_writer_costs_no_pause(rig: NodesRig, node: NodeTwin) -> None:
+    for _ in range(3):
+        node.tick(SHORT_LINK_S)
+        rig.writer = rig.kill_writer()
+        rig.pump()
+        node.tick(0.05)
+        assert node.node.state is NodeState.FOLLOWING
+
+
+def test_a_refusal_for_good_is_asked_for_twice_a_minute(rig: NodesRig, node: NodeTwin) -> None:
+    """Each time the writer opens the index."""
+    rig.writer = rig.kill_writer()
+    rig.twin.refusal = Refused(RefusedWhy.NAMESPACE, "the index is damaged")
+    for _ in range(600):
+        node.tick(0.5)
+    assert 10 <= len(heard(rig, Hello)) <= 20
+
+
+def test_a_store_thread_that_raises_fails_its_blocks(rig: NodesRig, node: NodeTwin) -> None:
+    """Their outcome opens the breaker, so that they are not tried 20 times a second."""
+    put(node, range(2))
+    while not node.writes:
+        rig.step()
+    node._cancels[node.writes.pop()]()  # what the thread reports then, too
+    assert end(node).outcomes == [BlockOutcome.IO_ERROR] * 2
+    assert node.tier.links[0].demote_failed_blocks == 2 and node.tier.is_blocked
 
 
 @pytest.mark.parametrize("why", [RefusedWhy.CLOSING, RefusedWhy.OPENING, RefusedWhy.FAILED])
