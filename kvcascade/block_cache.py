@@ -41,7 +41,7 @@ from .config.options import At, deadline
 from .config.sizes import parse_bytes
 from .errors import ClosedError, ConfigError, InUseError, KVCascadeError, os_errors
 from .handlers.node.node_keeper import NodeKeeper, at_exit
-from .handlers.node.path_client import node_thread
+from .handlers.node.path.path_client import node_thread
 from .handlers.node.path_wire import CAN_READ, NodeJoined, NodeNote, NodeSetup, NodeState
 from .logs import get_logger
 from .tiers.base import BlockOutcome

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from .block_buffers import Bytes
 from .handlers.node.bounce import huge_pages
 from .handlers.node.node_keeper import WAIT_SLICE_S, NodeKeeper
-from .handlers.node.path_jobs import PART_BYTES
+from .handlers.node.path.path_jobs import PART_BYTES
 from .handlers.node.path_wire import GetJob, JobDone, PutJob, pack_slots, unpack_outcomes
 from .tiers.base import BlockOutcome
 

@@ -19,7 +19,7 @@ from ..config.machine import Machine
 from ..config.schema import Movers, NvmeTierOptions
 from ..errors import ConfigError
 from ..handlers.node.node_keeper import NodeKeeper
-from ..handlers.node.path_client import node_process, node_thread
+from ..handlers.node.path.path_client import node_process, node_thread
 from ..handlers.node.path_wire import NodeSetup, NodeState
 from ..logs import get_logger
 from ..manager.admission import Admission

@@ -330,7 +330,7 @@ def log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> pytest.LogCaptureFixture:
     """The log, in which a node soon says why it waits."""
-    monkeypatch.setattr("kvcascade.handlers.node.path_node.NOBODY_LIMIT_S", 0.3)
+    monkeypatch.setattr("kvcascade.handlers.node.path.path_node.NOBODY_LIMIT_S", 0.3)
     return caplog
 
 
@@ -433,7 +433,7 @@ def test_damage_while_engines_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The node of the writer is a process, that of the follower a thread of this one."""
-    monkeypatch.setattr("kvcascade.handlers.node.path_service.PLACE_CHECK_INTERVAL_S", 0.1)
+    monkeypatch.setattr("kvcascade.handlers.node.path.path_service.PLACE_CHECK_INTERVAL_S", 0.1)
     root = tmp_path / "tier"
     root.mkdir()
     writer = PathEngine([root], OPTIONS, capacity=SLOTS, stall_s=5.0)

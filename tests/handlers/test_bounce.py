@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from support.memory_file_system import MemoryFileSystem
 from support.path_engine import PathEngine
 
-from kvcascade.handlers.node import bounce, path_loop
+from kvcascade.handlers.node import bounce
 from kvcascade.handlers.node.bounce import ArenaBounce, PieceBounce, huge_pages, neighbours
-from kvcascade.handlers.node.path_jobs import PART_BYTES
+from kvcascade.handlers.node.path import path_loop
+from kvcascade.handlers.node.path.path_jobs import PART_BYTES
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.cpu.huge_pages import HUGE_PAGE_BYTES
 from kvcascade.tiers.nvme.path.path_messages import PathOptions

@@ -11,7 +11,7 @@ import pytest
 
 from kvcascade.errors import TierIOError
 from kvcascade.handlers.node.node_child import launch
-from kvcascade.handlers.node.path_client import NODE_MODULE
+from kvcascade.handlers.node.path.path_client import NODE_MODULE
 from kvcascade.handlers.node.path_wire import NodeReady
 
 

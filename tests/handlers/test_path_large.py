@@ -113,7 +113,7 @@ def test_a_killed_writer_of_many_blocks(tmp_path: Path, entries: int, limit_s: f
 def test_a_stopped_writer_keeps_its_lock_and_its_late_messages_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvcascade.handlers.node.path_node.SILENCE_LIMIT_S", 0.3)
+    monkeypatch.setattr("kvcascade.handlers.node.path.path_node.SILENCE_LIMIT_S", 0.3)
     options = options_for(64)
     with ExitStack() as stack:
         one = PathEngine([tmp_path], options, name="one", capacity=64)

@@ -17,10 +17,10 @@ from support.path_rig import BLOCK_BYTES, PathRig
 from support.waiting import wait_until
 from support.writer_twin import namespace_spec
 
-from kvcascade.handlers.node import path_link
-from kvcascade.handlers.node.path_link import FrameSocket
-from kvcascade.handlers.node.path_loop import NodeLoop
-from kvcascade.handlers.node.path_service import ClientSockets, WriterService
+from kvcascade.handlers.node.path import path_link
+from kvcascade.handlers.node.path.path_link import FrameSocket
+from kvcascade.handlers.node.path.path_loop import NodeLoop
+from kvcascade.handlers.node.path.path_service import ClientSockets, WriterService
 from kvcascade.handlers.node.path_wire import NodeJoined, NodeSetup, from_node_process
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path import path_messages
@@ -243,7 +243,7 @@ def test_a_newer_version_retires_a_service(
 def test_a_service_whose_folder_was_replaced_stops_and_is_no_second_writer(
     tmp_path: Path, serve: Callable[[], WriterService], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcascade.handlers.node.path_service.PLACE_CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr("kvcascade.handlers.node.path.path_service.PLACE_CHECK_INTERVAL_S", 0.0)
     service = serve()
     with service.connect() as connection:
         say(connection, hello(tmp_path))

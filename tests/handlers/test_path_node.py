@@ -9,7 +9,7 @@ from support.keys import key, keys
 from support.node_rig import BLOCK, CoreWriter, NodesRig, NodeTwin
 
 from kvcascade.errors import InUseError
-from kvcascade.handlers.node.path_node import (
+from kvcascade.handlers.node.path.path_node import (
     NOBODY_LIMIT_S,
     SHORT_LINK_S,
     SILENCE_LIMIT_S,

@@ -16,7 +16,7 @@ import pytest
 from contract.below_contract import SLOTS, BelowContract, BelowRig
 from support.path_engine import PathEngine
 
-from kvcascade.handlers.node.path_jobs import PutJobs
+from kvcascade.handlers.node.path.path_jobs import PutJobs
 from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
@@ -158,7 +158,7 @@ def test_writers_are_killed_under_load_and_no_block_is_wrong(engines: Engines) -
 def test_a_stopped_writer_rests_writes_and_goes_on(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, is_in_commit: bool
 ) -> None:
-    monkeypatch.setattr("kvcascade.handlers.node.path_node.SILENCE_LIMIT_S", 0.3)
+    monkeypatch.setattr("kvcascade.handlers.node.path.path_node.SILENCE_LIMIT_S", 0.3)
     one, two = engines(), engines(is_thread=True)
     one.store(range(4))
     granted = PutJobs.granted
@@ -199,7 +199,7 @@ def test_a_reset_reaches_every_engine(engines: Engines) -> None:
 def test_an_empty_folder_in_place_of_the_tier_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcascade.handlers.node.path_service.PLACE_CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr("kvcascade.handlers.node.path.path_service.PLACE_CHECK_INTERVAL_S", 0.0)
     tier, away = tmp_path / "tier", tmp_path / "away"
     tier.mkdir()
     engine = PathEngine([tier], options_for(64), is_thread=True).open()
@@ -267,7 +267,7 @@ def test_the_process_loads_only_what_moving_blocks_needs() -> None:
     """Every engine waits for it at its start; each of these takes 10 to 30 ms."""
     unwanted = {"psutil", "torch", "importlib.metadata", "kvcascade.config.schema"}
     unwanted |= {"kvcascade.tiers.cpu.arena", "kvcascade.config.machine"}
-    script = "import sys, kvcascade.handlers.node.path_main; print(*sys.modules)"
+    script = "import sys, kvcascade.handlers.node.path.path_main; print(*sys.modules)"
     command = [sys.executable, "-S", "-P", "-c", script]  # without what site packages load
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     loaded = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)

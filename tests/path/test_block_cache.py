@@ -28,8 +28,8 @@ from kvcascade.block_cache import ENDING as SAID_AT_THE_END
 from kvcascade.config.machine import Disk, Machine
 from kvcascade.errors import ClosedError, ConfigError, FormatError, InUseError, NoSpaceError
 from kvcascade.handlers.node.node_keeper import SILENCE_LIMIT_S
-from kvcascade.handlers.node.path_client import node_thread
-from kvcascade.handlers.node.path_io import IOThreads
+from kvcascade.handlers.node.path.path_client import node_thread
+from kvcascade.handlers.node.path.path_io import IOThreads
 from kvcascade.handlers.node.path_wire import NodeJoined
 from kvcascade.tiers.nvme.disk.filesystem import RealFile, RealFileSystem
 from kvcascade.tiers.nvme.path.path_lock import PathDoor, try_lead

@@ -15,7 +15,7 @@ from support.keys import key
 from kvcascade.block_buffers import Bytes
 from kvcascade.block_moves import BlockMoves, GetMove, MoveJob, PutMove, RunningCalls
 from kvcascade.handlers.node.node_keeper import WAIT_SLICE_S, NodeKeeper
-from kvcascade.handlers.node.path_jobs import PART_BYTES
+from kvcascade.handlers.node.path.path_jobs import PART_BYTES
 from kvcascade.handlers.node.path_wire import JobDone, PutJob, pack_outcomes
 from kvcascade.tiers.base import BlockOutcome
 

@@ -18,7 +18,7 @@ from support.path_engine import PathEngine
 from support.users import unprivileged
 
 from kvcascade.errors import ConfigError, TierIOError
-from kvcascade.handlers.node.path_service import IO_THREADS, WriterService
+from kvcascade.handlers.node.path.path_service import IO_THREADS, WriterService
 from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
@@ -91,7 +91,7 @@ def test_a_lock_that_is_held_elsewhere_is_no_second_writer(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("kvcascade.handlers.node.path_node.NOBODY_LIMIT_S", 0.2)
+    monkeypatch.setattr("kvcascade.handlers.node.path.path_node.NOBODY_LIMIT_S", 0.2)
     elsewhere = try_lead(RealFileSystem(), tmp_path)
     assert elsewhere is not None
     engine = start(started, tmp_path)

@@ -31,7 +31,7 @@ from kvcascade.assembly.remote_parts import OpenRemote, open_remote_tier
 from kvcascade.config.options import At
 from kvcascade.config.remote import parse_remote
 from kvcascade.handlers.node.node_child import Connection
-from kvcascade.handlers.node.path_client import ThreadChild
+from kvcascade.handlers.node.path.path_client import ThreadChild
 from kvcascade.handlers.node.remote.remote_main import serve
 from kvcascade.manager.below.port import Put
 from kvcascade.tiers.cpu.header import HEADER_BYTES

@@ -14,7 +14,7 @@ from support.path_engine import PathEngine
 from support.waiting import wait_until
 from support.writer_twin import namespace_spec
 
-from kvcascade.handlers.node import path_link
+from kvcascade.handlers.node.path import path_link
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.path.frames import frame
 from kvcascade.tiers.nvme.path.path_lock import PathDoor

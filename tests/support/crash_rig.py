@@ -33,7 +33,7 @@ import psutil
 from kvcascade.assembly.build import Cascade, Geometry, open_cascade, open_worker
 from kvcascade.config.schema import CascadeConfig, parse
 from kvcascade.handlers.device.copier import GpuBlocks
-from kvcascade.handlers.node.path_io import SEGMENTS
+from kvcascade.handlers.node.path.path_io import SEGMENTS
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome, LoadStoreSpec
 from kvcascade.tiers.nvme.disk.filesystem import FileLock, RealFileSystem

@@ -23,7 +23,7 @@ import msgspec
 from support.children import environment
 from support.path_engine import WAIT_S, PathEngine
 
-from kvcascade.handlers.node import path_node
+from kvcascade.handlers.node.path import path_node
 from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
 

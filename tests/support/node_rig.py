@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST, WAIT_SLICE_S
-from kvcascade.handlers.node.path_io import NodeIO
-from kvcascade.handlers.node.path_node import PathNode
+from kvcascade.handlers.node.path.path_io import NodeIO
+from kvcascade.handlers.node.path.path_node import PathNode
 from kvcascade.handlers.node.path_wire import NodeSetup, from_node_process, to_node
 from kvcascade.manager.below.node_tier import NodeTier, NodeTierOptions
 from kvcascade.manager.below.port import TierFacts

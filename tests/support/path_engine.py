@@ -16,8 +16,8 @@ from support.keys import key
 from support.writer_twin import LABEL, namespace_spec
 
 from kvcascade.handlers.node.node_keeper import NodeKeeper
-from kvcascade.handlers.node.path_client import node_process, node_thread
-from kvcascade.handlers.node.path_node import STILL_OPENING
+from kvcascade.handlers.node.path.path_client import node_process, node_thread
+from kvcascade.handlers.node.path.path_node import STILL_OPENING
 from kvcascade.handlers.node.path_wire import CAN_READ, NodeNote, NodeSetup, NodeState
 from kvcascade.manager.below.node_tier import NodeTier, NodeTierOptions
 from kvcascade.manager.below.port import Ended, TierFacts

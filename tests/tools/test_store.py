@@ -23,7 +23,7 @@ from support.waiting import wait_until
 
 import kvcascade
 from kvcascade.errors import ConfigError, InUseError
-from kvcascade.handlers.node.path_service import WriterService
+from kvcascade.handlers.node.path.path_service import WriterService
 from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.path_lock import PathDoor, try_lead
@@ -271,7 +271,7 @@ def test_a_service_that_waits_can_be_stopped(tmp_path: Path) -> None:
 def test_a_path_that_is_taken_away_ends_the_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcascade.handlers.node.path_service.PLACE_CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr("kvcascade.handlers.node.path.path_service.PLACE_CHECK_INTERVAL_S", 0.0)
     root = tmp_path / "kv"
     root.mkdir()
     parts = parts_of([root], GIVEN, {})

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError, FormatError, InUseError, KVCascadeError
-from ...handlers.node.path_io import SEGMENTS
+from ...handlers.node.path.path_io import SEGMENTS
 from ...tiers.base import GROUP_BYTES
 from ...tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ...tiers.nvme.path.payload_files import PayloadFiles

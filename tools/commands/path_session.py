@@ -25,7 +25,7 @@ from ...errors import (
     TierIOError,
     os_errors,
 )
-from ...handlers.node.path_service import WriterService
+from ...handlers.node.path.path_service import WriterService
 from ...tiers.nvme.disk.filesystem import FileLock, FileSystem
 from ...tiers.nvme.namespace import DESCRIPTION
 from ...tiers.nvme.path.frames import DECODE_ERRORS, FrameReader, frame

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from ...handlers.node.path_jobs import Workers
-from ...handlers.node.path_node import PathNode
+from ...handlers.node.path.path_jobs import Workers
+from ...handlers.node.path.path_node import PathNode
 from ...handlers.node.path_wire import JobDone
 from ...manager.below.node_tier import NodeTier, NodeTierOptions
 from ...manager.below.port import TierFacts

@@ -14,7 +14,7 @@ from ....logs import get_logger
 from ....tiers.remote.base import RemoteEngine
 from ....tiers.remote.objects import ObjectFormat
 from ....tiers.remote.remote_store import RemoteStore, StoreOptions
-from ..path_link import FrameSocket, Waker
+from ..path.path_link import FrameSocket, Waker
 from ..path_wire import NodeReady
 from ..started_pool import started_pool
 from .remote_node import RemoteNode, SlotParts

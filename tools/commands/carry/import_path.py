@@ -14,7 +14,7 @@ from pathlib import Path
 from ....assembly.path_parts import PathParts, described, existing_names, path_parts
 from ....block_cache import BlockCache, CacheOptions, PutOutcome
 from ....errors import ConfigError, InUseError, KVCascadeError, TierIOError, os_errors
-from ....handlers.node.path_io import SEGMENTS
+from ....handlers.node.path.path_io import SEGMENTS
 from ....tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ....tiers.nvme.namespace import DESCRIPTION, NamespaceKey
 from ....tiers.nvme.path.path_messages import NamespaceSpec

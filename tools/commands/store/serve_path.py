@@ -15,8 +15,8 @@ from ....assembly.path_parts import OPTIONS_OF_PATH, PathParts, path_parts
 from ....config.environment import PREFIX, naming_variables, with_environment
 from ....config.sizes import human
 from ....errors import ConfigError, InUseError
-from ....handlers.node.path_service import WriterService
-from ....handlers.node.writer_search import RETIRED_PAUSE_S
+from ....handlers.node.path.path_service import WriterService
+from ....handlers.node.path.writer_search import RETIRED_PAUSE_S
 from ....logs import get_logger
 from ....tiers.nvme.disk.filesystem import FileLock, FileSystem, RealFileSystem
 from ....tiers.nvme.path.path_lock import lock_path

@@ -20,7 +20,7 @@ import numpy as np
 
 from .....assembly.node_parts import OpenTier, SlotMemory
 from .....assembly.path_parts import existing_names
-from .....handlers.node.path_service import IO_THREADS, WriterService
+from .....handlers.node.path.path_service import IO_THREADS, WriterService
 from .....handlers.node.path_wire import NodeJoined, NodeState
 from .....manager.below.node_tier import NodeTier, NodeTierOptions
 from .....manager.below.port import TierFacts

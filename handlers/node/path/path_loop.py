@@ -15,14 +15,14 @@ from pathlib import Path
 
 import msgspec
 
-from ...tiers.cpu.huge_pages import has_huge_pages
-from ...tiers.nvme.disk.filesystem import FileSystem
-from ...tiers.nvme.path.frames import WireError
-from ...tiers.nvme.path.path_messages import FromNode, Removed, Stored, TierFigures, from_writer
+from ....tiers.cpu.huge_pages import has_huge_pages
+from ....tiers.nvme.disk.filesystem import FileSystem
+from ....tiers.nvme.path.frames import WireError
+from ....tiers.nvme.path.path_messages import FromNode, Removed, Stored, TierFigures, from_writer
+from ..path_wire import NodeNote, NodeReady, NodeSetup, to_node
 from .path_io import IOThreads
 from .path_link import FrameSocket, Waker
 from .path_node import PathNode
-from .path_wire import NodeNote, NodeReady, NodeSetup, to_node
 from .writer_search import Joined, WriterSearch
 
 TICK_S = 0.05

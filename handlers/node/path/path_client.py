@@ -17,17 +17,17 @@ from typing import Any
 
 import msgspec
 
-from ...logs import get_logger
-from ...tiers.nvme.disk.filesystem import FileSystem
-from ...tiers.nvme.path.path_messages import Epoch
-from .node_child import Connection, launch
-from .node_keeper import NodeKeeper
+from ....logs import get_logger
+from ....tiers.nvme.disk.filesystem import FileSystem
+from ....tiers.nvme.path.path_messages import Epoch
+from ..node_child import Connection, launch
+from ..node_keeper import NodeKeeper
+from ..path_wire import NodeJoined, NodeSetup
 from .path_loop import NodeLoop
-from .path_wire import NodeJoined, NodeSetup
 
 FAULTS = frozenset({-signal.SIGBUS, -signal.SIGABRT, -signal.SIGSEGV})
 """Exit statuses of a process that a damaged index may have ended."""
-NODE_MODULE = "kvcascade.handlers.node.path_main"
+NODE_MODULE = "kvcascade.handlers.node.path.path_main"
 
 _log = get_logger(__name__)
 

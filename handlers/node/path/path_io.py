@@ -14,19 +14,19 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ...logs import get_logger
-from ...tiers.base import BlockHash, SlotArray
-from ...tiers.nvme.disk.filesystem import FileLock, FileSystem
-from ...tiers.nvme.disk.transfers import DIRECT, TransferLimit, Transfers
-from ...tiers.nvme.namespace import NamespaceKey
-from ...tiers.nvme.path.block_reader import BlockReader, BlocksRead
-from ...tiers.nvme.path.block_writer import BlocksWritten, BlockWriter
-from ...tiers.nvme.path.former_writes import hold_writes
-from ...tiers.nvme.path.path_messages import NamespaceSpec, Welcome
-from ...tiers.nvme.path.payload_files import PayloadFiles
-from ...tiers.nvme.path.presence_file import map_presence
-from ...tiers.nvme.segments.format import SegmentLayout
-from .bounce import ArenaBounce, PieceBounce, ThreadBuffers
+from ....logs import get_logger
+from ....tiers.base import BlockHash, SlotArray
+from ....tiers.nvme.disk.filesystem import FileLock, FileSystem
+from ....tiers.nvme.disk.transfers import DIRECT, TransferLimit, Transfers
+from ....tiers.nvme.namespace import NamespaceKey
+from ....tiers.nvme.path.block_reader import BlockReader, BlocksRead
+from ....tiers.nvme.path.block_writer import BlocksWritten, BlockWriter
+from ....tiers.nvme.path.former_writes import hold_writes
+from ....tiers.nvme.path.path_messages import NamespaceSpec, Welcome
+from ....tiers.nvme.path.payload_files import PayloadFiles
+from ....tiers.nvme.path.presence_file import map_presence
+from ....tiers.nvme.segments.format import SegmentLayout
+from ..bounce import ArenaBounce, PieceBounce, ThreadBuffers
 from .path_jobs import PART_BYTES
 
 SEGMENTS = "segments"

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ...tiers.nvme.path.frames import MAX_FRAME_BYTES, MessageStream, frame, hang_up
+from ....tiers.nvme.path.frames import MAX_FRAME_BYTES, MessageStream, frame, hang_up
 
 MAX_UNSENT_BYTES = 64 << 20
 """Longest queue of a peer that does not read; beyond it the connection counts as broken."""

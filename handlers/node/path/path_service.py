@@ -18,20 +18,20 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from ...errors import KVCascadeError, os_errors
-from ...logs import get_logger
-from ...tiers.nvme.disk.filesystem import FileLock, FileSystem
-from ...tiers.nvme.path.frames import hang_up
-from ...tiers.nvme.path.lmdb_block_table import open_block_table
-from ...tiers.nvme.path.path_lock import PathDoor
-from ...tiers.nvme.path.path_messages import MAX_FRAME_BYTES, PathOptions, from_node
-from ...tiers.nvme.path.presence_file import boot_id
-from ...tiers.nvme.path.writer.namespace.namespace_start import StartMeans
-from ...tiers.nvme.path.writer.namespace.waiting_grants import Reply
-from ...tiers.nvme.path.writer.path_writer import PathWriter
-from ...tiers.nvme.path.writer_note import note_of_this_process, save_note
+from ....errors import KVCascadeError, os_errors
+from ....logs import get_logger
+from ....tiers.nvme.disk.filesystem import FileLock, FileSystem
+from ....tiers.nvme.path.frames import hang_up
+from ....tiers.nvme.path.lmdb_block_table import open_block_table
+from ....tiers.nvme.path.path_lock import PathDoor
+from ....tiers.nvme.path.path_messages import MAX_FRAME_BYTES, PathOptions, from_node
+from ....tiers.nvme.path.presence_file import boot_id
+from ....tiers.nvme.path.writer.namespace.namespace_start import StartMeans
+from ....tiers.nvme.path.writer.namespace.waiting_grants import Reply
+from ....tiers.nvme.path.writer.path_writer import PathWriter
+from ....tiers.nvme.path.writer_note import note_of_this_process, save_note
+from ..started_pool import no_thread, started_pool
 from .path_link import FrameSocket, Waker
-from .started_pool import no_thread, started_pool
 
 PLACE_CHECK_INTERVAL_S = 1.0
 """Time between two checks that the lock and the folder of the path, and those of its namespaces,

@@ -18,10 +18,10 @@ from typing import Protocol
 
 import numpy as np
 
-from ...tiers.base import BlockHash, BlockOutcome, SlotArray
-from ...tiers.nvme.path.block_reader import BlocksRead
-from ...tiers.nvme.path.block_writer import BlocksWritten
-from ...tiers.nvme.path.path_messages import (
+from ....tiers.base import BlockHash, BlockOutcome, SlotArray
+from ....tiers.nvme.path.block_reader import BlocksRead
+from ....tiers.nvme.path.block_writer import BlocksWritten
+from ....tiers.nvme.path.path_messages import (
     ALREADY_SLOT,
     MAX_KEYS_PER_MESSAGE,
     Bad,
@@ -37,7 +37,7 @@ from ...tiers.nvme.path.path_messages import (
     Welcome,
     Why,
 )
-from .path_wire import (
+from ..path_wire import (
     GetJob,
     JobDone,
     NodeReady,

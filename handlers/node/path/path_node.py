@@ -20,8 +20,8 @@ from typing import Protocol
 
 import msgspec
 
-from ...errors import KVCascadeError
-from ...tiers.nvme.path.path_messages import (
+from ....errors import KVCascadeError
+from ....tiers.nvme.path.path_messages import (
     MAX_KEYS_PER_MESSAGE,
     PROTOCOL,
     Chain,
@@ -44,8 +44,7 @@ from ...tiers.nvme.path.path_messages import (
     Touch,
     Welcome,
 )
-from .path_jobs import GetJobs, JobMeans, PutJobs, ResetJobs, Workers
-from .path_wire import (
+from ..path_wire import (
     CAN_READ,
     CAN_WRITE,
     GetJob,
@@ -56,6 +55,7 @@ from .path_wire import (
     PutJob,
     ResetJob,
 )
+from .path_jobs import GetJobs, JobMeans, PutJobs, ResetJobs, Workers
 
 SILENCE_LIMIT_S = 10.0
 """Longest time without an answer to a request. Then writes rest until the writer answers."""

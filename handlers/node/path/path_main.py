@@ -1,6 +1,6 @@
 """The node: a process of its own that moves the blocks of one engine and talks to the writer.
 
-    python -m kvcascade.handlers.node.path_main SOCKET_FD ARENA_FD PARENT_PID
+    python -m kvcascade.handlers.node.path.path_main SOCKET_FD ARENA_FD PARENT_PID
 
 The process ends when its socket is closed, so it never outlives the scheduler's process. If it is
 the writer of the path, it closes the path cleanly first.
@@ -16,11 +16,11 @@ import socket
 import sys
 import threading
 
-from ...tiers.cpu.huge_pages import map_file
-from ...tiers.nvme.disk.filesystem import RealFileSystem
-from .child_start import prefault, receive_setup, run_child
+from ....tiers.cpu.huge_pages import map_file
+from ....tiers.nvme.disk.filesystem import RealFileSystem
+from ..child_start import prefault, receive_setup, run_child
+from ..path_wire import NodeSetup, to_node
 from .path_loop import NodeLoop
-from .path_wire import NodeSetup, to_node
 
 
 def serve(connection: socket.socket, arena_fd: int) -> None:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ...errors import FINAL_ERRORS, ConfigError, KVCascadeError
-from ...logs import get_logger
-from ...tiers.nvme.disk.filesystem import FileLock, FileSystem
-from ...tiers.nvme.path.path_lock import PathDoor, try_lead
-from ...tiers.nvme.path.path_messages import PathOptions
-from ...tiers.nvme.path.writer.path_options import PATH_FOLDER, check_options
+from ....errors import FINAL_ERRORS, ConfigError, KVCascadeError
+from ....logs import get_logger
+from ....tiers.nvme.disk.filesystem import FileLock, FileSystem
+from ....tiers.nvme.path.path_lock import PathDoor, try_lead
+from ....tiers.nvme.path.path_messages import PathOptions
+from ....tiers.nvme.path.writer.path_options import PATH_FOLDER, check_options
 from .path_service import WriterService
 
 CONNECT_LIMIT_S = 1.0
