@@ -13,7 +13,7 @@ from contract.remote_contract import RemoteContract
 from support.ceph import ACCESS_KEY, SECRET_KEY, CephServer
 
 from kvcascade.tiers.remote.base import RemoteEngine
-from kvcascade.tiers.remote.object_store import open_object_store
+from kvcascade.tiers.remote.engines.object_store import open_object_store
 
 pytest.importorskip("obstore", reason='no object stores: install obstore (extra "s3")')
 pytest.importorskip("boto3", reason='no boto3: install moto (extra "dev")')

@@ -32,8 +32,8 @@ from kvcascade.tiers.remote.base import (
 
 pytest.importorskip("obstore", reason='no object stores: install obstore (extra "s3")')
 
-from kvcascade.tiers.remote import object_store  # noqa: E402 - as below
-from kvcascade.tiers.remote.object_store import (  # noqa: E402 - only where obstore is installed
+from kvcascade.tiers.remote.engines import object_store  # noqa: E402 - needs obstore
+from kvcascade.tiers.remote.engines.object_store import (  # noqa: E402 - as above
     RENEW_AFTER_S,
     ObjectStoreEngine,
     open_object_store,

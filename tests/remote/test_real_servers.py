@@ -26,12 +26,12 @@ from support.waiting import wait_until
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.breaker import REST_S
 from kvcascade.tiers.remote.base import HEADER_BYTES, RemoteEngine, RemoteOutcome
+from kvcascade.tiers.remote.engines.resp import Address, Login
+from kvcascade.tiers.remote.engines.valkey import ValkeyEngine
 from kvcascade.tiers.remote.objects import SECRET_BYTES, GcmSeal, MacSeal
 from kvcascade.tiers.remote.presence import Presence
 from kvcascade.tiers.remote.remote_counters import Verb
 from kvcascade.tiers.remote.remote_store import RemoteEnded
-from kvcascade.tiers.remote.resp import Address, Login
-from kvcascade.tiers.remote.valkey import ValkeyEngine
 from kvcascade.tools.dev.other_host import OtherHost
 
 OK, ABSENT = RemoteOutcome.OK, RemoteOutcome.ABSENT

@@ -18,6 +18,7 @@ from kvcascade.config.remote import RemoteTierOptions, WriteWhen, parse_remote
 from kvcascade.errors import ConfigError
 from kvcascade.tiers.remote import remote_options
 from kvcascade.tiers.remote.base import FAILURES, EngineKind, RemoteOutcome
+from kvcascade.tiers.remote.engines.valkey import ValkeyEngine
 from kvcascade.tiers.remote.objects import GcmSeal, MacSeal
 from kvcascade.tiers.remote.remote_options import (
     check_openable,
@@ -26,7 +27,6 @@ from kvcascade.tiers.remote.remote_options import (
     store_options,
 )
 from kvcascade.tiers.remote.remote_probe import probe_remote
-from kvcascade.tiers.remote.valkey import ValkeyEngine
 
 SECRET = "hunter2-in-test"
 AT = At("tiers[2]")
@@ -140,7 +140,7 @@ def test_valkey_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_third_engine_is_a_file_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page docs/extending/remote-engine.md says so."""
-    file = ModuleType("kvcascade.tiers.remote.mem")
+    file = ModuleType("kvcascade.tiers.remote.engines.mem")
     kind = EngineKind(lambda options, secret: RemoteTwin(), "no_such_package", "mem")
     monkeypatch.setattr(file, "KIND", kind, raising=False)
     monkeypatch.setitem(sys.modules, file.__name__, file)

@@ -25,19 +25,22 @@ from support.waiting import WAIT_LIMIT_S, wait_until
 
 from kvcascade.config.options import At
 from kvcascade.config.remote import WriteWhen, parse_remote
-from kvcascade.tiers.remote import presence, resp
+from kvcascade.tiers.remote import presence
 from kvcascade.tiers.remote.base import HEADER_BYTES, PrivateBuffer, RemoteObject, RemoteOutcome
-from kvcascade.tiers.remote.lane import TokenBucket
-from kvcascade.tiers.remote.presence import ChainSearch, Presence, PresenceMemory
-from kvcascade.tiers.remote.remote_counters import Verb
-from kvcascade.tiers.remote.remote_options import open_remote_engine
-from kvcascade.tiers.remote.resp import (
+from kvcascade.tiers.remote.engines import resp
+from kvcascade.tiers.remote.engines.resp import (
     Address,
     Login,
     RespBrokenError,
     RespConnection,
     RespError,
 )
+from kvcascade.tiers.remote.engines.valkey import Nodes, ValkeyEngine, hash_slot
+from kvcascade.tiers.remote.engines.valkey_questions import CLUSTER_SLOTS, slots_of
+from kvcascade.tiers.remote.lane import TokenBucket
+from kvcascade.tiers.remote.presence import ChainSearch, Presence, PresenceMemory
+from kvcascade.tiers.remote.remote_counters import Verb
+from kvcascade.tiers.remote.remote_options import open_remote_engine
 from kvcascade.tiers.remote.shared_generation import (
     GENERATION_FRESH_S,
     IN_USE_S,
@@ -45,8 +48,6 @@ from kvcascade.tiers.remote.shared_generation import (
     SharedGeneration,
 )
 from kvcascade.tiers.remote.uploads import Offer, OfferRule
-from kvcascade.tiers.remote.valkey import Nodes, ValkeyEngine, hash_slot
-from kvcascade.tiers.remote.valkey_questions import CLUSTER_SLOTS, slots_of
 
 
 @given(st.integers(1, 3000), st.integers(0, 3000), st.integers(0, 3000))
@@ -450,7 +451,7 @@ def test_connections_are_not_used_after_a_long_rest(monkeypatch: pytest.MonkeyPa
 
     with peer(serve) as engine:
         for limit_s, expected in (60.0, 1), (60.0, 1), (-1.0, 2):
-            monkeypatch.setattr("kvcascade.tiers.remote.valkey.IDLE_LIMIT_S", limit_s)
+            monkeypatch.setattr("kvcascade.tiers.remote.engines.valkey.IDLE_LIMIT_S", limit_s)
             assert engine.exist_many(["a"], 2.0) == [RemoteOutcome.OK]
             assert connections == expected
 

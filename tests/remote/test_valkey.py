@@ -34,9 +34,9 @@ from support.waiting import wait_until
 from kvcascade.config.options import At
 from kvcascade.config.remote import parse_remote
 from kvcascade.tiers.remote.base import HEADER_BYTES, RemoteEngine, RemoteEntry, RemoteOutcome
+from kvcascade.tiers.remote.engines.resp import Address, Login
+from kvcascade.tiers.remote.engines.valkey import TAIL_BYTES, ValkeyEngine, hash_slot
 from kvcascade.tiers.remote.remote_options import open_remote_engine
-from kvcascade.tiers.remote.resp import Address, Login
-from kvcascade.tiers.remote.valkey import TAIL_BYTES, ValkeyEngine, hash_slot
 
 OK, ABSENT, EXISTS = RemoteOutcome.OK, RemoteOutcome.ABSENT, RemoteOutcome.EXISTS
 TIMED_OUT, IO_ERROR = RemoteOutcome.TIMED_OUT, RemoteOutcome.IO_ERROR
@@ -490,6 +490,6 @@ class TestCluster:
 
 def test_payload_bytes_of_the_contract_are_sent_from_where_they_lie() -> None:
     """Otherwise the contract would test only the path of small values."""
-    from kvcascade.tiers.remote.resp import SEPARATE_BYTES
+    from kvcascade.tiers.remote.engines.resp import SEPARATE_BYTES
 
     assert PAYLOAD_BYTES > SEPARATE_BYTES

@@ -10,7 +10,7 @@ import pytest
 
 from kvcascade.config.remote import WriteWhen
 from kvcascade.tiers.base import BlockHash
-from kvcascade.tiers.remote.object_store import RENEW_AFTER_S
+from kvcascade.tiers.remote.engines.object_store import RENEW_AFTER_S
 from kvcascade.tools.dev import remote_study
 from kvcascade.tools.dev.policy_study import StudyWorkload, load_workload
 from kvcascade.tools.dev.remote_study import Bucket, Host, Setup, Valkey, cells, routes, run

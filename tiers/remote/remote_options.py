@@ -24,7 +24,7 @@ MAX_SECRET_FILE_BYTES = 4096
 
 def kind_of(options: RemoteTierOptions) -> EngineKind:
     """Return what is known of the engine."""
-    kind = import_module(f".{options.engine}", __package__).KIND
+    kind = import_module(f".engines.{options.engine}", __package__).KIND
     assert isinstance(kind, EngineKind)
     return kind
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from ...config.remote import WriteWhen
 from ...config.sizes import MAX_BYTES, parse_bytes
 from ...tiers.base import BlockHash
-from ...tiers.remote.object_store import RENEW_AFTER_S
+from ...tiers.remote.engines.object_store import RENEW_AFTER_S
 from ...tiers.remote.presence import ChainSearch, Presence, PresenceMemory, known_prefix
 from ...tiers.remote.remote_store import StoreOptions
 from ...tiers.remote.shared_generation import GENERATION_FRESH_S, IN_USE_S, REFRESH_S

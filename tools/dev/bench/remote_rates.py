@@ -28,11 +28,11 @@ import numpy as np
 
 from ....tiers.base import BlockHash
 from ....tiers.remote.base import RemoteEngine, RemoteOutcome
-from ....tiers.remote.object_store import ObjectStoreEngine, open_object_store
+from ....tiers.remote.engines.object_store import ObjectStoreEngine, open_object_store
+from ....tiers.remote.engines.resp import Address, Login
+from ....tiers.remote.engines.valkey import ValkeyEngine
 from ....tiers.remote.objects import ObjectFormat, parts_of
 from ....tiers.remote.remote_store import RemoteEnded, RemoteStore, StoreOptions
-from ....tiers.remote.resp import Address, Login
-from ....tiers.remote.valkey import ValkeyEngine
 from ...commands.bench.bench_results import (
     CLIENT,
     GIGA,

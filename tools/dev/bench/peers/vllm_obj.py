@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from .....tiers.remote.object_store import open_object_store
+from .....tiers.remote.engines.object_store import open_object_store
 from ...remote_server import BUCKET, REGION
 from ..measurement import Figures
 from ..remote_obj import BOTH, LOAD, LOOKUP

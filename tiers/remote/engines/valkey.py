@@ -18,10 +18,9 @@ from binascii import crc_hqx
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from urllib.parse import unquote, urlsplit
 
-from ...config.remote import SCHEMES, RemoteTierOptions, is_loopback
-from ...errors import ConfigError
-from . import valkey_questions
-from .base import (
+from ....config.remote import SCHEMES, RemoteTierOptions, is_loopback
+from ....errors import ConfigError
+from ..base import (
     HEADER_BYTES,
     Arrived,
     Cause,
@@ -37,6 +36,7 @@ from .base import (
     counter_answer,
     ignore,
 )
+from . import valkey_questions
 from .resp import MAX_PORT, Address, Argument, Login, RespBrokenError, RespConnection, RespError
 
 DEFAULT_PORT = 6379

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from .base import Cause, RemoteEntry
+from ..base import Cause, RemoteEntry
 from .resp import MAX_PORT, Address, RespBrokenError, RespConnection, RespError
 
 CLUSTER_SLOTS = 16384

@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
-from ...config.remote import RemoteTierOptions
-from ...errors import ConfigError
-from ...logs import get_logger
-from .base import (
+from ....config.remote import RemoteTierOptions
+from ....errors import ConfigError
+from ....logs import get_logger
+from ..base import (
     COUNTER_DIGITS,
     HEADER_BYTES,
     MAX_COUNTER,
