@@ -12,7 +12,7 @@ from ..tiers.base import BlockHash
 from ..tiers.endurance import DayTotals
 from ..tiers.policies import named_object
 from ..tiers.policies.ordered import tag_of
-from ..tiers.policies.tags import NONE, TagTable
+from ..tiers.policies.parts.tags import NONE, TagTable
 
 logger = get_logger(__name__)
 

@@ -18,11 +18,12 @@ from support.traces import LLM, block_chains, reference
 
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockStatus, CachePolicy
-from kvcascade.tiers.policies import DictDirectory, OrderedPolicy, create, runs
+from kvcascade.tiers.policies import DictDirectory, OrderedPolicy, create
 from kvcascade.tiers.policies.lru import LruOrder
+from kvcascade.tiers.policies.parts import runs
+from kvcascade.tiers.policies.parts.reuse import Ints
+from kvcascade.tiers.policies.parts.runs import ANCIENT, RUNS_MIN
 from kvcascade.tiers.policies.prefix import PrefixOrder
-from kvcascade.tiers.policies.reuse import Ints
-from kvcascade.tiers.policies.runs import ANCIENT, RUNS_MIN
 
 OTHERS = ("lru", "arc", "s3fifo", "lirs")
 

@@ -15,12 +15,12 @@ from kvcascade.errors import ConfigError
 from kvcascade.tiers.base import BlockHash, BlockStatus
 from kvcascade.tiers.cpu.cpu_backend import CpuBackend
 from kvcascade.tiers.policies import ENTRY_POINTS, ORDERS, create, known_names, order_class
-from kvcascade.tiers.policies import log as log_module
-from kvcascade.tiers.policies.directory import DictDirectory
-from kvcascade.tiers.policies.ghosts import SLACK, GhostLists
-from kvcascade.tiers.policies.links import NONE, LinkedLists
-from kvcascade.tiers.policies.log import NO_PLACE, WALK, WALK_FACTOR, RecencyLog, Search
 from kvcascade.tiers.policies.ordered import MANY_PINNED
+from kvcascade.tiers.policies.parts import log as log_module
+from kvcascade.tiers.policies.parts.directory import DictDirectory
+from kvcascade.tiers.policies.parts.ghosts import SLACK, GhostLists
+from kvcascade.tiers.policies.parts.links import NONE, LinkedLists
+from kvcascade.tiers.policies.parts.log import NO_PLACE, WALK, WALK_FACTOR, RecencyLog, Search
 from kvcascade.tiers.policies.s3fifo import S3FifoOrder
 
 COLLIDING = 1 << 40

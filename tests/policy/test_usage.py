@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvcascade.tiers.policies.usage import (
+from kvcascade.tiers.policies.parts.usage import (
     LAST_USE,
     MAX_TIME_S,
     MAX_TIMES,

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import xxhash
 
 from ..base import BlockHash, BlockStatus
-from ..policies.directory import DictDirectory
+from ..policies.parts.directory import DictDirectory
 
 RECORD_BYTES = 64
 KEY_OFFSET = 8

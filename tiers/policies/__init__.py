@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from ...errors import ConfigError
 from ..base import CachePolicy
 from .arc import ArcOrder
-from .directory import DictDirectory
 from .fifo import FifoOrder
 from .guarded import guarded
 from .lirs import LirsOrder
 from .lru import LruOrder
 from .order import ArraySource, EvictionOrder, heap_arrays
 from .ordered import OrderedPolicy
+from .parts.directory import DictDirectory
 from .prefix import PrefixOrder
 from .s3fifo import S3FifoOrder
 from .sieve import SieveOrder

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..base import SlotMask
-from .ghosts import GhostLists
-from .log import RecencyLog, Search
 from .order import ArraySource, EvictionOrder, heap_arrays, scalars
-from .tags import NONE
+from .parts.ghosts import GhostLists
+from .parts.log import RecencyLog, Search
+from .parts.tags import NONE
 
 _B1, _B2, _COMING = 0, 1, 2
 _TARGET_SCALE = 1_000_000

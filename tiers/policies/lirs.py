@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..base import SlotMask
-from .links import StampedLists
-from .log import NO_PLACE, Search
 from .order import ArraySource, EvictionOrder, heap_arrays, scalars
-from .tags import NONE, TagTable
+from .parts.links import StampedLists
+from .parts.log import NO_PLACE, Search
+from .parts.tags import NONE, TagTable
 
 HIR_SHARE = 0.01
 """Share of the slots that is reserved for cold blocks; at least one slot."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ..base import SlotMask
-from .log import RecencyLog
 from .order import ArraySource, EvictionOrder, heap_arrays
+from .parts.log import RecencyLog
 
 
 class LruOrder(EvictionOrder):

@@ -8,8 +8,8 @@ from itertools import takewhile
 import numpy as np
 
 from ..base import BlockHash, BlockStatus, CachePolicy, SlotMask, slot_of
-from .directory import DictDirectory
 from .order import EvictionOrder
+from .parts.directory import DictDirectory
 
 Pairs = list[tuple[BlockHash, BlockStatus]]
 

@@ -35,9 +35,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..base import SlotMask
-from .log import Search
 from .order import ArraySource, EvictionOrder, heap_arrays, scalars
-from .reuse import (
+from .parts.log import Search
+from .parts.reuse import (
     AGES,
     HALVE_EVERY,
     LEFT_BEHIND,
@@ -49,7 +49,7 @@ from .reuse import (
     class_of,
     use_class,
 )
-from .runs import ANCIENT, GAP_SCALE, Runs, Slots
+from .parts.runs import ANCIENT, GAP_SCALE, Runs, Slots
 
 LEARN_SHARE, LEARN_MIN, LEARN_MAX = 1 / 16, 16, 512
 """Share of all requests after which values are computed again, with its limits in requests."""

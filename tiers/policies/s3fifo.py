@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..base import SlotMask
-from .ghosts import GhostLists
-from .log import Marks, RecencyLog, Search
 from .order import FEW, ArraySource, EvictionOrder, heap_arrays
+from .parts.ghosts import GhostLists
+from .parts.log import Marks, RecencyLog, Search
 
 SMALL_SHARE = 0.1
 """Share of the slots that belongs to the small queue."""

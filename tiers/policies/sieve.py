@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..base import SlotMask
-from .log import Marks, RecencyLog, Search
 from .order import ArraySource, EvictionOrder, heap_arrays, scalars
+from .parts.log import Marks, RecencyLog, Search
 
 
 class SieveOrder(EvictionOrder):

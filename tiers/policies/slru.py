@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..base import SlotMask
-from .links import StampedLists
-from .log import NO_PLACE, Search
 from .order import ArraySource, EvictionOrder, heap_arrays, scalars
+from .parts.links import StampedLists
+from .parts.log import NO_PLACE, Search
 
 SEGMENTS = 4
 _SEGMENT_SHIFT = 56

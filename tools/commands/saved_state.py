@@ -20,7 +20,7 @@ from ...tiers.nvme.path.writer.namespace.recency import MAX_SESSION_DIGITS, SESS
 from ...tiers.nvme.segments.arrays import HEADER_BYTES, parse_header
 from ...tiers.nvme.segments.chains import CHAINS
 from ...tiers.policies import ORDERS
-from ...tiers.policies.usage import LAST_USE, TIMES_USED, WRITTEN_AT
+from ...tiers.policies.parts.usage import LAST_USE, TIMES_USED, WRITTEN_AT
 from .prompt_chains import Chains
 
 _Head = tuple[np.dtype[Any], int, int]

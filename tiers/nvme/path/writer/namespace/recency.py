@@ -19,7 +19,7 @@ from ......logs import get_logger
 from .....base import BlockHash, SlotMask
 from .....policies import EvictionOrder, order_class
 from .....policies.ordered import tag_of
-from .....policies.usage import SlotUsage
+from .....policies.parts.usage import SlotUsage
 from ....disk.filesystem import FileSystem
 from ....segments.arrays import MappedArrays
 from ....segments.chains import CHAINS

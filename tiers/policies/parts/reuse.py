@@ -23,7 +23,7 @@ from bisect import bisect_right
 import numpy as np
 import numpy.typing as npt
 
-from .order import ArraySource, heap_arrays
+from ..order import ArraySource, heap_arrays
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

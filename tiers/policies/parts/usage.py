@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .order import FEW, ArraySource, Column, heap_arrays
+from ..order import FEW, ArraySource, Column, heap_arrays
 
 WRITTEN_AT, LAST_USE, TIMES_USED = "use_written", "use_last", "use_times"
 """Names of the arrays: two wall-clock times in seconds (uint32), and a count (uint16)."""

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ..order import ArraySource, Column, heap_arrays
 from .log import RecencyLog, Search
-from .order import ArraySource, Column, heap_arrays
 from .reuse import AGE_CLASSES, UNKNOWN, Ints
 
 Slots = npt.NDArray[np.int32]

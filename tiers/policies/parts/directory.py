@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from ..base import BlockHash, BlockStatus
+from ...base import BlockHash, BlockStatus
 
 NO_BLOCK = BlockHash(b"")
 """Hash that stands for an empty slot."""

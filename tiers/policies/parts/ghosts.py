@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..order import ArraySource, heap_arrays, scalars
 from .links import LinkedLists
-from .order import ArraySource, heap_arrays, scalars
 from .tags import NONE, TagTable
 
 SLACK = 1024

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from .order import ArraySource, heap_arrays, scalars
+from ..order import ArraySource, heap_arrays, scalars
 
 NONE = -1
 """Number that stands for no entry."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .order import ArraySource, heap_arrays, scalars
+from ..order import ArraySource, heap_arrays, scalars
 
 NONE = -1
 """Number that stands for no entry."""

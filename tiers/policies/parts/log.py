@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..base import SlotMask
-from .order import FEW, ArraySource, Column, heap_arrays, scalars
+from ...base import SlotMask
+from ..order import FEW, ArraySource, Column, heap_arrays, scalars
 
 MIN_LOG_LENGTH = 1024
 LOG_LENGTH_PER_SLOT = 3

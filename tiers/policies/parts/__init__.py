@@ -1,0 +1,1 @@
+"""Parts that orders of eviction are made of."""
