@@ -122,6 +122,20 @@ def test_one_change_of_the_writer_costs_no_pause(rig: NodesRig, node: NodeTwin) 
         assert node.node.state is NodeState.FOLLOWING
 
 
+def test_an_engine_that_leads_opens_a_damaged_index_twice_a_minute(
+    rig: NodesRig, node: NodeTwin
+) -> None:
+    rig.kill_writer()
+    rig.pump()
+    node.can_join, attempts = False, 0  # its own writer is what fails
+    for _ in range(600):
+        node.tick(0.5)
+        if node.is_joining:
+            attempts, node.is_joining = attempts + 1, False
+            node.node.not_linked("the index is damaged", is_final=True)
+    assert 10 <= attempts <= 20
+
+
 def test_a_refusal_for_good_is_asked_for_twice_a_minute(rig: NodesRig, node: NodeTwin) -> None:
     """Each time the writer opens the index."""
     rig.writer = rig.kill_writer()

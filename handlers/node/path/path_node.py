@@ -136,8 +136,9 @@ class JoinAttempts:
 
     def failed(self, now_s: float, most_s: float = MAX_JOIN_PAUSE_S) -> None:
         """Plan the next attempt, at most `most_s` from now."""
-        self.next_s = now_s + self._pause_s
-        self._pause_s = min(most_s, 2 * self._pause_s)
+        pause_s = min(most_s, self._pause_s)
+        self.next_s = now_s + pause_s
+        self._pause_s = 2 * pause_s
 
     def last_long(self, now_s: float) -> bool:
         """Return True once, when they go on for too long."""
@@ -223,11 +224,14 @@ class PathNode:
         self._means.send(self._hello)
 
     def not_linked(self, text: str, *, is_final: bool = False) -> None:
-        """Note a failed attempt to join. With `is_final` a new engine makes no other attempt."""
+        """Note a failed attempt to join.
+
+        With `is_final` a new engine makes no other attempt, and one that was served makes few.
+        """
         if is_final and self._is_new:
             self._turn_off(text, is_misconfigured=True)
         else:
-            self._retry_later(text)
+            self._retry_later(text, MAX_REFUSED_PAUSE_S if is_final else MAX_JOIN_PAUSE_S)
 
     def received(self, message: FromWriter) -> None:
         """Handle a message of the writer; one of a link that was given up is ignored."""
