@@ -99,8 +99,10 @@ class Closing:
         losable = min(len(self._flow.top.policy), below.tiers[0].capacity)
         limit = losable - counters.demote_failed_blocks
         sent = rests = written = 0
-        has_waited = False
         order: list[BlockHash] = []
+        with self._lock:
+            self._collect()
+            given_up = set(demoter.jobs) if below.write_state().is_stalled else set[int]()
         while (left_s := deadline_s - clock()) > 0:
             with self._lock:
                 self._collect()
@@ -112,12 +114,13 @@ class Closing:
                 order = order[len(order) - left :]
                 if counters.demoted_blocks > written:
                     written, rests = counters.demoted_blocks, 0
-                state, waiting = below.write_state(), bool(demoter.jobs)
+                state, waiting = below.write_state(), len(demoter.jobs)
+                # A stall that begins now may end in time. One of before the flush is not waited
+                # for, nor one of lower tiers only.
+                are_late = waiting <= below.late_puts or demoter.jobs.keys() <= given_up
                 self._maintain()
             may_recover = state.may_recover and 0 < state.rest_left_s < left_s
-            # A stall that begins now may end in time; one of before the flush is not waited for.
-            if waiting and (has_waited or not state.is_stalled):
-                has_waited = True
+            if waiting and not (state.is_stalled and are_late):
                 below.wait(left_s)
             elif not waiting and rests < RESTS_AT_MOST and may_recover:
                 rests += 1

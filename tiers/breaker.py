@@ -40,6 +40,7 @@ class Breaker:
         self._rest_until_s = clock()
         self._progress_s = 0.0
         self._under_way = 0
+        self._is_stall_seen = False
 
     @property
     def is_open(self) -> bool:
@@ -73,6 +74,7 @@ class Breaker:
         """Count a transfer that ended."""
         self._under_way -= 1
         self._progress_s = self._clock()
+        self._is_stall_seen = False
         if not is_failure:
             self._failures = 0
             self._rest_until_s = self._progress_s
@@ -89,12 +91,13 @@ class Breaker:
     def look_at_clock(self) -> bool:
         """Open the breaker if transfers are in flight and none has ended for `stall_s`.
 
-        Return True if that opened it.
+        Return True once in each stall.
         """
-        before = self.openings
-        if self.is_stalled:
-            self.trip()
-        return self.openings > before
+        if not self.is_stalled:
+            return False
+        self.trip()
+        is_new, self._is_stall_seen = not self._is_stall_seen, True
+        return is_new
 
     def _open(self) -> None:
         now_s = self._clock()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from support.cascade import Cascade, key
 from support.inside import demoters
+from support.twin_engine import TwinEngine
 
 from kvcascade.handlers.node.node_keeper import WAIT_SLICE_S
 from kvcascade.manager import flush, level
@@ -106,6 +107,15 @@ def test_a_stall_from_before_the_shutdown_is_not_waited_for() -> None:
     start_s = cascade.now_s
     assert not cascade.manager.flush_dirty(start_s + STALLED_S)
     assert cascade.now_s == start_s
+
+
+def test_a_lower_tier_that_hangs_is_not_waited_for() -> None:
+    engine = TwinEngine(slots=16, below=64, lower=64)
+    engine.lower.is_stalled = True
+    engine.offer(keys(0, 4))
+    start_s = engine.clock()
+    engine.manager.flush_dirty(start_s + LONG_S)
+    assert engine.twin.state()[0].blocks == 4 and engine.clock() - start_s < 1.0
 
 
 def test_what_goes_on_slowly_is_not_given_up() -> None:

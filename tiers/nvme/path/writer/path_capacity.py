@@ -32,8 +32,9 @@ from ...segments.format import MAX_DESCRIPTION_BYTES
 from ..path_messages import PathOptions
 from .path_plan import SMALL_FILES_BYTES
 
-PATH_REST_S = 5.0
-"""Rest of a path, or of an index, after a failed write; then it is tried again."""
+PATH_REST_S = 4.5
+"""Rest of a path, or of an index, after a failed write; then it is tried again. It ends before that
+of the engine (`REST_S`), whose next write finds it awake."""
 RETRY_AFTER_S = 30.0
 """Pause after a segment could not be made or deleted in a path."""
 BUDGET_LOCK = ".kvcascade.lock"
