@@ -87,7 +87,7 @@ class NodeClient(Protocol):
 
 
 class TierFeed(ABC):
-    """What one node says beside answers. The lock of the tier's caller guards it."""
+    """State that follows the notes of one node. The lock of the tier's caller guards it."""
 
     def __init__(self) -> None:
         self.counters = LinkCounters()

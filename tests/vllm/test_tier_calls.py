@@ -209,7 +209,7 @@ def test_an_idle_engine_hears_its_node(rig: Rig) -> None:
 
 
 def test_transfers_end_under_the_lock_at_the_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they left lands meanwhile."""
+    """Their transfers end meanwhile."""
     was_held: list[bool] = []
 
     def close(deadline_s: float) -> bool:

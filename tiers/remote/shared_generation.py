@@ -211,7 +211,7 @@ class SharedGeneration:
             if answer.outcome is RemoteOutcome.OK:
                 answer, mark = self._made_good(answer, now, limit_s)
             if answer.outcome is not RemoteOutcome.OK and answer.outcome not in FAILURES:
-                # What is said of a counter says nothing about a block, and must open the breaker.
+                # The outcome of a counter says nothing about a block, and must open the breaker.
                 answer = replace(answer, outcome=RemoteOutcome.IO_ERROR)
             self._counters.report(answer.outcome, self._clock() - begun_s)
             self._last = answer

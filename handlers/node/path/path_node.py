@@ -68,7 +68,7 @@ MAX_REFUSED_PAUSE_S = 30.0
 """The same after a refusal that another attempt cannot change: each one opens the index."""
 SHORT_LINK_S = 5.0
 """A link that ends sooner is short. After the second short one in a row, the node pauses before it
-joins again. A writer that fails at each commit would else be followed by the next one at once."""
+joins again. A writer that fails at each commit would otherwise be followed at once."""
 LINK_PAUSE_S = 0.5
 """Pause after the second short link; it doubles up to `SHORT_LINK_S`."""
 NOBODY_LIMIT_S = 20.0
@@ -134,9 +134,9 @@ class JoinAttempts:
             following_s = min(SHORT_LINK_S, max(LINK_PAUSE_S, 2 * pause_s))
         return JoinAttempts(now_s, self._patience_s, now_s + pause_s, following_s)
 
-    def failed(self, now_s: float, most_s: float = MAX_JOIN_PAUSE_S) -> None:
-        """Plan the next attempt, at most `most_s` from now."""
-        pause_s = min(most_s, self._pause_s)
+    def failed(self, now_s: float, *, is_final: bool) -> None:
+        """Plan the next attempt. `is_final`: it fails, too, unless somebody mends the path."""
+        pause_s = min(MAX_REFUSED_PAUSE_S if is_final else MAX_JOIN_PAUSE_S, self._pause_s)
         self.next_s = now_s + pause_s
         self._pause_s = 2 * pause_s
 
@@ -231,7 +231,7 @@ class PathNode:
         if is_final and self._is_new:
             self._turn_off(text, is_misconfigured=True)
         else:
-            self._retry_later(text, MAX_REFUSED_PAUSE_S if is_final else MAX_JOIN_PAUSE_S)
+            self._retry_later(text, is_final=is_final)
 
     def received(self, message: FromWriter) -> None:
         """Handle a message of the writer; one of a link that was given up is ignored."""
@@ -354,8 +354,7 @@ class PathNode:
             self._means.hang_up()
             self._turn_off(refused.text, is_misconfigured=is_misconfigured)
             return
-        is_final = refused.why in FINAL_REFUSALS
-        self._hang_up(refused.text, MAX_REFUSED_PAUSE_S if is_final else MAX_JOIN_PAUSE_S)
+        self._hang_up(refused.text, is_final=refused.why in FINAL_REFUSALS)
         self._should_retire_it = is_other_version
 
     def _epoch(self, message: Epoch) -> None:
@@ -365,19 +364,19 @@ class PathNode:
             self._puts.reset_epoch = message.epoch
             self._resets.answered(message.request)
 
-    def _hang_up(self, text: str, most_s: float = MAX_JOIN_PAUSE_S) -> None:
-        """Close a connection that is of no use, and try again, at most `most_s` later."""
+    def _hang_up(self, text: str, *, is_final: bool = False) -> None:
+        """Close a connection that is of no use, and try again later."""
         self._end_link()
         self._means.hang_up()
-        self._retry_later(text, most_s)
+        self._retry_later(text, is_final=is_final)
 
     def _end_link(self) -> None:
         self._is_linked, self._welcome = False, None
         self._puts.writer_is_lost()
         self._resets.writer_is_lost()
 
-    def _retry_later(self, text: str, most_s: float = MAX_JOIN_PAUSE_S) -> None:
-        self._attempts.failed(self._clock(), most_s)
+    def _retry_later(self, text: str, *, is_final: bool = False) -> None:
+        self._attempts.failed(self._clock(), is_final=is_final)
         self._note_absence(text)
 
     def _note_absence(self, text: str) -> None:
