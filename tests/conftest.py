@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.children import Start, children
-from support.parallel import is_shared, mark_lengthy, scheduler, sort_for_shares
+from support.parallel import is_left_out, is_shared, mark_lengthy, scheduler, sort_for_shares
 
 # Before anything imports vLLM: it must neither look for models outside nor report its use.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -48,6 +50,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the marker of pytest-timeout, too."""
     config.addinivalue_line("markers", "timeout(seconds): limit of a test; needs pytest-timeout")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect without the garbage collector: it would look at every imported module ten times.
+    Afterwards it leaves them alone, so it costs the tests less."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file of which `-m` would choose no test; None leaves the choice to others."""
+    return is_left_out(collection_path, config) or None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,8 +9,9 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 from support.project import FOLDERS, ROOT, files, module_files, python_files_outside_tests
@@ -82,11 +83,14 @@ def _targets(node: ast.AST, package: str) -> Iterator[str]:
             yield inner if inner in MODULES else base
 
 
-IMPORTS = [
-    found
-    for module, path in MODULES.items()
-    for found in imports_of(module, ast.parse(path.read_text(encoding="utf-8")))
-]
+@cache
+def imports() -> Sequence[Import]:
+    """Every import of every module."""
+    return [
+        found
+        for module, path in MODULES.items()
+        for found in imports_of(module, ast.parse(path.read_text(encoding="utf-8")))
+    ]
 
 
 def layer(module: str) -> str:
@@ -107,10 +111,10 @@ def speaks_vllm(module: str) -> bool:
 def test_every_module_is_seen() -> None:
     assert {"kvcascade", "kvcascade.errors", "kvcascade.tiers.base"} <= MODULES.keys()
     assert len(MODULES) == len(python_files_outside_tests())
-    assert any(found.target == "kvcascade.errors" for found in IMPORTS)
+    assert any(found.target == "kvcascade.errors" for found in imports())
     unresolved = [
         str(found)
-        for found in IMPORTS
+        for found in imports()
         if found.target.split(".")[0] == "kvcascade" and found.target not in MODULES
     ]
     assert not unresolved
@@ -142,7 +146,7 @@ def test_imports_in_strings_and_pages_name_what_there_is() -> None:
 def test_imports_point_down() -> None:
     wrong = [
         str(found)
-        for found in IMPORTS
+        for found in imports()
         if found.source != "kvcascade" and found.target.startswith("kvcascade.")
         if ORDER.index(layer(found.target)) > ORDER.index(layer(found.source))
     ]
@@ -153,7 +157,7 @@ def test_base_modules_import_only_those_below() -> None:
     place = {f"kvcascade.{name}": number for number, name in enumerate(BASE)}
     wrong = [
         str(found)
-        for found in IMPORTS
+        for found in imports()
         if found.source in place and found.target.startswith("kvcascade.")
         if place.get(found.target, len(BASE)) >= place[found.source]
     ]
@@ -163,7 +167,7 @@ def test_base_modules_import_only_those_below() -> None:
 def test_only_the_adapters_know_vllm() -> None:
     wrong = [
         str(found)
-        for found in IMPORTS
+        for found in imports()
         if found.target.split(".")[0] == "vllm" and not speaks_vllm(found.source)
     ]
     assert not wrong
@@ -178,7 +182,7 @@ def test_the_product_imports_nothing_of_development() -> None:
     assert any(is_development(module) for module in MODULES)
     wrong = [
         str(found)
-        for found in IMPORTS
+        for found in imports()
         if is_development(found.target) and not is_development(found.source)
     ]
     assert not wrong
@@ -187,7 +191,7 @@ def test_the_product_imports_nothing_of_development() -> None:
 def test_decisions_and_places_do_not_load_torch() -> None:
     wrong = [
         str(found)
-        for found in IMPORTS
+        for found in imports()
         if found.at_module_level and found.target.split(".")[0] == "torch"
         if layer(found.source) in (*ENGINE_FREE, "base")
         if not speaks_vllm(found.source)

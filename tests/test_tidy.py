@@ -6,7 +6,7 @@ import ast
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import pytest
@@ -64,11 +64,18 @@ def parsed(text: str) -> ast.Module:
     return ast.parse(text)
 
 
+@cache
+def walked(tree: ast.Module) -> Sequence[ast.AST]:
+    """Each node of a tree; walking them all takes a second."""
+    return tuple(ast.walk(tree))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _trees_are_dropped() -> Iterator[None]:
     """They are 200 MB."""
     yield
     parsed.cache_clear()
+    walked.cache_clear()
 
 
 def modules(*folders: str) -> Iterator[tuple[str, ast.Module]]:
@@ -88,9 +95,9 @@ def lines_matching(pattern: re.Pattern[str], *suffixes: str) -> list[str]:
     ]
 
 
-def nodes(tree: ast.AST, test: Callable[[ast.AST], bool]) -> list[int]:
+def nodes(tree: ast.Module, test: Callable[[ast.AST], bool]) -> list[int]:
     """Line numbers of the nodes that pass a test."""
-    return [getattr(node, "lineno", 0) for node in ast.walk(tree) if test(node)]
+    return [getattr(node, "lineno", 0) for node in walked(tree) if test(node)]
 
 
 def test_every_module_is_seen() -> None:
@@ -101,7 +108,7 @@ def test_functions_are_short() -> None:
     long = [
         f"{name}:{node.lineno} {node.name}: {node.end_lineno - node.lineno + 1} lines"
         for name, tree in modules()
-        for node in ast.walk(tree)
+        for node in walked(tree)
         if isinstance(node, Function) and node.end_lineno is not None
         if node.end_lineno - node.lineno >= FUNCTION_LINES_MAX
     ]
@@ -142,7 +149,7 @@ def test_classes_are_small() -> None:
     assert not [
         f"{name}:{node.lineno} {node.name}"
         for name, tree in modules(*PACKAGE_FOLDERS)
-        for node in ast.walk(tree)
+        for node in walked(tree)
         if isinstance(node, ast.ClassDef) and _is_large(node)
     ]
 

@@ -56,20 +56,18 @@ def of_tier() -> Mapping[str, tuple[str, str]]:
 @cache
 def texts() -> frozenset[str]:
     """Return the variables of options that are text: their numbers, `true` and `null` are, too."""
-    of_top = (variable for variable, name in TOP.items() if _is_text(CascadeConfig, name))
-    tiers = of_tier().items()
-    return frozenset(of_top).union(
-        variable for variable, (kind, name) in tiers if _is_text(options_class(kind), name)
+    of_top = text_keys(CascadeConfig)
+    of_kind = {kind: text_keys(options_class(kind)) for kind in TIER_TYPES}
+    return frozenset(variable for variable, name in TOP.items() if name in of_top).union(
+        variable for variable, (kind, name) in of_tier().items() if name in of_kind[kind]
     )
 
 
+@cache
 def text_keys(cls: type[Any]) -> frozenset[str]:
     """Return the keys of a class of options whose values are text."""
-    return frozenset(name for name in _names(cls) if _is_text(cls, name))
-
-
-def _is_text(cls: type[Any], name: str) -> bool:
-    return get_type_hints(cls).get(name) in (str, str | None)
+    kinds = get_type_hints(cls)
+    return frozenset(name for name in _names(cls) if kinds.get(name) in (str, str | None))
 
 
 def with_environment(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,23 +18,31 @@ ENGINES = "engines"
 LENGTHY = (
     "bench/test_bare.py",
     "bench/test_command.py",
+    "bench/test_faults.py",
     "bench/test_gpu.py",
+    "bench/test_round_trip.py",
     "bench/test_sanitizer_output.py",
+    "bench/test_shared_path.py",
+    "bench/test_tier_rates.py",
     "corrupt/test_path_damage.py",
+    "cpu/test_arena_processes.py",
     "crash/test_engine_crash.py",
     "crash/test_remote_node.py",
+    "deploy/test_dashboard.py",
     "docs/test_snippets.py",
     "faults/test_full_disk.py",
     "faults/test_real_tier.py",
     "handlers/test_device_cuda_large.py",
     "handlers/test_path_containers.py",
     "handlers/test_path_large.py",
+    "handlers/test_path_lost_files.py",
     "handlers/test_path_many.py",
     "handlers/test_path_process.py",
     "handlers/test_staging.py",
     "identity/test_engine_identity.py",
     "manager/test_claim_queue.py",
     "model/test_manager_model.py",
+    "model/test_path_nodes.py",
     "model/test_remote_model.py",
     "model/test_storms.py",
     "path/test_last_release.py",
@@ -46,16 +55,21 @@ LENGTHY = (
     "remote/test_remote_parts.py",
     "remote/test_valkey.py",
     "replay/test_simulation.py",
+    "security/test_access.py",
+    "security/test_hostile_files.py",
     "test_packaging.py",
+    "tools/test_few_descriptors.py",
     "tools/test_gc.py",
     "tools/test_inspect.py",
     "tools/test_main.py",
     "tools/test_odd_files.py",
     "tools/test_odd_text.py",
     "tools/test_server.py",
+    "tools/test_store.py",
     "vllm/test_connector.py",
     "vllm/test_kv_layouts.py",
     "vllm/test_spec.py",
+    "vllm/test_spec_chain.py",
     "vllm/test_spec_errors.py",
     "vllm/test_spec_random.py",
     "vllm/test_spec_remote.py",
@@ -69,6 +83,12 @@ def mark_lengthy(items: Sequence[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.split("::")[0].removeprefix("tests/") in LENGTHY:
             item.add_marker(pytest.mark.lengthy)
+
+
+def is_left_out(path: Path, config: Any) -> bool:
+    """Whether the run leaves out every test of this file: then nothing need import it."""
+    tests = Path(__file__).parents[1]
+    return "not lengthy" in config.option.markexpr and path in {tests / name for name in LENGTHY}
 
 
 def is_shared(config: Any) -> bool:
