@@ -63,7 +63,6 @@ def texts() -> frozenset[str]:
     )
 
 
-@cache
 def text_keys(cls: type[Any]) -> frozenset[str]:
     """Return the keys of a class of options whose values are text."""
     kinds = get_type_hints(cls)

@@ -163,9 +163,11 @@ class RemoteTierOptions:
     write_rate: Annotated[Bytes | None, optional(sized(sizes.parse_bytes))] = None
     """Limit of writes in bytes per second."""
     reads_at_a_time: Annotated[int | None, optional(whole(1, MAX_THREADS))] = None
-    """Number of concurrent reads. The default is 8 for object stores and 2 for Valkey."""
+    """Limit on concurrent reads. The default is 64 for object stores and 2 for Valkey. Above 8 the
+    number grows while reads are quick, up to 128 MiB of blocks, and falls while they are slow."""
     writes_at_a_time: Annotated[int | None, optional(whole(1, MAX_THREADS))] = None
-    """Number of concurrent writes. The default is 4 for object stores and 2 for Valkey."""
+    """Limit on concurrent writes, which works likewise. The default is 32 for object stores and 2
+    for Valkey."""
     share_tp: Annotated[bool, flag] = False
     """Share blocks with engines of other tensor-parallel sizes; all ranks must hold the same KV."""
     insecure: Annotated[bool, flag] = False

@@ -35,6 +35,7 @@ pytest.importorskip("obstore", reason='no object stores: install obstore (extra 
 from kvcascade.tiers.remote.engines import object_store  # noqa: E402 - needs obstore
 from kvcascade.tiers.remote.engines.object_store import (  # noqa: E402 - as above
     RENEW_AFTER_S,
+    REQUESTS_AT_A_TIME,
     ObjectStoreEngine,
     open_object_store,
 )
@@ -428,7 +429,7 @@ def test_an_engine_that_is_closed_ends_what_waits() -> None:
         endpoint = f"http://{HOST}:{server.getsockname()[1]}"
         engine = bucket_at(endpoint, "bucket", timeout_s=1.0)
         called = caller.submit(engine.exist_many, names(100), LIMIT_S)
-        wait_until(lambda: engine._threads._work_queue.qsize() >= 84)
+        wait_until(lambda: engine._threads._work_queue.qsize() >= 100 - REQUESTS_AT_A_TIME)
         engine.close()
         assert {*called.result(10.0)} <= {TIMED_OUT, IO_ERROR}
         is_over.set()

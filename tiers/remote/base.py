@@ -191,8 +191,10 @@ class EngineKind:
     """Extra of ours with that package."""
     is_light: bool = False
     """Whether the scheduler's process may open it, since that starts no threads."""
-    reads_at_a_time: int = 8
-    writes_at_a_time: int = 4
+    reads_at_a_time: int = 64
+    """Limit on concurrent reads. As many as this pay for 30 ms between us and the server."""
+    writes_at_a_time: int = 32
+    """Limit on concurrent writes."""
     renew_after_s: float = 0.0
     """Time after which a block in use is written again; see `RemoteEngine.renew`."""
 

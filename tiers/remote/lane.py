@@ -8,6 +8,7 @@ added before it wait for its end.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +21,13 @@ from .base import FAILURES, RemoteOutcome
 
 BURST_S = 1.0
 """A bucket holds as many bytes as may pass in this time."""
+FEWEST_CALLS = 8
+"""Number of calls at a time with which a lane begins, unless its limit is lower. Slow calls
+lower the number to this one at most."""
+QUICK = 4
+"""A call is quick if it takes less than this many times as long as the fastest one."""
+FORGET = 1.001
+"""Factor by which each call raises the time of the fastest one, because a server may move."""
 
 _log = get_logger(__name__)
 
@@ -48,6 +56,38 @@ class TokenBucket:
         return True
 
 
+class CallLimit:
+    """Number of calls that a lane makes at a time. Its owner guards it with a lock.
+
+    A distant server reaches its rate only with many calls at a time: they take no longer than few.
+    Where processor, link or server are busy, many calls only end late together. So calls that take
+    about as long as the fastest ones raise the number, and slow or failed ones lower it.
+    """
+
+    def __init__(self, most: int, slow_s: float) -> None:
+        """A call that takes longer than `slow_s` is slow, however long others take."""
+        self.calls = self._fewest = min(FEWEST_CALLS, most)
+        """See the class."""
+        self._most = most
+        self._slow_s = slow_s
+        self._fastest_s = math.inf
+
+    def note(self, took_s: float, *, has_failed: bool, is_needed: bool) -> bool:
+        """Take in a call that ended. Return True if the number grew.
+
+        `is_needed`: more work waits, so a larger number would be used.
+        """
+        if has_failed or took_s > self._slow_s:
+            self.calls = max(self._fewest, self.calls - 1)
+            return False
+        self._fastest_s = min(took_s, self._fastest_s * FORGET)
+        is_quick = took_s < min(self._slow_s / 2, QUICK * self._fastest_s)
+        if not (is_quick and is_needed) or self.calls >= self._most:
+            return False
+        self.calls += 1
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class Errand:
     """A call of the engine that is to be made."""
@@ -71,16 +111,16 @@ class Lane:
         self,
         executor: Executor,
         clock: Callable[[], float],
-        threads: int,
+        limit: CallLimit,
         breaker: Breaker,
         bucket: TokenBucket,
         late: RemoteOutcome,
     ) -> None:
-        """`threads`: calls at a time; `late`: outcome of an errand that cannot begin in time."""
+        """`late`: outcome of an errand that cannot begin in time."""
         self.breaker = breaker
         self._executor = executor
         self._clock = clock
-        self._threads = threads
+        self._limit = limit
         self._bucket = bucket
         self._late = late
         self._lock = threading.Lock()
@@ -118,7 +158,7 @@ class Lane:
                 self._waiting.clear()
             while self._waiting and self._waiting[0].ends_s <= now_s:
                 given_up.append((self._waiting.popleft(), self._late))
-            starts = min(len(self._waiting), self._threads - self._running)
+            starts = max(0, min(len(self._waiting), self._limit.calls - self._running))
             self._running += starts
         for errand, outcome in given_up:
             errand.give_up(outcome)
@@ -156,13 +196,15 @@ class Lane:
                 other.give_up(RemoteOutcome.DROPPED)
             if errand is None:
                 return
+            begun_s = self._clock()
             try:
                 outcome = errand.run()
             except BaseException as error:  # an engine that breaks its contract, or panics
                 _log.error("a remote engine raised %s; report it", type(error).__name__)
                 outcome = RemoteOutcome.IO_ERROR
                 errand.give_up(outcome)
-            self._note_end(outcome)
+            if self._note_end(outcome, self._clock() - begun_s):
+                self.pump()
 
     def _take(self) -> tuple[Errand | None, list[Errand]]:
         """Return the next errand, counted as begun, and those that nobody waits for.
@@ -173,7 +215,7 @@ class Lane:
         with self._lock:
             while self._waiting and self._waiting[0].is_over():
                 skipped.append(self._waiting.popleft())
-            if not self._may_begin():
+            if self._running > self._limit.calls or not self._may_begin():
                 self._running -= 1
                 return None, skipped
             self.breaker.started()
@@ -185,8 +227,12 @@ class Lane:
         first = self._waiting[0]
         return first.ends_s > self._clock() and self._bucket.take(first.n_bytes)
 
-    def _note_end(self, outcome: RemoteOutcome) -> None:
+    def _note_end(self, outcome: RemoteOutcome, took_s: float) -> bool:
+        """Return True if more calls at a time may be made than before."""
+        has_failed = outcome in FAILURES
         with self._lock:
-            self.breaker.ended(outcome in FAILURES)
+            self.breaker.ended(has_failed)
             if outcome in (RemoteOutcome.TIMED_OUT, RemoteOutcome.DENIED):
                 self.breaker.trip()  # it cost a whole deadline, or will not change soon
+            is_needed = bool(self._waiting)
+            return self._limit.note(took_s, has_failed=has_failed, is_needed=is_needed)

@@ -24,7 +24,7 @@ from ...config.remote import WriteWhen
 from ..base import BlockHash
 from ..breaker import Breaker
 from .base import RemoteEngine, RemoteOutcome
-from .lane import Errand, Lane, TokenBucket
+from .lane import FEWEST_CALLS, CallLimit, Errand, Lane, TokenBucket
 from .lookups import ChainAsk, RemoteLink, RemoteLookups
 from .objects import ObjectFormat
 from .presence import PresenceMemory, known_prefix
@@ -37,6 +37,11 @@ from .uploads import UploadJob, Uploads
 _Job = TypeVar("_Job", bound=RemoteJob)
 
 LOOKUPS_AT_A_TIME = 2
+BYTES_AT_A_TIME = 128 << 20
+"""Limit on the payload of concurrent reads, and on that of concurrent writes, above `FEWEST_CALLS`
+calls: each of them may have a copy in memory."""
+SLOW_SHARE = 4
+"""A call is slow after this part of the time that the engine gives one request."""
 CLOSE_ROUND_S = 0.005
 """Time between two looks at what is under way while the store closes."""
 
@@ -54,7 +59,9 @@ class StoreOptions:
     renew_after_s: float = 0.0
     """Time after which `OfferRule` wants a block that is there and in use again, lest it expire."""
     reads_at_a_time: int = 4
+    """Limit on concurrent reads, see `CallLimit`."""
     writes_at_a_time: int = 2
+    """Limit on concurrent writes."""
     read_bytes_per_s: float | None = None
     write_bytes_per_s: float | None = None
     when: WriteWhen = WriteWhen.SECOND_TOUCH
@@ -147,9 +154,13 @@ class RemoteStore:
         # A write that ends well may take its limit, and a request that began within it.
         write_s = max(stall_s, engine.timeout_s * (engine.names_per_call + 1))
 
-        def lane(threads: int, rate: float | None, late: RemoteOutcome, stall_s: float) -> Lane:
+        call_bytes = objects.payload_bytes * engine.names_per_call
+        most = max(FEWEST_CALLS, BYTES_AT_A_TIME // call_bytes)
+
+        def lane(calls: int, rate: float | None, late: RemoteOutcome, stall_s: float) -> Lane:
+            limit = CallLimit(min(calls, most), engine.timeout_s / SLOW_SHARE)
             breaker = Breaker(clock, stall_s)
-            return Lane(executor, clock, threads, breaker, TokenBucket(rate, clock), late)
+            return Lane(executor, clock, limit, breaker, TokenBucket(rate, clock), late)
 
         reads, writes = options.reads_at_a_time, options.writes_at_a_time
         self._asking = lane(LOOKUPS_AT_A_TIME, None, RemoteOutcome.TIMED_OUT, stall_s)

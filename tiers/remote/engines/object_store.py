@@ -50,7 +50,8 @@ from ..base import (
     ignore,
 )
 
-REQUESTS_AT_A_TIME = 16
+REQUESTS_AT_A_TIME = 64
+"""A lookup of one chain has 8; those of several requests share them."""
 LISTED_AT_A_TIME = 1000
 """Objects per batch of a list, as in one answer of S3."""
 RENEW_AFTER_S = 6 * 3600.0

@@ -63,6 +63,7 @@ MEASUREMENTS = {
     "round_trip": "all tiers without an engine: store, write, restart, read back, compare",
     "gpu_engine": "the engine on a GPU, where vLLM is installed: tokens, time to the first one",
     "remote_rates": "rates of remote tiers, beside clients without checks",
+    "remote_distance": "reads and lookups of a bucket that is far away",
     "remote_obj": "lookups and reads of blocks on S3, beside vLLM's obj tier",
     "remote_lookups": "lookups with and without a remote tier, for the scheduler's thread",
 }
@@ -82,7 +83,7 @@ _MODULES = {
     "gpu_engine": "engine.gpu_engine",
 }
 """Modules of measurements, where they have another name."""
-ASKED_FOR = (*BARE, "faults", "shared", "remote_rates", "remote_obj", "remote_lookups")
+ASKED_FOR = (*BARE, "faults", "shared", *(name for name in MEASUREMENTS if "remote_" in name))
 """Measurements that run only if their name is given."""
 
 
