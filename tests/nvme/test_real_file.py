@@ -1,4 +1,4 @@
-"""Transfers of a real file that leaves direct I/O."""
+"""Transfers of a real file that leaves direct I/O, and its bytes on disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcascade.tiers.nvme.disk.filesystem import open_read_only
+from kvcascade.tiers.nvme.disk.filesystem import PAGE_BYTES, RealFileSystem, open_read_only
 
 
 @pytest.mark.parametrize(("failures", "can_read"), [(0, True), (1, True), (2, False)])
@@ -34,3 +34,22 @@ def test_a_read_that_lacked_alignment_is_tried_once_more(
         with pytest.raises(OSError, match="not aligned"):
             file.preadv([memoryview(data)], 0)
     file.close()
+
+
+def test_bytes_on_disk_are_those_of_the_contents(tmp_path: Path) -> None:
+    """ext4 keeps a page of its own for a file in many pieces: it once made the index of a tier
+    larger than its plan, so that the last segment of the capacity was never made."""
+    pieces, fs = tmp_path / "pieces", RealFileSystem()
+    with pieces.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 64 * PAGE_BYTES)
+        for page in range(0, 64, 2):
+            os.pwrite(file.fileno(), bytes(PAGE_BYTES), page * PAGE_BYTES)
+        os.fsync(file.fileno())
+    assert fs.used_bytes(pieces) == fs.used_bytes(tmp_path) == 64 * PAGE_BYTES
+
+    (tmp_path / "small").write_bytes(b"a few")
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(1 << 30)
+    os.sync()
+    assert fs.used_bytes(tmp_path / "small") <= PAGE_BYTES
+    assert fs.used_bytes(tmp_path / "sparse") <= PAGE_BYTES

@@ -151,7 +151,10 @@ class FileSystem(ABC):
 
     @abstractmethod
     def used_bytes(self, path: Path) -> int:
-        """Return the bytes on disk of a file, or of a directory and everything below it."""
+        """Return the bytes on disk of a file, or of a directory and everything below it.
+
+        What the file system itself needs for them does not count.
+        """
 
     @abstractmethod
     def modified_at(self, path: Path) -> float:
@@ -374,12 +377,12 @@ class RealFileSystem(FileSystem):
 
     def used_bytes(self, path: Path) -> int:
         if not os.path.isdir(path):
-            return os.lstat(path).st_blocks * BLOCK_UNIT_BYTES
+            return _bytes_on_disk(path)
         total = 0
         for parent, _, files in os.walk(path):
             for name in files:
                 try:
-                    total += os.lstat(os.path.join(parent, name)).st_blocks * BLOCK_UNIT_BYTES
+                    total += _bytes_on_disk(os.path.join(parent, name))
                 except FileNotFoundError:  # removed in the meantime by its owner
                     continue
         return total
@@ -443,6 +446,13 @@ def _check_ours(found: os.stat_result, is_kind: Callable[[int], bool], path: Pat
         raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
     if found.st_mode & OTHERS_WRITE:
         raise PermissionError(errno.EPERM, "other users may write to it", str(path))
+
+
+def _bytes_on_disk(path: str | Path) -> int:
+    """Return the bytes on disk of a file. `st_blocks` of ext4 has the lists of its extents, too."""
+    found = os.lstat(path)
+    whole_pages = -(-found.st_size // PAGE_BYTES) * PAGE_BYTES
+    return min(found.st_blocks * BLOCK_UNIT_BYTES, whole_pages)
 
 
 def _try_direct(descriptor: int) -> None:
