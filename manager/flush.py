@@ -1,8 +1,9 @@
 """Shutdown: write dirty blocks to the tiers below until a deadline, then stop all transfers.
 
 A failed write makes the tier below rest for some seconds. A flush waits until the tier may be tried
-again, because otherwise all remaining blocks would be lost. It does not wait if the tier is full or
-if a transfer never ends.
+again, because otherwise all remaining blocks would be lost. It also waits until another engine has
+taken over a path whose writer ended, as if both are stopped together. It does not wait if the tier
+is full or if a transfer never ends.
 
 Pinned blocks are written, too: an engine that is stopped at work must not lose the blocks that it
 used last. Blocks with many uses come first, and heads of prompts before their tails. If the time
@@ -32,6 +33,11 @@ with a frozen garbage collector and 15 µs otherwise. The other blocks keep the 
 they had when they were written."""
 ROOM_POLL_S = 0.001
 """Seconds between two checks whether a growing tier has room."""
+JOIN_LIMIT_S = 6.0
+"""Longest time for which a flush waits for a writer of the path. Another engine takes over within 5
+seconds."""
+JOIN_POLL_S = 0.01
+"""Seconds between two checks whether there is one."""
 
 
 class Closing:
@@ -95,10 +101,11 @@ class Closing:
         demoter, below, clock = self._demoter, self._flow.below, self._flow.clock
         counters = demoter.counters
         # The limit ends the loop: a block evicted by a smaller tier below becomes dirty again.
-        # Blocks whose write failed are sent again, so the limit grows by them.
+        # Blocks that were not written are sent again, so the limit grows by them.
         losable = min(len(self._flow.top.policy), below.tiers[0].capacity)
-        limit = losable - counters.demote_failed_blocks
+        limit = losable - demoter.unwritten_blocks
         sent = rests = written = 0
+        join_ends_s = clock() + JOIN_LIMIT_S
         order: list[BlockHash] = []
         with self._lock:
             self._collect()
@@ -107,8 +114,10 @@ class Closing:
             with self._lock:
                 self._collect()
                 if not order:
-                    limit_now = limit + counters.demote_failed_blocks - sent
+                    limit_now = limit + demoter.unwritten_blocks - sent
                     order = demoter.search.most_useful(limit_now, self._in_use())
+                if not (order or demoter.jobs):
+                    return
                 left = demoter.demote(order)
                 sent += len(order) - left
                 order = order[len(order) - left :]
@@ -119,6 +128,8 @@ class Closing:
                 # for, nor one of lower tiers only.
                 are_late = waiting <= below.late_puts or demoter.jobs.keys() <= given_up
                 self._maintain()
+            if not state.is_joining:
+                join_ends_s = clock() + JOIN_LIMIT_S
             may_recover = state.may_recover and 0 < state.rest_left_s < left_s
             if waiting and not (state.is_stalled and are_late):
                 below.wait(left_s)
@@ -127,6 +138,8 @@ class Closing:
                 self._pause(state.rest_left_s)
             elif not waiting and demoter.may_find_room:
                 self._pause(ROOM_POLL_S)
+            elif not waiting and state.is_joining and clock() < join_ends_s:
+                self._pause(JOIN_POLL_S)
             else:
                 return
 

@@ -102,6 +102,8 @@ class WriteState:
     """Seconds until writes may be tried again after a failure; 0 if the tier does not rest."""
     may_recover: bool = True
     """False if the last failure was lack of room: a retry is useless."""
+    is_joining: bool = False
+    """True while the tier has no writer, and another engine may become it at any moment."""
 
 
 class Below(ABC):

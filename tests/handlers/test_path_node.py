@@ -101,6 +101,24 @@ def test_a_node_that_was_served_is_never_off(rig: NodesRig, node: NodeTwin) -> N
     assert node.node.state is NodeState.FOLLOWING
 
 
+def test_a_flush_may_wait_for_a_writer_only_while_one_may_come(
+    rig: NodesRig, node: NodeTwin
+) -> None:
+    assert not node.tier.write_state().is_joining
+    writer = rig.kill_writer()
+    rig.pump()
+    node.tier.maintain()
+    assert node.node.state is NodeState.ORPHANED and node.tier.write_state().is_joining
+    rig.writer = writer.successor()
+    node.tick(1.0)
+    node.tier.maintain()
+    assert node.node.state is NodeState.FOLLOWING and not node.tier.write_state().is_joining
+    rig.twin.refusal = Refused(RefusedWhy.PATHS, "give the same list")
+    other = rig.add()
+    other.tier.maintain()
+    assert other.node.state is NodeState.OFF and not other.tier.write_state().is_joining
+
+
 def test_writers_that_end_at_once_are_followed_by_others_every_few_seconds(
     rig: NodesRig, node: NodeTwin
 ) -> None:

@@ -9,9 +9,9 @@ from support.twin_engine import TwinEngine
 
 from kvcascade.handlers.node.node_keeper import WAIT_SLICE_S
 from kvcascade.manager import flush, level
-from kvcascade.manager.below.single_tier import STALLED_S
+from kvcascade.manager.below.single_tier import NODE_STOP_S, STALLED_S
 from kvcascade.manager.cascading import ManagerOptions
-from kvcascade.manager.flush import RESTS_AT_MOST
+from kvcascade.manager.flush import JOIN_LIMIT_S, RESTS_AT_MOST
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.breaker import REST_S
@@ -30,10 +30,10 @@ def failing(cascade: Cascade, times: int, outcome: BlockOutcome = BlockOutcome.I
     cascade.down[0].fate = fate
 
 
-def hang(cascade: Cascade, seconds: float) -> None:
-    """The device does nothing for some time. A wait for news takes a slice of it."""
-    node, ends_s = cascade.nodes[0], cascade.now_s + seconds
-    go_on = node.wait_for_news
+def hang(cascade: Cascade, seconds: float, node: int = 0) -> None:
+    """A device does nothing for some time. A wait for news takes a slice of it."""
+    client, ends_s = cascade.nodes[node], cascade.now_s + seconds
+    go_on = client.wait_for_news
 
     def wait_for_news(limit_s: float) -> None:
         if cascade.now_s < ends_s:
@@ -41,7 +41,7 @@ def hang(cascade: Cascade, seconds: float) -> None:
         else:
             go_on(limit_s)
 
-    node.wait_for_news = wait_for_news  # type: ignore[method-assign]
+    client.wait_for_news = wait_for_news  # type: ignore[method-assign]
 
 
 def written(cascade: Cascade) -> int:
@@ -107,6 +107,67 @@ def test_a_stall_from_before_the_shutdown_is_not_waited_for() -> None:
     start_s = cascade.now_s
     assert not cascade.manager.flush_dirty(start_s + STALLED_S)
     assert cascade.now_s == start_s
+
+
+def test_what_never_began_is_sent_again() -> None:
+    """As when the writer of the path is replaced, and each block of memory is dirty."""
+    cascade = Cascade((8, 64))
+    cascade.store(keys(0, 8))
+    failing(cascade, 8, BlockOutcome.CANCELLED)
+    assert cascade.manager.flush_dirty(cascade.now_s + LONG_S) and written(cascade) == 8
+
+
+def without_writer(lower: int, until_s: float) -> TwinEngine:
+    """An engine with four dirty blocks, whose path has no writer for some time."""
+    engine = TwinEngine(slots=16, below=64, lower=lower)
+    assert engine.offer(keys(0, 4)) == keys(0, 4)
+    start_s = engine.clock()
+
+    def pause(seconds: float) -> None:
+        engine.clock.advance(seconds)
+        engine.twin.is_joining = engine.lower.is_joining = engine.clock() < start_s + until_s
+
+    engine.manager._closing._pause = pause
+    engine.twin.is_joining = engine.lower.is_joining = True
+    return engine
+
+
+@pytest.mark.parametrize("lower", [0, 64])
+def test_another_engine_that_takes_over_is_waited_for(lower: int) -> None:
+    """Two engines of a path are stopped together, and the one that is the writer ends first."""
+    engine = without_writer(lower, 3.0)
+    start_s = engine.clock()
+    assert engine.manager.flush_dirty(start_s + LONG_S)
+    assert engine.twin.state()[0].blocks == 4
+    assert start_s + 3.0 <= engine.clock() < start_s + 3.1
+
+
+def test_a_path_that_stays_without_a_writer_is_given_up() -> None:
+    engine = without_writer(0, LONG_S)
+    start_s = engine.clock()
+    assert not engine.manager.flush_dirty(start_s + LONG_S)
+    assert engine.clock() == pytest.approx(start_s + JOIN_LIMIT_S, abs=0.1)
+
+
+def test_nothing_is_waited_for_with_nothing_to_write() -> None:
+    for engine in (TwinEngine(), without_writer(0, LONG_S)):
+        engine.twin.is_joining = False
+        engine.manager.flush_dirty(engine.clock() + 1.0)
+        engine.twin.is_joining = True
+        start_s = engine.clock()
+        assert engine.manager.flush_dirty(start_s + LONG_S) and engine.clock() == start_s
+
+
+def test_a_tier_that_hangs_takes_no_time_of_a_shutdown() -> None:
+    cascade = Cascade((16, 64, 64), ManagerOptions(shutdown_flush_s=LONG_S))
+    cascade.store(keys(0, 8))
+    hang(cascade, 2 * LONG_S, node=1)
+    demoters(cascade.manager)[0].demote_coldest(8)
+    cascade.down[0].wait(set(cascade.down[0].queued))
+    cascade.now_s += STALLED_S
+    start_s = cascade.now_s
+    cascade.manager.shutdown()
+    assert written(cascade) == 8 and cascade.now_s <= start_s + NODE_STOP_S + WAIT_SLICE_S
 
 
 def test_a_lower_tier_that_hangs_is_not_waited_for() -> None:

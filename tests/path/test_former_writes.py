@@ -7,7 +7,11 @@ import errno
 import pytest
 from support.path_rig import ROOT, PathRig, RigNode
 
-from kvcascade.tiers.nvme.path.former_writes import FORMER_WRITES_LIMIT_S, hold_writes
+from kvcascade.tiers.nvme.path.former_writes import (
+    FORMER_WRITES_LIMIT_S,
+    FormerWrites,
+    hold_writes,
+)
 from kvcascade.tiers.nvme.path.path_messages import Committed
 from kvcascade.tiers.nvme.path.writer.path_options import PATH_FOLDER
 
@@ -79,3 +83,16 @@ def test_a_disk_without_room_for_the_lock_stops_nothing(rig: PathRig, operation:
     rig.fs.fail(operation, errno.EIO)
     rig.start()
     assert RigNode(rig).store([2]) == [Committed.OK]
+
+
+def test_the_wait_for_one_model_holds_no_other_up_once_the_first_wait_is_over(
+    rig: PathRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing was granted since the writer's start, so nobody noticed that its wait ended."""
+    assert hold_writes(rig.fs, ROOT) is not None
+    writes = FormerWrites(rig.fs, ROOT, rig.clock)
+    assert hold_writes(rig.fs, ROOT) is not None
+    rig.clock.advance(3600.0)
+    writes.wait_for(frozenset({"removed"}))
+    assert not writes.may_run("other") and writes.may_run("removed")
+    assert not caplog.text

@@ -48,6 +48,8 @@ class BelowTwin(Below):
         """Another process resets the tier before the next upkeep."""
         self.is_full = False
         """If true, it has no room and makes none, but takes puts."""
+        self.is_joining = False
+        """It has no writer, and takes no puts."""
         self.reads_rest = False
         """Nothing may be read."""
         self.marks: list[int] = []
@@ -152,7 +154,7 @@ class BelowTwin(Below):
 
     @property
     def takes_puts(self) -> bool:
-        return self.answer is not Put.RESTING
+        return self.answer is not Put.RESTING and not self.is_joining
 
     @property
     def takes_all(self) -> bool:
@@ -167,7 +169,7 @@ class BelowTwin(Below):
 
     def write_state(self) -> WriteState:
         rest_left_s = 1.0 if self.answer is Put.RESTING else 0.0
-        return WriteState(self.is_stalled, rest_left_s)
+        return WriteState(self.is_stalled, rest_left_s, is_joining=self.is_joining)
 
     def maintain(self) -> bool:
         was_reset, self.is_overtaken = self.is_overtaken, False

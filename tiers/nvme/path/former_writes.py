@@ -64,7 +64,7 @@ class FormerWrites:
         They end before the nodes of these namespaces are welcomed again. Nodes of other namespaces
         keep the file locked, so the wait may take the whole time beside them.
         """
-        if not self._files:
+        if not self._files or self._clock() >= self._ends_s:
             self._only = names
         elif self._only is not None:
             self._only |= names
