@@ -28,6 +28,7 @@ LENGTHY = (
     "cpu/test_arena_processes.py",
     "crash/test_engine_crash.py",
     "crash/test_remote_node.py",
+    "crash/test_stopped_together.py",
     "deploy/test_dashboard.py",
     "docs/test_snippets.py",
     "faults/test_full_disk.py",
