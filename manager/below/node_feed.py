@@ -36,6 +36,9 @@ MapTable = Callable[[str, int], PresenceTable]
 MAP_AGAIN_AFTER_S = 5.0
 """Pause after a presence table could not be mapped; then it is tried again."""
 
+RESTING = frozenset({NodeState.SILENT, NodeState.ORPHANED})
+"""States of a node that a writer has served and does not serve now."""
+
 _log = get_logger(__name__)
 
 
@@ -125,6 +128,8 @@ class NodeFeed(TierFeed):
         self.presence = MappedPresence(name, map_table, executor, clock)
         self._epoch: int | None = None
         self._is_resetting = False
+        self._was_rest_logged = False
+        """True if the last line of the log about the writer says that writes rest."""
         self._names_changes = True
         """False while a reset that the engine asked for is not answered."""
 
@@ -206,13 +211,13 @@ class NodeFeed(TierFeed):
                 self.events.end_list()
                 self.marks += note.marks[: MAX_MARKS - len(self.marks)]
             case NodeJoined():
+                self._log_writes_go_on(note.state)
                 self._enter(note.state)
                 self.folder = Path(note.folder)
                 self.events.joined()
                 self.presence.follow(note.folder, note.slots)
             case NodeNote():
-                if note.text:
-                    _log.warning("tier %s: %s", self.presence.name, note.text)
+                self._log_note(note)
                 self.misconfigured = note.text if note.is_misconfigured else ""
                 self._enter(note.state)
             case None:
@@ -230,6 +235,25 @@ class NodeFeed(TierFeed):
         self.figures = figures
         if not self._is_resetting:
             self.blocks = figures.blocks
+
+    def _log_note(self, note: NodeNote) -> None:
+        if not note.text:
+            return
+        _log.warning("tier %s: %s", self.presence.name, note.text)
+        if note.state in RESTING:
+            self._was_rest_logged = True
+        elif note.state in CAN_WRITE:  # the writer answers again
+            self._was_rest_logged = False
+
+    def _log_writes_go_on(self, state: NodeState) -> None:
+        """Log the writer that serves the node, once after a line that says that writes rest."""
+        if not self._was_rest_logged:
+            return
+        self._was_rest_logged = False
+        writer = "this engine" if state is NodeState.LEADING else "another engine"
+        # A warning, because vLLM shows no other lines of this logger by default.
+        text = "tier %s: writes go on; %s is the writer of the path"
+        _log.warning(text, self.presence.name, writer)
 
     def _enter(self, state: NodeState) -> None:
         self.state = state

@@ -111,7 +111,9 @@ def test_blocks_outlive_their_engines(engines: Engines) -> None:
     assert list(two.get(range(7))) == [OK] * 6 + [GONE]
 
 
-def test_the_writer_is_killed_and_the_others_go_on(engines: Engines) -> None:
+def test_the_writer_is_killed_and_the_others_go_on(
+    engines: Engines, caplog: pytest.LogCaptureFixture
+) -> None:
     one, two = engines(), engines()
     one.store(range(8))
     one.kill()
@@ -124,6 +126,9 @@ def test_the_writer_is_killed_and_the_others_go_on(engines: Engines) -> None:
     one.until(lambda: one.tier.takes_puts)
     assert list(one.get(range(12))) == [OK] * 12
     assert {one.state, two.state} == {NodeState.LEADING, NodeState.FOLLOWING}
+    writer = "this engine" if two.state is NodeState.LEADING else "another engine"
+    (line,) = [record.getMessage() for record in caplog.records if "go on;" in record.getMessage()]
+    assert line == f"tier nvme: writes go on; {writer} is the writer of the path"
 
 
 def wait_until(engine: PathEngine, *, takes_puts: bool) -> None:

@@ -12,6 +12,7 @@ from support.cascade import Cascade
 from support.inside import demoters
 from support.keys import key, keys
 
+from kvcascade.handlers.node.path_wire import NodeJoined, NodeNote, NodeState
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.chain import PASS_ON_AFTER_S
 from kvcascade.manager.below.node_feed import MAP_AGAIN_AFTER_S
@@ -51,6 +52,41 @@ def test_a_presence_table_that_cannot_be_mapped_for_a_moment_is_mapped_later(
         assert (tries, tier.takes_puts) == (number + 2, number + 1 == failures)
     assert tier.feed.find(key(1)) < 0 and tier.feed.epoch is not None
     assert caplog.text.count("its blocks are not found") == 1
+
+
+LEADING, FOLLOWING, JOINING = NodeState.LEADING, NodeState.FOLLOWING, NodeState.JOINING
+SILENT, ORPHANED = NodeState.SILENT, NodeState.ORPHANED
+
+
+@pytest.mark.parametrize(
+    ("notes", "state", "said"),
+    [
+        ([], FOLLOWING, []),
+        ([NodeNote(JOINING, "nobody answers")], FOLLOWING, []),
+        ([NodeNote(ORPHANED)], FOLLOWING, []),
+        ([NodeNote(FOLLOWING, "other options")], FOLLOWING, []),
+        ([NodeNote(ORPHANED, "is gone")], LEADING, ["this engine"]),
+        ([NodeNote(ORPHANED, "is gone")], FOLLOWING, ["another engine"]),
+        ([NodeNote(ORPHANED, "is gone"), NodeNote(ORPHANED, "why")], LEADING, ["this engine"]),
+        ([NodeNote(SILENT, "no answer")], FOLLOWING, ["another engine"]),
+        ([NodeNote(SILENT, "no answer"), NodeNote(FOLLOWING, "answers again")], FOLLOWING, []),
+        ([NodeNote(ORPHANED, "is gone"), None], FOLLOWING, ["another engine"]),
+    ],
+)
+def test_a_node_that_joins_again_ends_the_warning_that_writes_rest(
+    caplog: pytest.LogCaptureFixture, notes: list[Any], state: NodeState, said: list[str]
+) -> None:
+    feed = node_rig.NodesRig().add().tier.feed
+    assert not caplog.records, "nothing is said of the first join"
+    for note in notes:
+        feed.take(note)
+    caplog.clear()
+    for _ in range(2):  # the second time without a warning in between
+        feed.take(NodeJoined(state, "/tier/folder", 16, 0))
+    texts = [f"tier nvme: writes go on; {writer} is the writer of the path" for writer in said]
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", text) for text in texts
+    ]
 
 
 def reset_by_another(cascade: Cascade) -> None:
