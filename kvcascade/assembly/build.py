@@ -16,7 +16,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, ClassVar
 
 from ..config import sizes
-from ..config.machine import Machine, cpu_capacity, settled, writing
+from ..config.machine import Machine, cpu_capacity, settled, small_tier_warnings, writing
 from ..config.schema import (
     DEFAULT_FLUSH_S,
     CascadeConfig,
@@ -316,6 +316,8 @@ def _manager_options(settings: CascadeConfig, top: CpuBackend) -> ManagerOptions
     written = writing(settings, Machine())
     if written is not None:
         logger.info("kvcascade: %s", written)
+    for said in small_tier_warnings(settings, Machine()):
+        logger.warning("kvcascade: %s", said)
     return ManagerOptions(
         write_mode=WriteMode.DEMOTE if written is None else written.mode,
         on_reset=settings.on_reset,

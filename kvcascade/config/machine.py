@@ -196,7 +196,24 @@ def _check_path(at: At, path: Path, machine: Machine, owners: dict[object, Path]
 def warnings_of(config: CascadeConfig, machine: Machine) -> list[str]:
     """Return warnings about options that work but are probably not intended."""
     found = [_room_warning(tier, machine) for tier in config.nvme]
-    return [str(lack) for lack in found if lack is not None] + _arena_warnings(config, machine)
+    lacks = [str(lack) for lack in found if lack is not None]
+    return lacks + small_tier_warnings(config, machine) + _arena_warnings(config, machine)
+
+
+def small_tier_warnings(config: CascadeConfig, machine: Machine) -> list[str]:
+    """Return a warning for each NVMe tier that is smaller than the CPU tier.
+
+    Such a tier evicts blocks that the CPU tier still has, so that they must be written again.
+    """
+    cpu_bytes = cpu_capacity(config.cpu, machine)
+    remedy = f"so blocks are written again and again; raise it, or lower {config.cpu.key}.capacity"
+    problem = f"is smaller than the CPU tier ({human(cpu_bytes)}), {remedy}"
+    sized = [(tier, nvme_capacity(tier, machine)) for tier in config.nvme]
+    return [
+        str(At(f"{tier.key}.capacity").wrong(_written(tier.capacity, size), problem))
+        for tier, size in sized
+        if size < cpu_bytes
+    ]
 
 
 def _room_warning(tier: NvmeTierOptions, machine: Machine) -> ConfigError | None:

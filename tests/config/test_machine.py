@@ -301,6 +301,35 @@ def test_a_share_of_nearly_nothing() -> None:
     assert "is 0 bytes on /mnt/0/kv" in message(configured(capacity="0.00000000001%"), Twin())
 
 
+@pytest.mark.parametrize(
+    ("cpu", "nvme", "said"),
+    [
+        ("8GiB", "8GiB", None),
+        ("8GiB", "9GiB", None),
+        ("8GiB", "7GiB", '"7GiB" is smaller than the CPU tier (8.0 GiB)'),
+        ("50%", "1%", '"1% = 10.2 GiB" is smaller than the CPU tier (32.0 GiB)'),
+    ],
+)
+def test_an_nvme_tier_smaller_than_the_cpu_tier_brings_a_warning(
+    cpu: str, nvme: str, said: str | None
+) -> None:
+    config = configured({"capacity": cpu}, capacity=nvme)
+    remedy = "so blocks are written again and again; raise it, or lower tiers[0].capacity."
+    expected = [] if said is None else [f"tiers[1].capacity: {said}, {remedy}"]
+    assert warnings_of(config, Twin()) == expected
+
+
+def test_each_nvme_tier_that_is_too_small_is_named() -> None:
+    disks = [
+        {"type": "nvme", "capacity": size, "path": f"/mnt/{number}/kv"}
+        for number, size in enumerate(("7GiB", "100GiB", "6GiB"))
+    ]
+    config = parse({"tiers": [{"type": "cpu", "capacity": "8GiB"}, *disks]})
+    found = [warning.split(".")[0] for warning in warnings_of(config, Twin())]
+    assert found == ["tiers[1]", "tiers[3]"]
+    assert warnings_of(parse({"tiers": [{"type": "cpu", "capacity": "8GiB"}]}), Twin()) == []
+
+
 def test_what_the_tier_holds_already_is_not_missed() -> None:
     twin = Twin(disk_free=60 * GIB, used={Path("/mnt/0/kv"): 100 * GIB})
     check_machine(configured(capacity="100GiB"), twin)

@@ -1,4 +1,4 @@
-"""A cascade of three tiers is closed to the end, whatever one part of it does."""
+"""A cascade of three tiers is opened, and closed to the end, whatever one part of it does."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class FailsToClose(OpenTier):
         raise OverflowError("a number that does not fit")
 
 
-def opened(path: Path) -> Cascade:
+def opened(path: Path, cpu_bytes: int = 9 * BLOCK) -> Cascade:
     """With its arena in `path`, too."""
     nvme = {"type": "nvme", "capacity": "8MiB", "segment_size": "64KiB", "min_free": 0}
     tiers = [
-        {"type": "cpu", "capacity": 9 * BLOCK, "arena_dir": str(path), "prefault": False},
+        {"type": "cpu", "capacity": cpu_bytes, "arena_dir": str(path), "prefault": False},
         {**nvme, "path": str(path / "a"), "movers": "threads"},
         {**nvme, "path": str(path / "b")},
     ]
@@ -47,6 +47,17 @@ def opened(path: Path) -> Cascade:
         with_events=False,
         expect_workers=False,
     )
+
+
+@pytest.mark.parametrize(("cpu_bytes", "is_warned"), [(8 << 20, False), (9 << 20, True)])
+def test_a_start_logs_each_nvme_tier_that_is_smaller_than_the_cpu_tier(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, cpu_bytes: int, is_warned: bool
+) -> None:
+    opened(tmp_path, cpu_bytes).close()
+    texts = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    found = [text.split('"')[0] for text in texts if "smaller than the CPU tier" in text]
+    named = [f"kvcascade: tiers[{number}].capacity: " for number in (1, 2)]
+    assert found == (named if is_warned else [])
 
 
 def test_a_tier_that_fails_to_close_leaves_no_other_open(

@@ -196,6 +196,18 @@ def test_what_is_hardly_meant_is_said_and_fits(config: Path, tmp_path: Path) -> 
     assert call("check", config, "--json").document["doubts"] == []
 
 
+def test_an_nvme_tier_smaller_than_the_cpu_tier_is_said_and_fits(
+    config: Path, tmp_path: Path
+) -> None:
+    disk = {**DISK, "path": str(tmp_path / "kv"), "capacity": "32MiB"}
+    change(config, tiers=[{"type": "cpu", "capacity": "64MiB"}, disk])
+    answer = call("check", config, "--json")
+    assert answer.code == ExitCode.OK and answer.document["problem"] is None
+    (doubt,) = answer.document["doubts"]
+    assert doubt.startswith('tiers[1].capacity: "32MiB" is smaller than the CPU tier')
+    assert "is smaller than the CPU tier" in call("check", config).out
+
+
 def looked_at(path: Path, shape: BlockShape | None, **how: Any) -> CheckReport:
     """What a file comes to."""
     return check(read_config(path), shape, **how)
