@@ -65,6 +65,8 @@ class Cause(StrEnum):
     """The user is known, and may not read."""
     FOLDER = "folder"
     """The folder cannot be created or read by this user."""
+    OTHER_FOLDER = "other_folder"
+    """The folder that this process opened is missing, or another one is in its place."""
     REGION = "region"
     """The bucket is in another region."""
     DATABASE = "database"

@@ -42,6 +42,8 @@ _CAUSES = {
     Cause.RIGHT: "does not let this user read; allow reads, and lists of the bucket",
     Cause.FOLDER: "does not let this user create or read the folder; set its rights, or mount it "
     "writable",
+    Cause.OTHER_FOLDER: "has lost the folder that this engine opened; mount the share again, or "
+    "restart the engine if another folder is right",
     Cause.REGION: 'has this bucket in another region; set "region"',
     Cause.DATABASE: "has no such database; give the number of another one in the url",
     Cause.CERTIFICATE: "has a certificate that this machine does not trust; install the one that "

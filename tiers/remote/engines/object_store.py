@@ -9,6 +9,9 @@ A counter is a folder of empty objects whose names are its values. A value is ta
 create, which one process wins. The content of `begin` counts until there is a value. `obstore` does
 not sync files, so a host that loses power may leave `begin` without content. Such a counter counts
 as lost: it goes on at a value, which outranks `begin`.
+
+The first request creates a folder that is missing. Before each later one, `OpenedFolder` makes sure
+that it is still there.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ from ..base import (
     counter_answer,
     ignore,
 )
+from .opened_folder import OTHER_FOLDER, READ_FLAGS, OpenedFolder
 
 REQUESTS_AT_A_TIME = 64
 """A lookup of one chain has 8; those of several requests share them."""
@@ -98,6 +102,7 @@ _CAUSES = {
     f"os error {errno.EACCES})": Cause.FOLDER,
     f"[Errno {errno.EACCES}]": Cause.FOLDER,
     f"os error {errno.EROFS})": Cause.FOLDER,
+    OTHER_FOLDER: Cause.OTHER_FOLDER,
     "peer certificate": Cause.CERTIFICATE,
     "169.254.169.254": Cause.NO_CREDENTIALS,
     "metadata.google.internal": Cause.NO_CREDENTIALS,
@@ -111,7 +116,6 @@ _STAGED = re.compile(r"[0-9a-f]{32}/.+#\d+")
 """Names of files in which `obstore` writes objects of a namespace, until they are complete."""
 _GENERATION = re.compile(r"([0-9a-f]{32}/[0-9a-f]{1,16})(?:/[0-9a-f]{2})?")
 """Names of the folders of a generation."""
-_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _EXPLAINED = "kvcascade-check/explain"
 """Name of an object that is never there."""
 
@@ -141,12 +145,14 @@ def open_object_store(
     stores: Any = import_module("obstore.store")
     parts = urlsplit(url)
     if parts.scheme == "file":
-        folder = Path(parts.path)
+        folder = OpenedFolder(Path(parts.path))
 
         def open_folder() -> Any:
             with suppress(OSError):  # waits for a share without the interpreter lock
-                folder.stat()
-            return stores.LocalStore(str(folder), mkdir=True)
+                folder.path.stat()
+            opened = stores.LocalStore(str(folder.path), mkdir=True)
+            folder.note_opened()
+            return opened
 
         return ObjectStoreEngine(open_folder, timeout_s, folder)
     limits = timedelta(seconds=timeout_s), timedelta(seconds=connect_timeout_s)
@@ -201,12 +207,12 @@ class ObjectStoreEngine(RemoteEngine):
     names_per_call = 1
 
     def __init__(
-        self, open_store: Callable[[], Any], timeout_s: float, folder: Path | None = None
+        self, open_store: Callable[[], Any], timeout_s: float, folder: OpenedFolder | None = None
     ) -> None:
         """`open_store` returns one of `obstore.store`, which ends each request in `timeout_s`.
 
         It is called by the first request, and again if it raises: a share may not answer yet.
-        `folder`: place of the store's objects, if they are files.
+        `folder`: place of the store's objects, if they are files; `open_store` notes its opening.
         """
         self.timeout_s = timeout_s
         self._folder = folder
@@ -321,9 +327,9 @@ class ObjectStoreEngine(RemoteEngine):
         swept: list[int] = []
         if self._folder is None:
             return swept
-        for place, _, files in os.walk(self._folder, topdown=False):
+        for place, _, files in os.walk(self._folder.path, topdown=False):
             for path in (os.path.join(place, file) for file in files if "#" in file):
-                name = os.path.relpath(path, self._folder)
+                name = os.path.relpath(path, self._folder.path)
                 if not (_STAGED.fullmatch(name) and name.startswith(namespace)):
                     continue
                 with suppress(OSError):  # its writer has ended
@@ -332,7 +338,7 @@ class ObjectStoreEngine(RemoteEngine):
                         if not is_dry_run:
                             os.unlink(path)
                         swept.append(found.st_size)
-            of = _GENERATION.fullmatch(os.path.relpath(place, self._folder))
+            of = _GENERATION.fullmatch(os.path.relpath(place, self._folder.path))
             if of and of[1].startswith(namespace) and not is_dry_run and is_old(of[1]):
                 with suppress(OSError):  # it is not empty
                     os.rmdir(place)
@@ -354,16 +360,22 @@ class ObjectStoreEngine(RemoteEngine):
 
     @property
     def _store(self) -> Any:
-        """The store, opened by the first request. Threads that come together open one each."""
+        """The store, opened by the first request. Threads that come together open one each.
+
+        Raises `OSError` if its folder is not the one that was opened.
+        """
         if self._opened is None:
             self._opened = self._open_store()
+        elif self._folder is not None:
+            self._folder.check()
         return self._opened
 
     def _read(self, name: str, buffer: PrivateBuffer) -> bool:
         """Read an object; False, and without its bytes, if it has another length."""
+        store = self._store
         if self._folder is not None:
-            return _read_file(os.path.join(self._folder, name), buffer)
-        got = self._obstore.get(self._store, name)
+            return _read_file(os.path.join(self._folder.path, name), buffer)
+        got = self._obstore.get(store, name)
         if got.meta["size"] != HEADER_BYTES + buffer.payload_bytes:
             return False
         return buffer.adopt(memoryview(got.bytes()))
@@ -390,7 +402,7 @@ class ObjectStoreEngine(RemoteEngine):
         if self._folder is None:
             found: Mapping[str, Any] = self._obstore.head(store, name)
             return found
-        written_s = os.lstat(os.path.join(self._folder, name)).st_mtime
+        written_s = os.lstat(os.path.join(self._folder.path, name)).st_mtime
         return {"last_modified": datetime.fromtimestamp(written_s, UTC)}
 
     def _put(self, item: tuple[str, RemoteObject]) -> RemoteOutcome:
@@ -456,6 +468,8 @@ class ObjectStoreEngine(RemoteEngine):
             return _after(sent, self._begun(name, entries["begin"]))
         if not values:
             return CounterAnswer(RemoteOutcome.ABSENT, requests=sent)
+        if self._folder is not None:
+            self._folder.note_counter(name, f"{name}/{largest}")
         self._keep(f"{name}/{largest}", b"", entries[largest])
         return CounterAnswer(RemoteOutcome.OK, int(largest), sent)
 
@@ -476,6 +490,8 @@ class ObjectStoreEngine(RemoteEngine):
             self._begins[name] = version, found
         answer = counter_answer(found)
         if answer.outcome is RemoteOutcome.OK:
+            if self._folder is not None:
+                self._folder.note_counter(name, f"{name}/begin", found)
             self._keep(f"{name}/begin", found, entry)
         elif requests:
             _log.warning("%s/begin of a remote tier is damaged; its counter counts as lost", name)
@@ -506,7 +522,7 @@ def _read_file(path: str, buffer: PrivateBuffer) -> bool:
     opening could wait for ever.
     """
     try:
-        file = os.open(path, _READ_FLAGS)
+        file = os.open(path, READ_FLAGS)
     except OSError as error:
         if error.errno == errno.ELOOP:  # a link
             return False

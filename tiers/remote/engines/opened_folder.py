@@ -1,0 +1,74 @@
+"""Recognize the folder that a process opened, so that it writes to no other one in its place.
+
+If a share is unmounted, its folder is missing, or an empty one of the local disk is in its place.
+`obstore` would create the folders above an object there, and nothing would evict from that disk.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ..base import COUNTER_DIGITS
+
+READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Flags for files of a share, where anybody may have left a link or a pipe."""
+OTHER_FOLDER = "not the folder that was opened"
+"""Words in the error of a folder that is missing, or another one than at the opening."""
+
+
+class OpenedFolder:
+    """A folder, and what this process saw of it. Any thread.
+
+    It is the same folder if device and inode are those of its opening. A share that is mounted
+    again may have other numbers. So a folder that holds a counter which was read before is the same
+    one, too. A counter begins at the wall-clock time, so no other folder has that file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Ask nothing of the file system."""
+        self.path = path
+        self._numbers: tuple[int, int] | None = None
+        """Device and inode; None until the folder is opened."""
+        self._counters: dict[str, tuple[str, bytes]] = {}
+        """File of each counter as it was read last, and its content."""
+
+    def note_opened(self) -> None:
+        """Remember the folder that is there now. Raises `OSError` if there is none."""
+        self._numbers = self._numbers_now()
+
+    def note_counter(self, counter: str, file: str, content: bytes = b"") -> None:
+        """Remember a file of a counter that was read; `file` is relative to the folder."""
+        self._counters[counter] = file, content
+
+    def check(self) -> None:
+        """Raise `OSError` unless this is the folder that was opened.
+
+        An unmount between this check and a request can still send that one request to the local
+        disk. The next request fails.
+        """
+        try:
+            numbers = self._numbers_now()
+        except (FileNotFoundError, NotADirectoryError):
+            raise OSError(OTHER_FOLDER) from None
+        if numbers == self._numbers:
+            return
+        if not any(self._holds(*each) for each in [*self._counters.values()]):
+            raise OSError(OTHER_FOLDER)
+        self._numbers = numbers
+
+    def _numbers_now(self) -> tuple[int, int]:
+        found = os.stat(self.path)
+        return found.st_dev, found.st_ino
+
+    def _holds(self, file: str, content: bytes) -> bool:
+        try:
+            opened = os.open(self.path / file, READ_FLAGS)
+        except OSError:
+            return False
+        try:
+            return os.read(opened, COUNTER_DIGITS + 1) == content
+        except OSError:  # a folder, or a share that does not answer
+            return False
+        finally:
+            os.close(opened)
