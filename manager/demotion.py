@@ -25,8 +25,6 @@ from .level import Level, Pairs, Transfer
 MAX_SETTLED = 512
 """Largest number of blocks that one step settles without a write, at a few microseconds each. After
 a restart, or with strict admission, most blocks of the tier are such."""
-_UNWRITTEN = frozenset({BlockOutcome.CANCELLED, BlockOutcome.IO_ERROR})
-"""Outcomes that another try may change."""
 _NO_USE = frozenset({Put.ALREADY, Put.UNWANTED})
 """Answers of the port to blocks that need no write now."""
 _LATER = (Put.LATER, Put.FULL, Put.RESTING, Put.NOT_TAKEN)
@@ -184,8 +182,6 @@ class Demoter:
         self._started_by_scan = 0
         self.jobs: dict[int, Transfer] = {}
         """Writes in flight, by ticket."""
-        self.unwritten_blocks = 0
-        """Number of blocks whose write failed, or ended before it began."""
         self.was_cut_short = False
         """True if the last scan ended because it had settled too many blocks."""
         self.may_find_room = False
@@ -292,7 +288,6 @@ class Demoter:
             else:
                 failed.append(slot)
                 again.append(block_hash)
-                self.unwritten_blocks += outcome in _UNWRITTEN
         self._level.dirt.set_settled(settled)
         self._level.dirt.set_dirty(failed)
         if again:

@@ -101,9 +101,10 @@ class Closing:
         demoter, below, clock = self._demoter, self._flow.below, self._flow.clock
         counters = demoter.counters
         # The limit ends the loop: a block evicted by a smaller tier below becomes dirty again.
-        # Blocks that were not written are sent again, so the limit grows by them.
+        # Blocks that tier 1 did not write are sent again, so the limit grows by them. It lets time
+        # pass before it takes them.
         losable = min(len(self._flow.top.policy), below.tiers[0].capacity)
-        limit = losable - demoter.unwritten_blocks
+        limit = losable - below.unwritten_blocks
         sent = rests = written = 0
         join_ends_s = clock() + JOIN_LIMIT_S
         order: list[BlockHash] = []
@@ -114,7 +115,7 @@ class Closing:
             with self._lock:
                 self._collect()
                 if not order:
-                    limit_now = limit + demoter.unwritten_blocks - sent
+                    limit_now = limit + below.unwritten_blocks - sent
                     order = demoter.search.most_useful(limit_now, self._in_use())
                 if not (order or demoter.jobs):
                     return

@@ -201,18 +201,19 @@ def warnings_of(config: CascadeConfig, machine: Machine) -> list[str]:
 
 
 def small_tier_warnings(config: CascadeConfig, machine: Machine) -> list[str]:
-    """Return a warning for each NVMe tier that is smaller than the CPU tier.
+    """Return warnings if every NVMe tier is smaller than the CPU tier.
 
-    Such a tier evicts blocks that the CPU tier still has, so that they must be written again.
+    They evict blocks that the CPU tier still has, so that these must be written again.
     """
     cpu_bytes = cpu_capacity(config.cpu, machine)
     remedy = f"so blocks are written again and again; raise it, or lower {config.cpu.key}.capacity"
     problem = f"is smaller than the CPU tier ({human(cpu_bytes)}), {remedy}"
     sized = [(tier, nvme_capacity(tier, machine)) for tier in config.nvme]
+    if any(size >= cpu_bytes for _, size in sized):
+        return []
     return [
         str(At(f"{tier.key}.capacity").wrong(_written(tier.capacity, size), problem))
         for tier, size in sized
-        if size < cpu_bytes
     ]
 
 

@@ -372,6 +372,7 @@ class BelowChain(Below):
                     del self._puts[ended.ticket]
                     self._left_early += put.keys if put.has_seen_loss else ()
                     found.append(put.merged(ended.ticket))
+        self.unwritten_blocks = self._nearest.unwritten_blocks
         if self._puts or self.late_puts:
             self._count_late()
         return found

@@ -258,7 +258,8 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
     def write_state(self) -> WriteState:
         breaker, feed = self.writes.breaker, self.feed
         may_recover = self.writes.may_recover and feed.state is not NodeState.OFF
-        is_joining = not feed.can_write and feed.state not in (NodeState.OFF, NodeState.SILENT)
+        was_served = feed.folder is not None and feed.state not in (NodeState.OFF, NodeState.SILENT)
+        is_joining = was_served and not feed.can_write
         return WriteState(breaker.is_stalled, breaker.rest_left_s, may_recover, is_joining)
 
     # -- upkeep ------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ class WriteState:
     may_recover: bool = True
     """False if the last failure was lack of room: a retry is useless."""
     is_joining: bool = False
-    """True while the tier has no writer, and another engine may become it at any moment."""
+    """True while the tier looks for a writer, because it lost one. It may take writes soon."""
 
 
 class Below(ABC):
@@ -115,6 +115,8 @@ class Below(ABC):
     """Traffic of each tier. The port counts what transfers do; the manager adds its decisions."""
     late_puts = 0
     """Number of puts in flight that only tiers below tier 1 still write."""
+    unwritten_blocks = 0
+    """Number of blocks that tier 1 was to write, and did not for a reason that may pass."""
 
     # -- keys ------------------------------------------------------------------------------
 

@@ -131,6 +131,8 @@ class Traffic(ABC, Generic[Feed]):
         self.jobs: dict[int, Going] = {}
         self.ended: list[Ended] = []
         """Jobs that ended and were not reported."""
+        self.unwritten_blocks = 0
+        """Number of blocks of puts that failed or never began."""
 
     def _submit(self, ticket: int, keys: Sequence[BlockHash], order: Callable[[int], Any]) -> bool:
         """Start a job. Return False if the node cannot take it now."""
@@ -163,6 +165,7 @@ class Traffic(ABC, Generic[Feed]):
             counters.demote_held_blocks += outcomes.count(BlockOutcome.HELD)
             counters.demote_no_space_blocks += no_space
             counters.demote_failed_blocks += failed
+            self.unwritten_blocks += failed + outcomes.count(BlockOutcome.CANCELLED)
         counters.demote_s += done.time_s
         counters.demote_latencies_s.append(flow.clock() - going.started_s)
         counters.demoted_blocks += stored
@@ -273,6 +276,7 @@ class SingleTier(Below, Generic[Feed, Writes]):
                 _log.warning(_SILENT, self.tiers[0].name, traffic.breaker.stall_s)
         counters.promote_openings = reads.breaker.openings
         counters.demote_openings = writes.breaker.openings
+        self.unwritten_blocks = writes.unwritten_blocks
         if not (reads.ended or writes.ended):
             return ()
         ended = [*reads.ended, *writes.ended]

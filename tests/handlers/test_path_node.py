@@ -108,7 +108,7 @@ def test_a_flush_may_wait_for_a_writer_only_while_one_may_come(
     writer = rig.kill_writer()
     rig.pump()
     node.tier.maintain()
-    assert node.node.state is NodeState.ORPHANED and node.tier.write_state().is_joining
+    assert node.tier.feed.state is NodeState.ORPHANED and node.tier.write_state().is_joining
     rig.writer = writer.successor()
     node.tick(1.0)
     node.tier.maintain()
@@ -117,6 +117,10 @@ def test_a_flush_may_wait_for_a_writer_only_while_one_may_come(
     other = rig.add()
     other.tier.maintain()
     assert other.node.state is NodeState.OFF and not other.tier.write_state().is_joining
+    rig.kill_writer()
+    late = rig.add()
+    late.tier.maintain()
+    assert late.tier.feed.state is NodeState.JOINING and not late.tier.write_state().is_joining
 
 
 def test_writers_that_end_at_once_are_followed_by_others_every_few_seconds(

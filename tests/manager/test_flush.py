@@ -9,9 +9,10 @@ from support.twin_engine import TwinEngine
 
 from kvcascade.handlers.node.node_keeper import WAIT_SLICE_S
 from kvcascade.manager import flush, level
+from kvcascade.manager.below.port import Put
 from kvcascade.manager.below.single_tier import NODE_STOP_S, STALLED_S
 from kvcascade.manager.cascading import ManagerOptions
-from kvcascade.manager.flush import JOIN_LIMIT_S, RESTS_AT_MOST
+from kvcascade.manager.flush import JOIN_LIMIT_S, JOIN_POLL_S, RESTS_AT_MOST
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.breaker import REST_S
@@ -140,6 +141,27 @@ def test_another_engine_that_takes_over_is_waited_for(lower: int) -> None:
     assert engine.manager.flush_dirty(start_s + LONG_S)
     assert engine.twin.state()[0].blocks == 4
     assert start_s + 3.0 <= engine.clock() < start_s + 3.1
+
+
+@pytest.mark.parametrize("outcome", [BlockOutcome.REFUSED, BlockOutcome.CANCELLED])
+@pytest.mark.parametrize("is_joining", [False, True])
+def test_what_a_lower_tier_never_takes_is_not_sent_for_ever(
+    outcome: BlockOutcome, is_joining: bool
+) -> None:
+    """The nearest tier takes nothing meanwhile."""
+    engine = TwinEngine(slots=16, below=64, lower=64)
+    engine.twin.is_joining, engine.twin.answer = is_joining, Put.RESTING
+    engine.lower.outcome = outcome
+    assert engine.offer(keys(0, 4)) == keys(0, 4)
+    rounds, collect = [0], engine.manager._closing._collect
+
+    def count() -> None:
+        rounds[0] += 1
+        collect()
+
+    engine.manager._closing._collect = count
+    engine.manager.flush_dirty(engine.clock() + LONG_S)
+    assert rounds[0] < 20 + JOIN_LIMIT_S / JOIN_POLL_S
 
 
 def test_a_path_that_stays_without_a_writer_is_given_up() -> None:

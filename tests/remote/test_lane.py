@@ -27,7 +27,7 @@ def settled(limit: CallLimit, distance_s: float, share_s: float, ends: int = MAN
     """
     for _ in range(ends):
         took_s = distance_s + share_s * limit.calls
-        limit.note(took_s, has_failed=False, is_needed=True)
+        limit.note(took_s, RemoteOutcome.OK, is_needed=True)
     return limit.calls
 
 
@@ -45,7 +45,7 @@ def test_a_thin_link_gets_few_calls() -> None:
 
 def test_a_busy_processor_gets_few_calls() -> None:
     limit = CallLimit(MOST, SLOW_S)
-    limit.note(0.0006, has_failed=False, is_needed=False)  # a call alone
+    limit.note(0.0006, RemoteOutcome.OK, is_needed=False)  # a call alone
     assert settled(limit, 0.0002, 0.0004, ends=300) == FEWEST_CALLS
 
 
@@ -65,15 +65,22 @@ def test_failures_lower_the_number() -> None:
     limit = CallLimit(MOST, SLOW_S)
     settled(limit, DISTANT_S, 0.0001)
     for _ in range(MOST):
-        limit.note(0.001, has_failed=True, is_needed=True)
+        limit.note(0.001, RemoteOutcome.BUSY, is_needed=True)
     assert limit.calls == FEWEST_CALLS
 
 
 def test_the_number_grows_only_for_work_that_waits() -> None:
     limit = CallLimit(MOST, SLOW_S)
     for _ in range(MANY):
-        limit.note(DISTANT_S, has_failed=False, is_needed=False)
+        limit.note(DISTANT_S, RemoteOutcome.OK, is_needed=False)
     assert limit.calls == FEWEST_CALLS
+
+
+@pytest.mark.parametrize("outcome", [RemoteOutcome.ABSENT, RemoteOutcome.DROPPED])
+def test_a_call_without_payload_makes_no_other_one_slow(outcome: RemoteOutcome) -> None:
+    limit = CallLimit(MOST, SLOW_S)
+    limit.note(1e-5, outcome, is_needed=True)
+    assert settled(limit, DISTANT_S, 0.0001, ends=2 * MOST) == MOST
 
 
 def test_a_low_limit_is_kept() -> None:
@@ -106,7 +113,7 @@ def test_threads_come_and_go_with_the_number() -> None:
     for number in range(200):
         add(number)
     assert len(executor) == MOST
-    limit.note(2 * SLOW_S, has_failed=False, is_needed=True)
+    limit.note(2 * SLOW_S, RemoteOutcome.OK, is_needed=True)
     lane.pump()
     executor.step()
     assert len(done) == 200, "a thread too many ends without a call"
@@ -117,6 +124,22 @@ def test_threads_come_and_go_with_the_number() -> None:
     assert limit.calls == len(executor) == FEWEST_CALLS
     executor.run_all()
     assert len(done) == 400 and lane.is_idle
+
+
+def test_a_read_of_absent_blocks_ends_as_absent() -> None:
+    rig = RemoteRig()
+    rig.write(keys(2))
+    calls: list[RemoteOutcome] = []
+    note = rig.store._reading._limit.note
+
+    def noted(took_s: float, outcome: RemoteOutcome, *, is_needed: bool) -> bool:
+        calls.append(outcome)
+        return note(took_s, outcome, is_needed=is_needed)
+
+    rig.store._reading._limit.note = noted  # type: ignore[method-assign]
+    rig.read(keys(2))
+    rig.read(keys(8, 10))
+    assert calls == [RemoteOutcome.OK, RemoteOutcome.ABSENT]
 
 
 @pytest.mark.parametrize(("bytes_at_a_time", "most"), [(1 << 30, 20), (10 * PAYLOAD_BYTES, 10)])

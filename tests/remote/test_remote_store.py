@@ -523,7 +523,7 @@ class TestResets:
         epoch = rig.store._link.memory.epoch
         job = UploadJob(1, keys(1), [payload], 2e9, epoch=epoch, mark=None)
         rig.store.reset()
-        assert rig.store._uploads.write(job, [0]) is OK
+        assert rig.store._uploads.write(job, [0]) is DROPPED
         assert job.take_end() == [DROPPED] and not rig.twin.held
 
     def test_after_another_hosts_reset_nothing_counts_as_held(self) -> None:

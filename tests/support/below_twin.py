@@ -71,13 +71,14 @@ class BelowTwin(Below):
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
         known = self._held.keys() | self._coming.keys()
         new = [(h, slot) for h, slot in zip(keys, slots, strict=True) if h not in known]
-        started = new[: self.tiers[0].capacity] if self.answer is Put.STARTED else []
+        answer = Put.RESTING if self.is_joining else self.answer
+        started = new[: self.tiers[0].capacity] if answer is Put.STARTED else []
         if started:
             hashes = [h for h, _ in started]
             self._coming.update(dict.fromkeys(hashes, ticket))
             self._queued.append((ticket, False, hashes, [s for _, s in started], self._epoch))
         going, wanted = {h for h, _ in started}, {h for h, _ in new}
-        late = Put.LATER if started else self.answer
+        late = Put.LATER if started else answer
         return [Put.STARTED if h in going else late if h in wanted else Put.ALREADY for h in keys]
 
     def touch(self, keys: Sequence[BlockHash]) -> None:

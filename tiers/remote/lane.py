@@ -22,8 +22,8 @@ from .base import FAILURES, RemoteOutcome
 BURST_S = 1.0
 """A bucket holds as many bytes as may pass in this time."""
 FEWEST_CALLS = 8
-"""Number of calls at a time with which a lane begins, unless its limit is lower. Slow calls
-lower the number to this one at most."""
+"""Number of calls at a time with which a lane begins, unless its limit is lower. Slow calls never
+lower the number below this one."""
 QUICK = 4
 """A call is quick if it takes less than this many times as long as the fastest one."""
 FORGET = 1.001
@@ -72,13 +72,15 @@ class CallLimit:
         self._slow_s = slow_s
         self._fastest_s = math.inf
 
-    def note(self, took_s: float, *, has_failed: bool, is_needed: bool) -> bool:
+    def note(self, took_s: float, outcome: RemoteOutcome, *, is_needed: bool) -> bool:
         """Take in a call that ended. Return True if the number grew.
 
         `is_needed`: more work waits, so a larger number would be used.
         """
-        if has_failed or took_s > self._slow_s:
+        if outcome in FAILURES or took_s > self._slow_s:
             self.calls = max(self._fewest, self.calls - 1)
+            return False
+        if outcome is not RemoteOutcome.OK:  # without a payload it says little about others
             return False
         self._fastest_s = min(took_s, self._fastest_s * FORGET)
         is_quick = took_s < min(self._slow_s / 2, QUICK * self._fastest_s)
@@ -229,10 +231,8 @@ class Lane:
 
     def _note_end(self, outcome: RemoteOutcome, took_s: float) -> bool:
         """Return True if more calls at a time may be made than before."""
-        has_failed = outcome in FAILURES
         with self._lock:
-            self.breaker.ended(has_failed)
+            self.breaker.ended(outcome in FAILURES)
             if outcome in (RemoteOutcome.TIMED_OUT, RemoteOutcome.DENIED):
                 self.breaker.trip()  # it cost a whole deadline, or will not change soon
-            is_needed = bool(self._waiting)
-            return self._limit.note(took_s, has_failed=has_failed, is_needed=is_needed)
+            return self._limit.note(took_s, outcome, is_needed=bool(self._waiting))

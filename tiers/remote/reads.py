@@ -99,7 +99,10 @@ class Reads:
         job.settle(numbers, outcomes)
 
     def read(self, job: RemoteRead, numbers: Sequence[int]) -> RemoteOutcome:
-        """Read some blocks of a job. Return the worst outcome. Runs on a thread."""
+        """Read some blocks of a job. Return the worst outcome, or ABSENT if no block was there.
+
+        Runs on a thread.
+        """
         link = self.link
         left_s, epoch = job.ends_s - link.clock(), link.memory.epoch
         generation = link.generation.current(max(0.0, left_s))
@@ -123,7 +126,9 @@ class Reads:
         if set(outcomes) & {RemoteOutcome.ABSENT, RemoteOutcome.CORRUPT}:
             keys = [job.keys[number] for number in numbers]
             self._forget_missing(keys, names, outcomes, epoch)
-        return worst_of(outcomes)
+        worst = worst_of(outcomes)
+        is_empty = worst is RemoteOutcome.OK and RemoteOutcome.OK not in outcomes
+        return RemoteOutcome.ABSENT if is_empty else worst
 
     def _forget_missing(
         self,

@@ -143,7 +143,10 @@ class Uploads:
         return job.epoch != self._link.memory.epoch
 
     def write(self, job: UploadJob, numbers: Sequence[int]) -> RemoteOutcome:
-        """Send some blocks of a job. Return the worst outcome. Runs on a thread."""
+        """Send some blocks of a job. Return the worst outcome; DROPPED if they are not wanted now.
+
+        Runs on a thread.
+        """
         link = self._link
         generation = link.generation.current(link.engine.timeout_s)
         if generation.outcome is not RemoteOutcome.OK:
@@ -153,7 +156,7 @@ class Uploads:
         is_old = own is None or link.generation.mark > own  # another host's reset came since
         if is_old or self.is_stale(job):
             self.give_up(job, numbers, RemoteOutcome.DROPPED)
-            return RemoteOutcome.OK
+            return RemoteOutcome.DROPPED
         keys = [job.keys[number] for number in numbers]
         names = [link.objects.name(key, generation.value) for key in keys]
         objects = [

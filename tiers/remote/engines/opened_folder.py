@@ -58,7 +58,7 @@ class OpenedFolder:
         self._numbers = numbers
 
     def _numbers_now(self) -> tuple[int, int]:
-        found = os.stat(self.path)
+        found = os.stat(f"{self.path}/")  # the slash lets an automounter mount the share
         return found.st_dev, found.st_ino
 
     def _holds(self, file: str, content: bytes) -> bool:
