@@ -101,8 +101,8 @@ class Closing:
         demoter, below, clock = self._demoter, self._flow.below, self._flow.clock
         counters = demoter.counters
         # The limit ends the loop: a block evicted by a smaller tier below becomes dirty again.
-        # Blocks that tier 1 did not write are sent again, so the limit grows by them. It lets time
-        # pass before it takes them.
+        # Blocks that tier 1 did not write are sent again, so the limit grows by them. Tier 1 takes
+        # them only after a pause, so that this does not repeat without end.
         losable = min(len(self._flow.top.policy), below.tiers[0].capacity)
         limit = losable - below.unwritten_blocks
         sent = rests = written = 0
