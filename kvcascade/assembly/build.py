@@ -313,10 +313,11 @@ def _arena_geometry(settings: CascadeConfig, geometry: Geometry) -> ArenaGeometr
 
 
 def _manager_options(settings: CascadeConfig, top: CpuBackend) -> ManagerOptions:
-    written = writing(settings, Machine())
+    machine = Machine()
+    written = writing(settings, machine)
     if written is not None:
         logger.info("kvcascade: %s", written)
-    for said in small_tier_warnings(settings, Machine()):
+    for said in small_tier_warnings(settings, machine):
         logger.warning("kvcascade: %s", said)
     return ManagerOptions(
         write_mode=WriteMode.DEMOTE if written is None else written.mode,

@@ -206,11 +206,11 @@ def small_tier_warnings(config: CascadeConfig, machine: Machine) -> list[str]:
     They evict blocks that the CPU tier still has, so that these must be written again.
     """
     cpu_bytes = cpu_capacity(config.cpu, machine)
-    remedy = f"so blocks are written again and again; raise it, or lower {config.cpu.key}.capacity"
-    problem = f"is smaller than the CPU tier ({human(cpu_bytes)}), {remedy}"
     sized = [(tier, nvme_capacity(tier, machine)) for tier in config.nvme]
     if any(size >= cpu_bytes for _, size in sized):
         return []
+    remedy = f"so blocks are written again and again; raise it, or lower {config.cpu.key}.capacity"
+    problem = f"is smaller than the CPU tier ({human(cpu_bytes)}), {remedy}"
     return [
         str(At(f"{tier.key}.capacity").wrong(_written(tier.capacity, size), problem))
         for tier, size in sized

@@ -372,7 +372,6 @@ class BelowChain(Below):
                     del self._puts[ended.ticket]
                     self._left_early += put.keys if put.has_seen_loss else ()
                     found.append(put.merged(ended.ticket))
-        self.unwritten_blocks = self._nearest.unwritten_blocks
         if self._puts or self.late_puts:
             self._count_late()
         return found
@@ -409,6 +408,10 @@ class BelowChain(Below):
         if self._resets.are_open:
             return False
         return self._nearest.takes_puts or bool(self._stand_ins())
+
+    @property
+    def unwritten_blocks(self) -> int:
+        return self._nearest.unwritten_blocks
 
     @property
     def is_blocked(self) -> bool:

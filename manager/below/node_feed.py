@@ -36,7 +36,7 @@ MapTable = Callable[[str, int], PresenceTable]
 MAP_AGAIN_AFTER_S = 5.0
 """Pause after a presence table could not be mapped; then it is tried again."""
 
-RESTING = frozenset({NodeState.SILENT, NodeState.ORPHANED})
+RESTING = CAN_READ - CAN_WRITE
 """States of a node that a writer has served and does not serve now."""
 
 _log = get_logger(__name__)

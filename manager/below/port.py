@@ -115,8 +115,6 @@ class Below(ABC):
     """Traffic of each tier. The port counts what transfers do; the manager adds its decisions."""
     late_puts = 0
     """Number of puts in flight that only tiers below tier 1 still write."""
-    unwritten_blocks = 0
-    """Number of blocks that tier 1 was to write, and did not for a reason that may pass."""
 
     # -- keys ------------------------------------------------------------------------------
 
@@ -206,6 +204,11 @@ class Below(ABC):
     @abstractmethod
     def takes_puts(self) -> bool:
         """False while no write may be started."""
+
+    @property
+    def unwritten_blocks(self) -> int:
+        """Number of blocks that tier 1 was to write, and did not for a reason that may pass."""
+        return 0
 
     @property
     def takes_all(self) -> bool:

@@ -276,13 +276,16 @@ class SingleTier(Below, Generic[Feed, Writes]):
                 _log.warning(_SILENT, self.tiers[0].name, traffic.breaker.stall_s)
         counters.promote_openings = reads.breaker.openings
         counters.demote_openings = writes.breaker.openings
-        self.unwritten_blocks = writes.unwritten_blocks
         if not (reads.ended or writes.ended):
             return ()
         ended = [*reads.ended, *writes.ended]
         reads.ended.clear()
         writes.ended.clear()
         return ended
+
+    @property
+    def unwritten_blocks(self) -> int:
+        return self.writes.unwritten_blocks
 
     def take_marks(self) -> Sequence[int]:
         marks = self.feed.marks
@@ -298,10 +301,11 @@ class SingleTier(Below, Generic[Feed, Writes]):
 
     def shutdown(self, deadline_s: float) -> bool:
         self._client.poll()
-        directions = (self.reads, self.writes)
-        if all(each.breaker.is_stalled for each in directions if each.jobs):
-            deadline_s = 0.0  # a device that hangs would take the time of the other tiers, too
-        deadline_s = max(deadline_s, self._clock() + NODE_STOP_S)
+        least_s = self._clock() + NODE_STOP_S
+        busy = [each for each in (self.reads, self.writes) if each.jobs]
+        # A device that hangs would take the time of the other tiers, too.
+        hangs = all(each.breaker.is_stalled for each in busy)
+        deadline_s = least_s if hangs else max(deadline_s, least_s)
         while self.reads.jobs or self.writes.jobs:
             left_s = deadline_s - self._clock()
             if left_s <= 0:

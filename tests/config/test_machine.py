@@ -323,7 +323,7 @@ def test_an_nvme_tier_smaller_than_the_cpu_tier_brings_a_warning(
     ("sizes", "named"), [(("7GiB", "6GiB"), ["tiers[1]", "tiers[2]"]), (("7GiB", "100GiB"), [])]
 )
 def test_nvme_tiers_that_are_all_too_small_are_named(sizes: tuple[str], named: list[str]) -> None:
-    """What a large one still holds is not written again."""
+    """A large tier still holds what a small one evicts, so that nothing is written again."""
     disks = [
         {"type": "nvme", "capacity": size, "path": f"/mnt/{number}/kv"}
         for number, size in enumerate(sizes)

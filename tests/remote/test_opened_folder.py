@@ -58,7 +58,7 @@ class Share:
             self._away.rename(self.at)
 
     def local_files(self) -> list[Path]:
-        """What is on the local disk while the share is away, but for the folder itself."""
+        """Return the paths on the local disk while the share is away, without the folder itself."""
         return [path for path in self.at.rglob("*") if path != self.folder]
 
 
