@@ -106,6 +106,7 @@ class Closing:
         losable = min(len(self._flow.top.policy), below.tiers[0].capacity)
         limit = losable - below.unwritten_blocks
         sent = rests = written = 0
+        was_joining = False
         join_ends_s = clock() + JOIN_LIMIT_S
         order: list[BlockHash] = []
         with self._lock:
@@ -114,10 +115,14 @@ class Closing:
         while (left_s := deadline_s - clock()) > 0:
             with self._lock:
                 self._collect()
+                joins = below.write_state().is_joining
+                if was_joining and not joins:
+                    sent = 0  # what other tiers did not take meanwhile is sent again
+                was_joining = joins
                 if not order:
                     limit_now = limit + below.unwritten_blocks - sent
                     order = demoter.search.most_useful(limit_now, self._in_use())
-                if not (order or demoter.jobs):
+                if not (order or demoter.jobs or (joins and self._flow.top.dirt.dirty_blocks)):
                     return
                 left = demoter.demote(order)
                 sent += len(order) - left

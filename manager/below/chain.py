@@ -444,7 +444,9 @@ class BelowChain(Below):
             if part.ended is None
         }
         is_stalled = bool(writing) and all(states[number].is_stalled for number in writing)
-        return replace([*taking, *recovering, states[0]][0], is_stalled=is_stalled)
+        is_joining = any(state.is_joining for state in states)
+        first = [*taking, *recovering, states[0]][0]
+        return replace(first, is_stalled=is_stalled, is_joining=is_joining)
 
     # -- upkeep ------------------------------------------------------------------------------
 

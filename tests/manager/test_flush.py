@@ -118,18 +118,20 @@ def test_what_never_began_is_sent_again() -> None:
     assert cascade.manager.flush_dirty(cascade.now_s + LONG_S) and written(cascade) == 8
 
 
-def without_writer(lower: int, until_s: float) -> TwinEngine:
-    """An engine with four dirty blocks, whose path has no writer for some time."""
+def without_writer(lower: int, until_s: float, *, only_lower: bool = False) -> TwinEngine:
+    """An engine with four dirty blocks, and paths that have no writer for some time."""
     engine = TwinEngine(slots=16, below=64, lower=lower)
+    twins = [engine.lower] if only_lower else [engine.twin, engine.lower]
     assert engine.offer(keys(0, 4)) == keys(0, 4)
     start_s = engine.clock()
 
     def pause(seconds: float) -> None:
         engine.clock.advance(seconds)
-        engine.twin.is_joining = engine.lower.is_joining = engine.clock() < start_s + until_s
+        for twin in twins:
+            twin.is_joining = engine.clock() < start_s + until_s
 
     engine.manager._closing._pause = pause
-    engine.twin.is_joining = engine.lower.is_joining = True
+    pause(0.0)
     return engine
 
 
@@ -141,6 +143,39 @@ def test_another_engine_that_takes_over_is_waited_for(lower: int) -> None:
     assert engine.manager.flush_dirty(start_s + LONG_S)
     assert engine.twin.state()[0].blocks == 4
     assert start_s + 3.0 <= engine.clock() < start_s + 3.1
+
+
+@pytest.mark.parametrize("takes", [0, 2])
+@pytest.mark.parametrize("dirty", [8, 16])
+def test_what_a_lower_tier_failed_to_write_is_sent_to_the_nearest(takes: int, dirty: int) -> None:
+    """The path of the nearest one gets a writer in time. `takes`: failures until it is left out."""
+    engine = TwinEngine(slots=16, below=64, lower=64)
+    assert engine.offer(keys(0, dirty)) == keys(0, dirty)
+    start_s, run, failed = engine.clock(), engine.lower.run, [0]
+
+    def pause(seconds: float) -> None:
+        engine.clock.advance(seconds)
+        engine.twin.is_joining = engine.clock() < start_s + 3.0
+
+    def fail() -> None:
+        failed[0] += bool(engine.lower._queued)
+        run()
+        if failed[0] >= takes:
+            engine.lower.answer = Put.RESTING
+
+    engine.manager._closing._pause = pause
+    engine.twin.is_joining = True
+    engine.lower.outcome, engine.lower.run = BlockOutcome.REFUSED, fail  # type: ignore[method-assign]
+    assert engine.manager.flush_dirty(start_s + LONG_S)
+    assert engine.twin.state()[0].blocks == dirty
+
+
+def test_a_lower_tier_without_a_writer_is_waited_for() -> None:
+    """It is the only one that will take blocks: the device of the nearest one failed for good."""
+    engine = without_writer(64, 3.0, only_lower=True)
+    engine.twin.answer, start_s = Put.RESTING, engine.clock()
+    assert engine.manager.flush_dirty(start_s + LONG_S)
+    assert engine.lower.state()[0].blocks == 4
 
 
 @pytest.mark.parametrize("outcome", [BlockOutcome.REFUSED, BlockOutcome.CANCELLED])

@@ -126,20 +126,30 @@ def test_threads_come_and_go_with_the_number() -> None:
     assert len(done) == 400 and lane.is_idle
 
 
-def test_a_read_of_absent_blocks_ends_as_absent() -> None:
-    rig = RemoteRig()
-    rig.write(keys(2))
+def calls_of(lane: Lane) -> list[RemoteOutcome]:
+    """Return the outcomes of the calls that a lane makes from now on."""
     calls: list[RemoteOutcome] = []
-    note = rig.store._reading._limit.note
+    note = lane._limit.note
 
     def noted(took_s: float, outcome: RemoteOutcome, *, is_needed: bool) -> bool:
         calls.append(outcome)
         return note(took_s, outcome, is_needed=is_needed)
 
-    rig.store._reading._limit.note = noted  # type: ignore[method-assign]
+    lane._limit.note = noted  # type: ignore[method-assign]
+    return calls
+
+
+def test_a_call_without_payload_says_so() -> None:
+    rig = RemoteRig()
+    reads, writes = calls_of(rig.store._reading), calls_of(rig.store._writing)
+    rig.write(keys(2))
+    rig.write(keys(2))
+    rig.write(keys(1, 3))
     rig.read(keys(2))
     rig.read(keys(8, 10))
-    assert calls == [RemoteOutcome.OK, RemoteOutcome.ABSENT]
+    rig.read(keys(2, 5))
+    assert writes == [RemoteOutcome.OK, RemoteOutcome.EXISTS, RemoteOutcome.OK]
+    assert reads == [RemoteOutcome.OK, RemoteOutcome.ABSENT, RemoteOutcome.OK]
 
 
 @pytest.mark.parametrize(("bytes_at_a_time", "most"), [(1 << 30, 20), (10 * PAYLOAD_BYTES, 10)])

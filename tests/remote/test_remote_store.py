@@ -184,6 +184,26 @@ class TestReads:
         assert rig.read([*keys(11), key(99)]) == [OK] * 11 + [ABSENT]
         assert rig.twin.calls["get_into"] == 3
 
+    @pytest.mark.parametrize(
+        ("n", "calls", "at_a_time", "expected"),
+        [
+            (64, 1, 1000, 1),  # as many as fit
+            (64, 1, 16, 4),
+            (64, 2, 1000, 2),  # no connection rests
+            (6, 2, 1000, 2),  # and none is asked for less than usual
+            (64, 1, 2, 16),  # large blocks
+            (200, 1, 1000, 4),  # the limit of blocks
+        ],
+    )
+    def test_small_blocks_go_together(
+        self, n: int, calls: int, at_a_time: int, expected: int
+    ) -> None:
+        twin = RemoteTwin(names_per_call=4)
+        twin.bytes_per_call = at_a_time * PAYLOAD_BYTES
+        rig = RemoteRig(twin, reads_at_a_time=calls, writes_at_a_time=calls)
+        assert rig.write(keys(n)) == rig.read(keys(n)) == [OK] * n
+        assert twin.calls["put"] == twin.calls["get_into"] == expected
+
     def test_no_blocks_no_call(self) -> None:
         rig = RemoteRig()
         rig.store.get(1, [], [])

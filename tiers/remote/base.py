@@ -94,6 +94,12 @@ def worst_of(outcomes: Iterable[RemoteOutcome]) -> RemoteOutcome:
     return next((outcome for outcome in outcomes if outcome in FAILURES), RemoteOutcome.OK)
 
 
+def outcome_of_call(outcomes: Sequence[RemoteOutcome]) -> RemoteOutcome:
+    """Return the first failure, `OK` if a payload was moved, or else the first outcome."""
+    worst = worst_of(outcomes)
+    return worst if worst in FAILURES or RemoteOutcome.OK in outcomes else outcomes[0]
+
+
 class PrivateBuffer:
     """Private memory for one object on its way here.
 
@@ -222,6 +228,9 @@ class RemoteEngine(ABC):
     a request."""
     names_per_call: int
     """Number of names per `get_into` or `put` that suits the engine."""
+    bytes_per_call: int = 0
+    """Payload bytes of one `get_into` or `put` that suit the engine. Small blocks go together in
+    larger numbers than `names_per_call`, so that the way to the server costs less of the time."""
     timeout_s: float
     """Longest time in seconds that one request takes."""
 

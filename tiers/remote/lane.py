@@ -99,7 +99,7 @@ class Errand:
     n_bytes: int
     """Payload bytes that it moves, for the rate."""
     run: Callable[[], RemoteOutcome]
-    """Makes the call and hands over its outcomes. Returns the worst one. Runs on a thread."""
+    """Makes the call and hands over its outcomes. Returns that of the call. Runs on a thread."""
     give_up: Callable[[RemoteOutcome], None]
     """Ends the errand without a call, with this outcome. Any thread."""
     is_over: Callable[[], bool] = lambda: False
@@ -129,6 +129,11 @@ class Lane:
         self._waiting: deque[Errand] = deque()
         self._running = 0
         self._is_closed = False
+
+    @property
+    def calls(self) -> int:
+        """Number of calls at a time, see `CallLimit`."""
+        return self._limit.calls
 
     @property
     def is_open(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..base import BlockHash
-from .base import PrivateBuffer, RemoteOutcome, worst_of
+from .base import PrivateBuffer, RemoteOutcome, outcome_of_call
 from .lookups import RemoteLink
 from .remote_counters import Verb
 from .remote_job import RemoteJob
@@ -99,10 +99,7 @@ class Reads:
         job.settle(numbers, outcomes)
 
     def read(self, job: RemoteRead, numbers: Sequence[int]) -> RemoteOutcome:
-        """Read some blocks of a job. Return the worst outcome, or ABSENT if no block was there.
-
-        Runs on a thread.
-        """
+        """Read some blocks of a job. Return the outcome of the call. Runs on a thread."""
         link = self.link
         left_s, epoch = job.ends_s - link.clock(), link.memory.epoch
         generation = link.generation.current(max(0.0, left_s))
@@ -126,9 +123,7 @@ class Reads:
         if set(outcomes) & {RemoteOutcome.ABSENT, RemoteOutcome.CORRUPT}:
             keys = [job.keys[number] for number in numbers]
             self._forget_missing(keys, names, outcomes, epoch)
-        worst = worst_of(outcomes)
-        is_empty = worst is RemoteOutcome.OK and RemoteOutcome.OK not in outcomes
-        return RemoteOutcome.ABSENT if is_empty else worst
+        return outcome_of_call(outcomes)
 
     def _forget_missing(
         self,

@@ -12,6 +12,7 @@ then hold another block.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,8 @@ LOOKUPS_AT_A_TIME = 2
 BYTES_AT_A_TIME = 128 << 20
 """Limit on the payload of concurrent reads, and on that of concurrent writes, above `FEWEST_CALLS`
 calls: each of them may have a copy in memory."""
+NAMES_PER_CALL_MAX = 64
+"""Limit on the blocks of one call, however small they are."""
 SLOW_SHARE = 4
 """A call is slow after this part of the time that the engine gives one request."""
 CLOSE_ROUND_S = 0.005
@@ -107,6 +110,12 @@ class RemoteState:
     """Number of openings of each direction's breaker."""
 
 
+def most_per_call(engine: RemoteEngine, payload_bytes: int) -> int:
+    """Return the largest number of blocks of one read or write."""
+    together = min(NAMES_PER_CALL_MAX, engine.bytes_per_call // payload_bytes)
+    return max(engine.names_per_call, together)
+
+
 class RemoteStore:
     """One namespace in one engine. Methods are for the owner's thread; only `close` waits."""
 
@@ -154,7 +163,7 @@ class RemoteStore:
         # A write that ends well may take its limit, and a request that began within it.
         write_s = max(stall_s, engine.timeout_s * (engine.names_per_call + 1))
 
-        call_bytes = objects.payload_bytes * engine.names_per_call
+        call_bytes = objects.payload_bytes * most_per_call(engine, objects.payload_bytes)
         most = max(FEWEST_CALLS, BYTES_AT_A_TIME // call_bytes)
 
         def lane(calls: int, rate: float | None, late: RemoteOutcome, stall_s: float) -> Lane:
@@ -290,7 +299,9 @@ class RemoteStore:
         is_over: Callable[[], bool],
     ) -> None:
         """Add a job to a lane in parts that suit the engine; see `Errand`."""
-        n, part = len(job.keys), self._link.engine.names_per_call
+        n, engine = len(job.keys), self._link.engine
+        most = most_per_call(engine, self._link.objects.payload_bytes)
+        part = max(engine.names_per_call, min(most, math.ceil(n / lane.calls)))
         for start in range(0, n, part):
             numbers = range(start, min(start + part, n))
 

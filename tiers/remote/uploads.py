@@ -13,7 +13,7 @@ from itertools import compress
 
 from ...config.remote import WriteWhen
 from ..base import BlockHash
-from .base import RemoteOutcome, worst_of
+from .base import RemoteOutcome, outcome_of_call
 from .lookups import RemoteLink
 from .presence import Presence, PresenceMemory, drop_oldest
 from .remote_counters import Verb
@@ -143,7 +143,7 @@ class Uploads:
         return job.epoch != self._link.memory.epoch
 
     def write(self, job: UploadJob, numbers: Sequence[int]) -> RemoteOutcome:
-        """Send some blocks of a job. Return the worst outcome; DROPPED if they are not wanted now.
+        """Send some blocks of a job. Return the outcome of the call; DROPPED if none is wanted now.
 
         Runs on a thread.
         """
@@ -166,10 +166,10 @@ class Uploads:
         was_there = any(map(link.memory.was_there, keys))
         # The age of an object that was there is asked for, and most are then old enough.
         write, trips = (link.engine.renew, 2) if was_there else (link.engine.put, 1)
-        limit_s = link.engine.timeout_s * len(names)
+        limit_s = link.engine.timeout_s * min(len(names), link.engine.names_per_call)
         outcomes = link.call(Verb.WRITE, lambda: write(names, objects, limit_s), trips)
         held = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome in THERE]
         link.memory.note(job.epoch, held, ())
         link.memory.note_arrivals(job.epoch, held)
         job.settle(numbers, outcomes)
-        return worst_of(outcomes)
+        return outcome_of_call(outcomes)

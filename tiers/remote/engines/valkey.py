@@ -197,6 +197,7 @@ class ValkeyEngine(RemoteEngine):
 
     asks_in_one_trip = True
     names_per_call = 4
+    bytes_per_call = 2 << 20
 
     def __init__(self, address: Address, login: Login, ttl_s: float | None = None) -> None:
         """`ttl_s`: seconds without use after which the server removes a block; None: never.

@@ -63,7 +63,7 @@ MEASUREMENTS = {
     "round_trip": "all tiers without an engine: store, write, restart, read back, compare",
     "gpu_engine": "the engine on a GPU, where vLLM is installed: tokens, time to the first one",
     "remote_rates": "rates of remote tiers, beside clients without checks",
-    "remote_distance": "reads and lookups of a bucket that is far away",
+    "remote_distance": "reads and lookups of a remote server that is far away",
     "remote_obj": "lookups and reads of blocks on S3, beside vLLM's obj tier",
     "remote_lookups": "lookups with and without a remote tier, for the scheduler's thread",
 }

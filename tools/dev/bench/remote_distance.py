@@ -1,7 +1,8 @@
-"""Reads and lookups of a remote tier in a bucket at a distance.
+"""Reads and lookups of a remote tier at a distance.
 
-The server answers from memory, but late, as one in the same region does or one in another. Ours
-makes as many calls at a time as its `CallLimit` finds useful.
+A bucket answers from memory, but late, as one in the same region does or one in another. Ours makes
+as many calls at a time as its `CallLimit` finds useful. A Valkey or Redis server is near, and
+reached through a port that delays. Ours sends small blocks in larger numbers.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from typing import Any
 from ....tiers.base import BlockHash
 from ....tiers.remote.engines.object_store import KIND, ObjectStoreEngine, open_object_store
 from ....tiers.remote.lane import FEWEST_CALLS
-from ...commands.bench.bench_results import LIMIT, MIB, OURS, Quantity, size_label
+from ...commands.bench.bench_results import KIB, LIMIT, MIB, OURS, Quantity, size_label
 from ...commands.bench.bench_tier import new_keys
-from ..remote_server import BUCKET, HOST, REGION, listening
+from ..remote_server import BUCKET, HOST, REGION, listening, valkey_binary, valkey_command
 from ..server import free_port
 from .measurement import Case, Figures, Measurement, MeasurementSetup
 from .remote_rates import (
@@ -37,9 +38,11 @@ from .remote_rates import (
     in_parts,
     quantities,
     running,
+    valkey_cases,
 )
 
 DISTANCES_S = (0.005, 0.03)
+VALKEY_DISTANCES_S, VALKEY_SIZES = (0.0005, 0.002), (64 * KIB, 512 * KIB)
 TOTAL_BYTES = 128 * MIB
 CHAINS = (1, 16)
 """Numbers of requests whose blocks are looked up in one step."""
@@ -97,10 +100,26 @@ def _lookup_cases(opened: ObjectStoreEngine, label: str) -> Generator[Case, None
         yield Case(f"{label}, lookups", {OURS: look}, LOOKUPS)
 
 
-def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
-    """Yield the cases of each distance."""
+def of_valkey(setup: MeasurementSetup) -> Generator[Case, None, None]:
+    """Yield writes and reads of a Valkey or Redis server at each distance."""
+    binary = valkey_binary()
+    if not binary:
+        setup.note("left out: Valkey, since no valkey-server or redis-server is on the PATH")
+        return
+    near = free_port()
+    with listening(valkey_command(binary, near), near):
+        for distance_s in VALKEY_DISTANCES_S:
+            port = free_port()
+            command = [sys.executable, "-m", "kvcascade.tools.dev.distant_port"]
+            with listening([*command, str(port), str(near), str(distance_s)], port):
+                where = f"Valkey, {1e3 * distance_s:g} ms"
+                yield from valkey_cases(where, port, TOTAL_BYTES, 2, VALKEY_SIZES)
+
+
+def of_bucket(setup: MeasurementSetup) -> Generator[Case, None, None]:
+    """Yield reads and lookups of a bucket at each distance."""
     if find_spec("obstore") is None:
-        setup.note("left out: obstore is not installed")
+        setup.note("left out: the bucket, since obstore is not installed")
         return
     secrets = {"access_key_id": "none", "secret_access_key": "none"}
     for distance_s in DISTANCES_S:
@@ -115,11 +134,18 @@ def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
             yield from _lookup_cases(opened(), label)
 
 
+def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
+    """Yield the cases of both servers."""
+    yield from of_valkey(setup)
+    yield from of_bucket(setup)
+
+
 MEASUREMENT = Measurement(
     "remote_distance",
-    "Remote tier: a bucket at a distance",
-    "Answers come late by the time named. Ours makes at most the named number of reads at a time, "
-    "and the limit, obstore without checks, just that number.",
+    "Remote tier: a server at a distance",
+    "Answers come late by the time named. Ours makes at most the named number of reads of a bucket "
+    "at a time, and the limit, obstore without checks, just that number. The limit for Valkey is a "
+    "RESP client without checks that asks for 4 blocks at a time.",
     quantities({}),
     cases,
 )

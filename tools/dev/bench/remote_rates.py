@@ -245,21 +245,24 @@ def running(
         yield ours, pool
 
 
-def valkey_cases(port: int, total_bytes: int, threads: int) -> Generator[Case, None, None]:
+def valkey_cases(
+    where: str, port: int, total_bytes: int, threads: int, sizes: Sequence[int] = SIZES
+) -> Generator[Case, None, None]:
     """Yield writes and reads of a Valkey or Redis server."""
-    for size in SIZES:
+    for size in sizes:
         blocks = RatedBlocks(size, total_bytes)
         engine = ValkeyEngine(Address(HOST, port), Login(TIMEOUT_S, TIMEOUT_S))
         with running(engine, size, threads) as (ours, pool):
             bare = [BareResp(port) for _ in range(threads)]
             try:
-                yield from _valkey_cases(blocks, ours, bare, pool, port)
+                yield from _valkey_cases(where, blocks, ours, bare, pool, port)
             finally:
                 for one in bare:
                     one.close()
 
 
 def _valkey_cases(
+    where: str,
     blocks: RatedBlocks,
     ours: Ours,
     bare: Sequence[BareResp],
@@ -312,10 +315,10 @@ def _valkey_cases(
         writes[CLIENT] = partial(other_write, library_write)
         reads[CLIENT] = partial(other_read, library_read)
     label = size_label(blocks.size)
-    yield Case(f"Valkey, write {label}", writes)
+    yield Case(f"{where}, write {label}", writes)
     ours_write()
     in_parts(pool, count, PIPELINE, bare_write)
-    yield Case(f"Valkey, read {label}", reads, quantities({LIMIT: 0.80, CLIENT: 1.3}))
+    yield Case(f"{where}, read {label}", reads, quantities({LIMIT: 0.80, CLIENT: 1.3}))
 
 
 def _flush(port: int, ours: Ours) -> None:
@@ -395,7 +398,7 @@ def of_valkey(setup: MeasurementSetup, total_bytes: int) -> Generator[Case, None
         return
     port = free_port()
     with listening(valkey_command(binary, port), port):
-        yield from valkey_cases(port, total_bytes, 2)
+        yield from valkey_cases("Valkey", port, total_bytes, 2)
         engine = ValkeyEngine(Address(HOST, port), Login(TIMEOUT_S, TIMEOUT_S))
         yield from lookup_cases("Valkey", engine)
 
