@@ -182,7 +182,7 @@ class CascadingOffloadingManager:
         """Pin blocks that were hits. Return the slots that the worker reads."""
         with self.lock:
             spec = self._workers.begin_loads(block_hashes, request)
-            self._note_progress(request)
+            self.lookups.note_progress(request)
             return spec
 
     def complete_load(self, block_hashes: Collection[BlockHash]) -> None:
@@ -199,7 +199,7 @@ class CascadingOffloadingManager:
         can never fit, as many of the first blocks are taken as fit.
         """
         with self.lock:
-            self._note_progress(request)
+            self.lookups.note_progress(request)
             return self._stores.prepare(block_hashes, request)
 
     def complete_store(
@@ -245,13 +245,6 @@ class CascadingOffloadingManager:
                     self._maintain()
             finally:
                 self.lock.release()
-
-    def _note_progress(self, request: Request | None) -> None:
-        """End the wait of a request that loads, or that computes its prefix and stores it."""
-        if request is not None:
-            self.lookups.note_progress(request)
-            if request.claim is not None:
-                self._claims.release(request)
 
     def _maintain(self) -> None:
         self._collect()

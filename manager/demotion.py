@@ -355,7 +355,7 @@ class Demoter:
         for status in statuses:
             status.ref_cnt += 1
         self._level.dirt.set_arriving(list(map(slot_of, statuses)))
-        self.jobs[ticket] = Transfer(ticket, hashes, statuses, self._flow.clock())
+        self.jobs[ticket] = Transfer(hashes, statuses, self._flow.clock())
         return len(wanted)
 
     def _sort(self, wanted: Pairs, answers: Sequence[Put]) -> Pairs:

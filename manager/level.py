@@ -41,7 +41,6 @@ class Tier:
 class Transfer:
     """A job that reads or writes slots of one level. The slots are pinned until the job ends."""
 
-    ticket: int
     hashes: list[BlockHash]
     """Hashes of the blocks in the job."""
     statuses: list[BlockStatus]

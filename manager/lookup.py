@@ -253,10 +253,16 @@ class Lookups:
         self._has_collected = False
         self._looks = 0
 
-    def note_progress(self, request: Request) -> None:
-        """Let later misses of the request count again: it loads, or it computes and stores."""
-        self._count_misses()
-        request.counted_misses = 0
+    def note_progress(self, request: Request | None) -> None:
+        """End the wait of a request that loads, or that computes its prefix and stores it.
+
+        Its later misses count again.
+        """
+        if request is not None:
+            self._count_misses()
+            request.counted_misses = 0
+            if request.claim is not None:
+                self._claims.release(request)
 
     def _count_misses(self) -> None:
         """Count the misses of the lookups that end, without those that the request had before.

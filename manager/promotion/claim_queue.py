@@ -322,12 +322,14 @@ class ClaimQueue:
                 self.release(claim.request)
                 return True
         worth = self._worth
+        if worth is None:
+            return False
         # Blocks that an earlier claim owns are in `ahead` already.
         others = [
             max(0, before + own - blocks)
             for before, own, blocks in zip(ahead, claim.own_blocks, claim.blocks, strict=True)
         ]
-        if worth is None or worth.is_worth(claim.blocks, others, now_s, claim.saved_blocks):
+        if worth.is_worth(claim.blocks, others, now_s, claim.saved_blocks):
             return False
         self._compute_instead(claim, now_s)
         return True

@@ -250,7 +250,7 @@ class Promoter:
             return
         targets = self._top.take(present)
         ticket, now_s = next(self._flow.tickets), self._flow.clock()
-        queue.jobs[ticket] = ReadJob(ticket, present, targets, now_s)
+        queue.jobs[ticket] = ReadJob(present, targets, now_s)
         queue.moved_s = now_s
         self.late_s = min(self.late_s, now_s + queue.deadline_s)
         if self._worth is not None:

@@ -165,7 +165,8 @@ def test_what_a_lower_tier_failed_to_write_is_sent_to_the_nearest(takes: int, di
 
     engine.manager._closing._pause = pause
     engine.twin.is_joining = True
-    engine.lower.outcome, engine.lower.run = BlockOutcome.REFUSED, fail  # type: ignore[method-assign]
+    engine.lower.outcome = BlockOutcome.REFUSED
+    engine.lower.run = fail  # type: ignore[method-assign]
     assert engine.manager.flush_dirty(start_s + LONG_S)
     assert engine.twin.state()[0].blocks == dirty
 

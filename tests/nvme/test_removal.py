@@ -133,7 +133,7 @@ def test_only_what_is_ours_is_deleted(tmp_path: Path) -> None:
     others = [".removing-", ".removing-model", ".removing-model-0123456789ab", ".removing-x.12"]
     for name in others:
         (root / name).mkdir(mode=0o700)
-    with capacity(RealFileSystem(), root, 1 << 30).claim(0, 0, 0, frozenset()):
+    with capacity(RealFileSystem(), root, 1 << 30).claim(0, 0, 0):
         pass
     assert (outside / "precious").read_text() == "precious"
     kept = {LEFTOVER.format(1), LEFTOVER.format(3), *others}
@@ -144,7 +144,7 @@ def test_a_few_are_deleted_at_a_time(tmp_path: Path) -> None:
     for number in range(MAX_LEFTOVERS + 3):
         (tmp_path / LEFTOVER.format(number)).mkdir(mode=0o700)
     for expected in (3, 0):
-        with capacity(RealFileSystem(), tmp_path, 1 << 30).claim(0, 0, 0, frozenset()):
+        with capacity(RealFileSystem(), tmp_path, 1 << 30).claim(0, 0, 0):
             assert len(left(tmp_path)) == expected
 
 
@@ -161,9 +161,9 @@ def test_what_the_device_does_not_let_go_of_counts(tmp_path: Path) -> None:
         remove_namespace(fs, folder)
     room = capacity(fs, tmp_path, used_bytes)
     with pytest.raises(NoSpaceError, match="capacity"):
-        with room.claim(0, 0, used_bytes // 2, frozenset()):
+        with room.claim(0, 0, used_bytes // 2):
             pass
-    with room.claim(0, 0, used_bytes // 2, frozenset()):
+    with room.claim(0, 0, used_bytes // 2):
         assert fs.used_bytes(tmp_path) < used_bytes // 2
 
 

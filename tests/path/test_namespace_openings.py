@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.executors import SteppingExecutor
-from support.path_rig import ROOT, PathRig, RigNode, key_of
+from support.path_rig import ROOT, PathRig, RigNode, key_of, slots_in
 
 from kvcascade.tiers.nvme.path.block_table import BlockTable
 from kvcascade.tiers.nvme.path.path_messages import (
@@ -54,6 +54,22 @@ def store(rig: PathRig, executor: SteppingExecutor, node: RigNode, keys: list[in
     node.commit(keys, memoryview(answer.slots).cast("i").tolist(), answer.epoch)
     rig.step()
     assert node.outcomes() == [[Committed.OK] * len(keys)]
+
+
+def test_a_segment_is_made_while_another_namespace_is_opened() -> None:
+    """The job began before the opening, and finds a directory that is locked: our own."""
+    executor = SteppingExecutor()
+    rig = PathRig(30, executor=executor)
+    node = RigNode(rig, "model")
+    node.ask([1, 2])
+    rig.step()
+    other = RigNode(rig, "other", may_wait=True)
+    assert len(executor) == 2
+    executor.step(1)
+    executor.step()
+    rig.step(2, seconds=0.01)
+    (answer,) = node.grants()
+    assert all(slot >= 0 for slot in slots_in(answer)) and other.has_answer()
 
 
 def finish(rig: PathRig, executor: SteppingExecutor) -> None:

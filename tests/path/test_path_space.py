@@ -217,7 +217,7 @@ def test_an_idle_namespace_that_never_opens_holds_up_no_store(
 ) -> None:
     tries: list[str] = []
 
-    def broken(path: PathNamespaces, name: str, own: frozenset[Path]) -> NamespaceHome:
+    def broken(path: PathNamespaces, name: str) -> NamespaceHome:
         tries.append(name)
         raise TierIOError(errno.EIO, "the device failed")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import logging
+import resource
 import shlex
 import signal
 import subprocess
@@ -325,6 +326,21 @@ def line_with(process: subprocess.Popen[str], text: str) -> str:
         if text in line:
             return line
     raise AssertionError(f"it ended without {text!r}")
+
+
+def test_it_may_open_as_many_files_as_the_system_allows(
+    service: Callable[..., subprocess.Popen[str]],
+) -> None:
+    """The writer keeps one open for each namespace and folder."""
+    kind = resource.RLIMIT_NOFILE
+    soft, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (min(512, hard - 1), hard))
+    try:
+        process = service("--capacity", "64MiB", "--min-free", "0")
+    finally:
+        resource.setrlimit(kind, (soft, hard))
+    line_with(process, "writes")
+    assert resource.prlimit(process.pid, kind) == (hard, hard)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

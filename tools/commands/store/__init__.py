@@ -79,10 +79,12 @@ def store(
         kvcascade store /mnt/nvme/kv --policy s3fifo --take-over
     """
     with answering(as_json=False):
+        from ....handlers.node.child_start import allow_open_files
         from ....logs import log_to_stderr
         from .serve_path import Rival, StoreEnd, parts_of, serve
 
         log_to_stderr("kvcascade store", logging.INFO)
+        allow_open_files()  # the writer keeps one open for each namespace and folder
         given = {
             "capacity": capacity,
             "policy": policy,

@@ -78,6 +78,9 @@ class PathCapacity:
         self._fs = fs
         self._roots = tuple(roots)
         self._clock = clock
+        self.own: frozenset[Path] = frozenset()
+        """Directories of our namespaces, open or not. The writer's thread replaces it before a
+        namespace is opened, so a job never takes ours for that of another process."""
         self.was_made = False
         """True once a segment was made; whoever waits for that sets it to False."""
         self._foreign = [0] * len(roots)
@@ -133,16 +136,16 @@ class PathCapacity:
     # -- on an I/O thread ----------------------------------------------------------------------
 
     @contextmanager
-    def claim(self, path: int, growth: int, own_bytes: int, own: frozenset[Path]) -> Iterator[int]:
+    def claim(self, path: int, growth: int, own_bytes: int) -> Iterator[int]:
         """Make a file of `growth` bytes in a path inside this context.
 
-        `own_bytes` are those of our files with the new one, `own` their directories. Yields the
-        bytes of older versions that are in use; others were removed as far as room was needed.
-        Raises `NoSpaceError` if capacity or reserve would not be kept, and `ConfigError` if the
-        disk of the path is not mounted any more.
+        `own_bytes` are those of our files with the new one. Yields the bytes of older versions that
+        are in use; others were removed as far as room was needed. Raises `NoSpaceError` if capacity
+        or reserve would not be kept, and `ConfigError` if the disk of the path is not mounted any
+        more.
         """
         root = self._roots[path]
-        if not self._is_mounted(root, own):  # the lock file would hide that from the next start
+        if not self._is_mounted(root):  # the lock file would hide that from the next start
             raise ConfigError(f"path: {root} has nothing of this tier any more; mount its disk")
         try:
             with os_errors(f"locking {root}"):
@@ -150,27 +153,27 @@ class PathCapacity:
         except InUseError:
             raise NoSpaceError(f"another process is making room in {root}; try again") from None
         try:
-            yield self._make_room(root, growth, own_bytes, own)
+            yield self._make_room(root, growth, own_bytes)
         finally:
             lock.release()
 
-    def _is_mounted(self, root: Path, own: frozenset[Path]) -> bool:
-        """Return False if the first path has directories of `own`, and this one has none."""
+    def _is_mounted(self, root: Path) -> bool:
+        """Return False if the first path has directories of ours, and this one has none."""
         first = self._roots[0]
         if root == first or self._fs.exists(root / BUDGET_LOCK):
             return True
-        names = {folder.name for folder in own}
+        names = {folder.name for folder in self.own}
         is_here, is_first = (
             any(self._fs.exists(each / name) for name in names) for each in (root, first)
         )
         return is_here or not is_first
 
-    def _make_room(self, root: Path, growth: int, own_bytes: int, own: frozenset[Path]) -> int:
+    def _make_room(self, root: Path, growth: int, own_bytes: int) -> int:
         taken = remove_leftovers(self._fs, root)
         ahead = held = 0
         with ExitStack() as locks:
             idle: list[FoundNamespace] = []
-            for one in self._others(root, own):
+            for one in self._others(root):
                 lock = lock_namespace(self._fs, one.path)
                 if lock is None:
                     ahead += growth_bytes(self._fs, one.path)
@@ -211,5 +214,5 @@ class PathCapacity:
             remove_locked_namespace(self._fs, one.path)
             _log.warning("removed %s for room: this version cannot use it", one.path)
 
-    def _others(self, root: Path, own: frozenset[Path]) -> list[FoundNamespace]:
-        return [one for one in namespaces_under(self._fs, root) if one.path not in own]
+    def _others(self, root: Path) -> list[FoundNamespace]:
+        return [one for one in namespaces_under(self._fs, root) if one.path not in self.own]

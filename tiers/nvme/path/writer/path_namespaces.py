@@ -151,7 +151,7 @@ class PathNamespaces:
             if all(one.name != name for one in self.space.idle.all):
                 raise ConfigError(f"there is no namespace {name}; `list` names them all")
             self._looked_at.add(name)
-            self._begin_opening(name, partial(self._home_of, name, self.space.own_folders))
+            self._begin_opening(name, partial(self._home_of, name))
         raise BeingOpenedError(name)
 
     def take_opened(self) -> dict[str, KVCascadeError | None]:
@@ -316,8 +316,7 @@ class PathNamespaces:
         if not (is_known and self.fs.exists(self.roots[0] / name / BLOCKS)):
             plan = plan_of(spec, options.capacity_bytes, options.segment_bytes, paths)
             sizes = [fixed_bytes(plan.slots, path) for path in range(paths)]
-        own = self.space.own_folders.union(root / name for root in self.roots)
-        self._begin_opening(name, partial(self._make_home, name, spec, options, sizes, own), sizes)
+        self._begin_opening(name, partial(self._make_home, name, spec, options, sizes), sizes)
 
     def _make_home(
         self,
@@ -325,7 +324,6 @@ class PathNamespaces:
         spec: NamespaceSpec,
         options: PathOptions,
         sizes: Sequence[int],
-        own: frozenset[Path],
     ) -> NamespaceHome:
         """Make the directories of a namespace for tables of `sizes`. Runs on an I/O thread.
 
@@ -334,11 +332,11 @@ class PathNamespaces:
         check_mounted(self.fs, self.roots)
         for path, size in enumerate(sizes):
             if self.fs.exists(self.roots[path]):
-                with self.space.capacity.claim(path, size, 0, own):
+                with self.space.capacity.claim(path, size, 0):
                     pass
         capacity_bytes, segment_bytes = options.capacity_bytes, options.segment_bytes
         home = make_home(self.fs, self.roots, name, spec, capacity_bytes, segment_bytes)
-        return _with_room(self.fs, home, self.space.capacity, own)
+        return _with_room(self.fs, home, self.space.capacity)
 
     def _lacking(self, opening: NamespaceToOpen) -> int | None:
         """Return a path in which the tables of a namespace lack room that segments have."""
@@ -352,7 +350,7 @@ class PathNamespaces:
 
     def _open_idle(self, name: str) -> None:
         """Begin to open a namespace without a node, because its room is needed."""
-        home_of = partial(self._home_of, name, self.space.own_folders)
+        home_of = partial(self._home_of, name)
         self._begin_opening(name, home_of, is_for_room=True)
 
     def _begin_opening(
@@ -364,15 +362,17 @@ class PathNamespaces:
         is_for_room: bool = False,
     ) -> None:
         is_durable = self.options.durability == POWER
+        folders = (root / name for root in self.roots)
+        self.space.capacity.own = self.space.own_folders.union(folders)
         self.openings.begin(NamespaceToOpen(name, home_of, is_durable, bytes_by_path, is_for_room))
 
-    def _home_of(self, name: str, own: frozenset[Path]) -> NamespaceHome:
+    def _home_of(self, name: str) -> NamespaceHome:
         """Open the directories of an existing namespace. Runs on an I/O thread."""
         check_mounted(self.fs, self.roots)
         home = open_home(self.fs, self.roots, name, self.options.capacity_bytes)
         if home is None:
             raise ConfigError(f"there is no namespace {name} any more")
-        return _with_room(self.fs, home, self.space.capacity, own)
+        return _with_room(self.fs, home, self.space.capacity)
 
     def _adopt(self, opening: NamespaceToOpen, namespace: NamespaceWriter) -> KVCascadeError | None:
         """Count a namespace that was opened, and sync its commits if a node asked for that."""
@@ -418,9 +418,7 @@ class PathNamespaces:
         self.record = record
 
 
-def _with_room(
-    fs: FileSystem, home: NamespaceHome, capacity: PathCapacity, own: frozenset[Path]
-) -> NamespaceHome:
+def _with_room(fs: FileSystem, home: NamespaceHome, capacity: PathCapacity) -> NamespaceHome:
     """Claim what the tables of an existing namespace take more, because the capacity was raised.
 
     Without that room it keeps its former number of slots. Runs on an I/O thread. Raises a
@@ -433,7 +431,7 @@ def _with_room(
         with os_errors(f"opening {home.folders[0]}"):
             more = fixed_bytes(home.slots, 0) - fs.used_bytes(home.folders[0] / BLOCKS)
         try:
-            with capacity.claim(0, more, 0, own):
+            with capacity.claim(0, more, 0):
                 pass
         except NoSpaceError as error:
             segments = max(home.segments.found(), default=-1) + 1

@@ -363,7 +363,7 @@ class PathSpace:
             taken[number % capacity.paths] += size
             planned.setdefault(number % capacity.paths, []).append(number)
         for path, numbers in planned.items():
-            files.make(namespace, numbers, taken[path], self.own_folders)
+            files.make(namespace, numbers, taken[path])
         return bool(planned)
 
     def _after_deletion(self, name: str, number: int, is_gone: bool) -> None:

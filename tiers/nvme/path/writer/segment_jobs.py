@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from .....errors import NoSpaceError
 from .....logs import get_logger
@@ -146,12 +145,10 @@ class SegmentJobs:
         files.making.add(number)
         files.making_since_s = self._clock()
 
-    def make(
-        self, namespace: NamespaceWriter, numbers: list[int], own_bytes: int, own: frozenset[Path]
-    ) -> None:
+    def make(self, namespace: NamespaceWriter, numbers: list[int], own_bytes: int) -> None:
         """Begin to make planned segments of one path; the first alone if there is not room for all.
 
-        For `own_bytes` and `own` see `PathCapacity.claim`.
+        For `own_bytes` see `PathCapacity.claim`.
         """
         files, path = self._files[namespace.home.name], numbers[0] % self._capacity.paths
         size = files.file_bytes
@@ -159,7 +156,7 @@ class SegmentJobs:
         def create(n: int) -> None:
             some, left = numbers[:n], numbers[n:]
             ours = own_bytes - len(left) * size
-            with self._capacity.claim(path, n * size, ours, own) as foreign:
+            with self._capacity.claim(path, n * size, ours) as foreign:
                 namespace.home.segments.create(some)
             self._done.append(lambda: self._made(files, some, foreign))
             self._done.append(lambda: self._give_up(files, left))
