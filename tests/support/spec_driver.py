@@ -321,8 +321,10 @@ class Driver:
         events = list(self.manager.take_events())
         below = len(self.cascade.below)
         for event in events:
-            self.told.add((event.medium, event.locality, event.ownership))
-            tier = event.ownership if below > 1 else None
+            # Up to vLLM 0.28 events name neither, and then the tiers below look like one.
+            locality, owner = (getattr(event, name, None) for name in ("locality", "ownership"))
+            self.told.add((event.medium, locality, owner))
+            tier = owner if below > 1 else None
             held = self.seen.setdefault(tier or event.medium.name, set())
             if event.removed:
                 is_known = self.is_fresh or event.medium is Medium.CPU
