@@ -195,7 +195,7 @@ def folder(at: At, value: Any) -> Path:
         raise at.wrong(value, 'is not a folder; give its path as text, such as "/mnt/nvme/kv"')
     path = os.path.expanduser(value)
     if not os.path.isabs(path):
-        raise at.wrong(value, "is a relative path; give an absolute path")
+        raise at.wrong(value, "is a relative path; give an absolute path, without variables")
     return Path(os.path.normpath(path))
 
 

@@ -18,6 +18,8 @@ from typing import Any
 from ..assembly.named import SPEC_NAME, checked
 from ..config.environment import with_environment
 from ..config.machine import Machine
+from ..config.options import noting
+from ..errors import ConfigError
 from ..identity import note_files
 from ..tiers.cpu.arena import DEFAULT_ARENA_DIR
 from ..tiers.cpu.arena_file import sweep
@@ -36,9 +38,18 @@ def register() -> None:
         refuse_platform()
         for folder in _arena_folders(extra_config):  # of killed engines: they would count as taken
             sweep(folder)
-        checked(extra_config, Machine())
+        _check(extra_config)
         refuse_answers(extra_config)
     _register_spec()
+
+
+def _check(extra_config: Mapping[str, Any]) -> None:
+    """Raise one `ConfigError` with all problems, a line each."""
+    problems: list[str] = []
+    with noting(problems):
+        checked(extra_config, Machine(), problems)
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def _register_spec() -> None:

@@ -45,6 +45,14 @@ def test_a_bad_one_is_refused_before_anything_is_loaded(name: str) -> None:
         load_with(**{name: holder({**GOOD, "tiers": [{"type": "cpu", "capacty": 1}]})})
 
 
+def test_all_mistakes_are_named_at_once() -> None:
+    extra = {**GOOD, "tiers": [{"type": "cpu", "capacty": 1}], "polcy": "lru"}
+    with pytest.raises(ConfigError) as raised:
+        load_with(vllm_config=holder(extra))
+    for mistake in ("polcy", "tiers[0].capacty"):
+        assert mistake in str(raised.value)
+
+
 def test_what_does_not_fit_the_machine_is_refused_too(tmp_path: Path) -> None:
     tiers = [{"type": "cpu", "capacity": "900TiB"}]
     with pytest.raises(ConfigError, match="900TiB.*more memory than there is"):
