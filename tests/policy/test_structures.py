@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.arrays import KeptArrays
 
 from kvcascade.errors import ConfigError
@@ -20,11 +22,30 @@ from kvcascade.tiers.policies.parts import log as log_module
 from kvcascade.tiers.policies.parts.directory import DictDirectory
 from kvcascade.tiers.policies.parts.ghosts import SLACK, GhostLists
 from kvcascade.tiers.policies.parts.links import NONE, LinkedLists
-from kvcascade.tiers.policies.parts.log import NO_PLACE, WALK, WALK_FACTOR, RecencyLog, Search
+from kvcascade.tiers.policies.parts.log import (
+    NO_PLACE,
+    WALK,
+    WALK_FACTOR,
+    RecencyLog,
+    Search,
+    by_stamp,
+)
 from kvcascade.tiers.policies.s3fifo import S3FifoOrder
 
 COLLIDING = 1 << 40
 """Tags that are multiples of this fall into the same bucket."""
+
+
+@given(
+    st.lists(st.one_of(st.integers(0, 60), st.integers(-(1 << 63), (1 << 63) - 1)), max_size=40),
+    st.booleans(),
+)
+def test_slots_come_in_the_order_of_their_stamps(numbers: list[int], are_unique: bool) -> None:
+    """Damaged arrays hold any numbers; those without a stamp come first."""
+    stamps = np.array([*dict.fromkeys(numbers)] if are_unique else numbers, np.int64)
+    slots = np.arange(len(stamps), dtype=np.int32)[::-1].copy()
+    expected = sorted(range(len(stamps)), key=lambda at: (stamps[at] != 0, stamps[at]))
+    assert by_stamp(slots, stamps).tolist() == slots[expected].tolist()
 
 
 @pytest.mark.parametrize("seed", range(4))

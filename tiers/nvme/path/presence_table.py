@@ -187,11 +187,12 @@ class PresenceTable:
     def used_slots(self) -> Mask:
         """Return True for every slot that a cell names: shape `(slots,)`."""
         cells = np.frombuffer(self._cells, dtype=np.uint64)
-        is_used = np.zeros(self.slots + 1, dtype=np.bool_)
+        beyond = self.slots + 1  # stands for all slots that do not exist
+        is_used = np.zeros(beyond + 1, dtype=np.bool_)
         for start in range(0, len(cells), SCAN_CELLS):
-            named = cells[start : start + SCAN_CELLS].astype(np.uint32)  # the low half
-            is_used[named[named <= self.slots]] = True
-        return is_used[1:]
+            named = (cells[start : start + SCAN_CELLS] & np.uint64(_LOW)).view(np.int64)
+            is_used[np.minimum(named, beyond, out=named)] = True
+        return is_used[1:beyond]
 
 
 class WritablePresence(PresenceTable):

@@ -38,6 +38,9 @@ NO_PLACE = 1 << 62
 SORT_COST = 8
 """Assumed cost of sorting one slot by its position, in log entries read."""
 
+CLOSE = 4
+"""Stamps of live slots span at most this many times their number, unless few are left."""
+
 COMPACT_CHUNK = 1 << 18
 """Log entries that a compaction copies at a time, to limit its memory."""
 
@@ -331,8 +334,7 @@ class RecencyLog:
         being numbers.
         """
         stamps = np.asarray(self._stamp[present])
-        ordered = present[np.argsort(stamps, kind="stable")].astype(np.int32)
-        self._rewrite(ordered)
+        self._rewrite(by_stamp(present.astype(np.int32), stamps))
 
     def _skip_dead(self) -> int:
         """Advance the head to the coldest live slot and return its position."""
@@ -364,3 +366,22 @@ class RecencyLog:
         self._log[:tail] = ordered
         self._stamp[ordered] = np.arange(1, tail + 1, dtype=np.int64)
         self._ends[:] = (0, tail, tail)
+
+
+def by_stamp(slots: npt.NDArray[np.int32], stamps: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """Return the slots in the order of their stamps. Those of equal stamps keep their order.
+
+    Stamps that differ, and lie close together, need no sorting, which takes four times as long.
+    """
+    is_known = stamps != 0
+    if not is_known.all():
+        known = by_stamp(slots[is_known], stamps[is_known])
+        return np.concatenate([slots[~is_known], known])
+    first, last = (int(stamps.min()), int(stamps.max())) if len(stamps) else (0, 0)
+    if last - first < CLOSE * len(stamps):
+        placed = np.full(last - first + 1, -1, np.int32)
+        placed[stamps - first] = slots
+        ordered = placed[placed >= 0]
+        if len(ordered) == len(slots):
+            return ordered
+    return slots[np.argsort(stamps, kind="stable")]
