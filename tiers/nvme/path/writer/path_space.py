@@ -24,6 +24,7 @@ import numpy as np
 from .....logs import get_logger
 from ..block_table import MAX_COMMIT_BLOCKS
 from .idle_namespaces import IdleNamespaces
+from .left_out_segments import LeftOutSegments
 from .namespace.namespace_openings import NamespaceOpenings
 from .namespace.namespace_writer import NamespaceWriter
 from .path_capacity import PATH_REST_S, RETRY_AFTER_S, PathCapacity
@@ -90,6 +91,7 @@ class PathSpace:
         self.deleted: list[TakenSegment] = []
         """Segments whose files were deleted, for the nodes that may have them open."""
         self.files = SegmentJobs(capacity, executor, clock, self._after_deletion)
+        self.left_out = LeftOutSegments(executor, clock)
         self._openings = openings
         self._open_idle = open_idle
         self._clock = clock
@@ -114,6 +116,7 @@ class PathSpace:
         """Stop counting a namespace that was closed or removed."""
         self.namespaces.pop(name, None)
         self.files.forget(name)
+        self.left_out.forget(name)
         self._evict_from_s.pop(name, None)
         if self.taking is not None and self.taking.name == name:
             self.taking = None
@@ -160,9 +163,10 @@ class PathSpace:
             return Room(is_coming=True)
         if self._clock() < self._evict_from_s.get(name, -np.inf):
             return Room(is_resting=True)
-        ahead = min(MAX_EVICTED_AHEAD, space.used // EVICTED_AHEAD_SHARE)
-        evictions = min(need - free + ahead, space.used, MAX_COMMIT_BLOCKS)
-        return Room(evictions, is_coming=evictions > 0 and evictions < need - free < space.used)
+        evictable = space.evictable
+        ahead = min(MAX_EVICTED_AHEAD, evictable // EVICTED_AHEAD_SHARE)
+        evictions = min(need - free + ahead, evictable, MAX_COMMIT_BLOCKS)
+        return Room(evictions, is_coming=evictions > 0 and evictions < need - free < evictable)
 
     def rest_evictions(self, namespace: NamespaceWriter) -> Room:
         """Let a namespace evict nothing for a while, because its index refused that."""
@@ -184,9 +188,9 @@ class PathSpace:
     ) -> bool:
         """Begin to take the coldest segment in some paths that is older than `least_age_s`.
 
-        `spared` is a namespace that loses none. Without it, a segment of a `min_share` is taken if
-        there is no other. Return False if there is no such segment, while a namespace is being
-        opened for its room, or after a deletion in these paths failed.
+        `spared` is a namespace that loses none. Without it, a segment of a `min_share`, or one that
+        is left out, is taken if there is no other. Return False if there is no such segment, while
+        a namespace is being opened for its room, or after a deletion in these paths failed.
         """
         paths = {path for path in paths if self.files.may_delete(path)}
         if self._openings.is_room_coming or not paths:
@@ -224,11 +228,15 @@ class PathSpace:
 
     def gone(self) -> list[NamespaceWriter]:
         """Return the open namespaces that another program removed, except while segments of them
-        are being made or deleted: those names must not lead into new directories."""
+        are being made, opened or deleted: those names must not lead into new directories."""
         return [
             namespace
             for name, namespace in self.namespaces.items()
-            if not (namespace.home.is_in_place or self.files.has_work(name))
+            if not (
+                namespace.home.is_in_place
+                or self.files.has_work(name)
+                or self.left_out.has_work(name)
+            )
         ]
 
     def take_if_lost(self, namespace: NamespaceWriter, number: int) -> bool:
@@ -301,6 +309,8 @@ class PathSpace:
         if not is_forced and left < namespace.min_share_bytes:
             return None
         free = space.segments - space.written
+        if is_forced:
+            free |= space.left_out
         numbers = [n for n in free if n % self.capacity.paths in paths]
         if not numbers:
             return None
@@ -322,7 +332,7 @@ class PathSpace:
             return
         paths = ready or paths
         self._ranked_at_s[name] = now_s
-        age_s = namespace.recency.coldest_age_s()
+        age_s = namespace.recency.coldest_age_s(namespace.space.may_evict)
         if age_s is not None and age_s < 0.0:
             return  # the clock was set back: nobody knows who is colder
         if self.take_coldest(name, paths, -np.inf if age_s is None else age_s):

@@ -355,6 +355,8 @@ class PathWriter:
                 if namespace.clients:
                     namespace.home.note_use(self.path.fs)
         self._out += self._held.signs_of_life()
+        if not self.path.space.is_taking:
+            self.path.space.left_out.retry(self.namespaces.values())
         if not any(client.is_tool for client in self._clients.values()):
             self.path.remove_empty()  # a tool may have more questions about one
         self._send_figures()

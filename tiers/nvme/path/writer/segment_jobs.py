@@ -226,6 +226,7 @@ class SegmentJobs:
         self._keeping.pop(number % self._capacity.paths, None)
         if self._is_open(files):
             files.numbers[number % self._capacity.paths].discard(number)
+            files.namespace.space.left_out.discard(number)
             self._on_deleted(files.namespace.home.name, number, True)
 
     def _kept(self, files: _Files, number: int, error: Exception | None) -> None:
@@ -236,7 +237,8 @@ class SegmentJobs:
             _log.warning("a segment could not be deleted: %s", str(error) or repr(error))
         self._keeping[path] = self._clock() + RETRY_AFTER_S
         if self._is_open(files):
-            files.namespace.space.add_segment(number)
+            if number not in files.namespace.space.left_out:
+                files.namespace.space.add_segment(number)
             self._on_deleted(files.namespace.home.name, number, False)
 
     def _submit(self, job: Callable[[], None], refused: Callable[[], None]) -> None:

@@ -100,7 +100,7 @@ class SegmentQuestions:
         while namespace is not None and job.left:
             number = job.left[0]
             blocks = 0
-            if number in namespace.space.segments:
+            if number in namespace.space.segments or number in namespace.space.left_out:
                 blocks = len(namespace.space.used_in(number))
                 may_take = not (job.is_if_empty and blocks)
                 if may_take and space.take(job.name, number):

@@ -94,7 +94,7 @@ def open_namespace_writer(
             home.measure_index(means.fs)
         presence = open_presence(means.fs, home.folders[0], home.slots, table, means.boot)
         used = presence.used.copy()
-        there = _usable_segments(home)
+        there, left_out = _usable_segments(home)
         if there and not table.commit_number:
             _log.warning(
                 "%s: the index names no block, so %d segments count as empty",
@@ -107,6 +107,7 @@ def open_namespace_writer(
         space.used = int(np.count_nonzero(used))
         for number in there:
             space.add_segment(number)
+        space.left_out.update(left_out)
         recency = means.recency_of(home, policy, space.is_used)
     except BaseException:
         if presence is not None:
@@ -120,16 +121,21 @@ def open_namespace_writer(
     return NamespaceWriter(home, table, presence, space, recency, prompts)
 
 
-def _usable_segments(home: NamespaceHome) -> list[int]:
-    """Return the numbers of the segments whose files can be opened; damaged ones are repaired."""
+def _usable_segments(home: NamespaceHome) -> tuple[list[int], list[int]]:
+    """Return the numbers of the segments whose files can be opened, and those of the others.
+
+    Damaged ones are repaired.
+    """
     usable: list[int] = []
+    left_out: list[int] = []
     for number in home.segments.found():
         try:
             home.segments.mend(number)
             usable.append(number)
-        except KVCascadeError as error:  # its blocks stay until they are evicted
-            _log.warning("a segment is left out: %s", error)
-    return usable
+        except KVCascadeError as error:  # its blocks stay, and it is tried again
+            _log.warning("a segment is left out for now: %s", error)
+            left_out.append(number)
+    return usable, left_out
 
 
 def _drop_missing(

@@ -145,7 +145,7 @@ class NamespaceWriter:
         batch.check(-1 if self.is_resetting else self.epoch)
         self._sync_segments(batch)
         removals = batch.damaged(self.table, self.presence)
-        victims = self.recency.victims(min(evictions, MAX_COMMIT_BLOCKS))
+        victims = self.recency.victims(min(evictions, MAX_COMMIT_BLOCKS), self.space.may_evict)
         if batch.entries or removals or victims:
             applied = self._apply(batch.entries, removals, victims)
             if applied.outcome is ApplyOutcome.DONE:

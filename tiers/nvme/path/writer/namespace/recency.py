@@ -99,17 +99,17 @@ class Recency:
         """Forget blocks because they were evicted."""
         self._order.evicted(slots, self._tags(keys))
 
-    def victims(self, n: int) -> list[int]:
-        """Return up to `n` slots in order of eviction."""
-        return self._order.victims(n, lambda slot: True)
+    def victims(self, n: int, mask: SlotMask | None = None) -> list[int]:
+        """Return up to `n` slots in order of eviction, without those that are False in `mask`."""
+        return self._order.victims(n, lambda slot: True, mask)
 
     def clear(self) -> None:
         """Forget all blocks."""
         self._order.clear()
 
-    def coldest_age_s(self) -> float | None:
-        """Return the mean time since the last use of the next victims; None without blocks."""
-        slots = self.victims(COLDEST_SAMPLE)
+    def coldest_age_s(self, mask: SlotMask | None = None) -> float | None:
+        """Return the mean time since the last use of the next victims; None if there are none."""
+        slots = self.victims(COLDEST_SAMPLE, mask)
         return None if not slots else self._age_s(np.asarray(slots))
 
     def segment_ages_s(self, slots_per_segment: int) -> npt.NDArray[np.float64]:

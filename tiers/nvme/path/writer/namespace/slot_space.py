@@ -33,6 +33,8 @@ class SlotSpace:
         self.paths = paths
         self.segments: set[int] = set()
         """Numbers of the segments whose slots may be granted or used."""
+        self.left_out: set[int] = set()
+        """Numbers of the segments that cannot be opened. Their blocks stay in use."""
         self.is_used: SlotMask = np.zeros(slots, dtype=np.bool_)
         """One flag per slot; True if a committed block is in it."""
         self.used = 0
@@ -50,6 +52,22 @@ class SlotSpace:
         """Numbers of the segments that nodes may write to now."""
         return {slot // self.slots_per_segment for slot in self._grants}
 
+    @property
+    def may_evict(self) -> SlotMask | None:
+        """One flag per slot; False in segments that are left out, where an eviction frees no slot.
+        None if no segment is left out."""
+        if not self.left_out:
+            return None
+        mask: SlotMask = np.ones(len(self.is_used), dtype=np.bool_)
+        mask.reshape(-1, self.slots_per_segment)[sorted(self.left_out)] = False
+        return mask
+
+    @property
+    def evictable(self) -> int:
+        """Number of used slots that an eviction would free."""
+        mask = self.may_evict
+        return self.used if mask is None else int(np.count_nonzero(self.is_used & mask))
+
     def free(self, paths: Iterable[int]) -> int:
         """Return the number of free slots in these paths."""
         return sum(len(self._pools[path]) for path in paths)
@@ -58,6 +76,7 @@ class SlotSpace:
         """Add a segment. Its slots are free, except those that are used already."""
         assert number not in self.segments, "a segment is added once"
         self.segments.add(number)
+        self.left_out.discard(number)
         self._free_unused(number)
 
     def set_aside(self, number: int) -> bool:
@@ -148,7 +167,7 @@ class SlotSpace:
             del self._grants[slot]
 
     def _free(self, slots: Sequence[int]) -> None:
-        """Free slots by runs. Slots of segments that are set aside are forgotten."""
+        """Free slots by runs. Those of segments that are set aside or left out are forgotten."""
         begin = end = -1
         for slot in [*sorted(slots), -1]:
             is_next = slot == end and slot % self.slots_per_segment
