@@ -28,6 +28,7 @@ from kvcascade.tiers.nvme.path.frames import FrameReader, frame
 from kvcascade.tiers.nvme.path.path_lock import PathDoor, try_lead
 from kvcascade.tiers.nvme.path.path_messages import (
     PROTOCOL,
+    Grant,
     Hello,
     NamespaceSpec,
     PathOptions,
@@ -38,6 +39,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Welcome,
     from_writer,
 )
+from kvcascade.tiers.nvme.path.writer.namespace.namespace_writer import NamespaceWriter
 from kvcascade.tools.commands.path_session import open_session
 
 OPTIONS = PathOptions(capacity_bytes=64 << 20, segment_bytes=1 << 20)
@@ -107,7 +109,7 @@ def test_a_peer_that_does_not_read_blocks_nobody_and_is_dropped_in_the_end(
     for _ in range(200):
         pair.link.send(message)
         pair.link.flush()
-    assert pair.link.has_ended
+    assert pair.link.has_ended and not pair.link.unsent
 
 
 @pytest.fixture
@@ -172,45 +174,101 @@ def test_a_service_welcomes_through_the_door_and_ends_cleanly(
     lock.release()
 
 
+class ServedPath:
+    """A path in memory whose writer serves real sockets, one round at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.rig = PathRig()
+        self._door = str(folder / "door")
+        self._held = ExitStack()
+
+    def __enter__(self) -> ServedPath:
+        listener = self._held.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(self._door)
+        listener.listen()
+        self.clients = ClientSockets(listener, self.rig.writer)
+        self._held.callback(self.clients.close)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    def serve(self, rounds: int = 1) -> None:
+        """Do what a `WriterService` does."""
+        for _ in range(rounds):
+            self.clients.receive(0.0)
+            self.clients.send(self.rig.writer.step())
+            self.clients.flush()
+            self.clients.drop_ended()
+
+    def node(self, *, is_silent: bool = False) -> socket.socket:
+        """Return the socket of a node that has said hello, unless it is silent."""
+        end = self._held.enter_context(socket.socket(socket.AF_UNIX))
+        end.settimeout(WAIT_S)
+        end.connect(self._door)
+        if not is_silent:
+            spec = NamespaceSpec("m", b'{"model": "m"}', b"{}", BLOCK_BYTES)
+            end.sendall(frame(Hello(PROTOCOL, "node", ("/path",), spec, self.rig.options)))
+        return end
+
+    @property
+    def namespace(self) -> NamespaceWriter:
+        """The only namespace."""
+        (namespace,) = self.rig.writer.namespaces.values()
+        return namespace
+
+
 def test_the_end_of_a_node_is_seen_before_the_hello_of_its_engine_that_starts_again(
     tmp_path: Path,
 ) -> None:
     """The writer was stopped meanwhile. The engine has other weights than before its reset."""
-    rig = PathRig()
-    spec = NamespaceSpec("m", b'{"model": "m"}', b"{}", BLOCK_BYTES)
-    hello = Hello(PROTOCOL, "node", ("/path",), spec, rig.options)
-    with socket.socket(socket.AF_UNIX) as listener, ExitStack() as held:
-        listener.bind(str(tmp_path / "door"))
-        listener.listen()
-        clients = ClientSockets(listener, rig.writer)
-        held.callback(clients.close)
-
-        def serve() -> None:
-            clients.receive(0.0)
-            clients.send(rig.writer.step())
-            clients.flush()
-            clients.drop_ended()
-
-        def node() -> socket.socket:
-            end = held.enter_context(socket.socket(socket.AF_UNIX))
-            end.settimeout(WAIT_S)
-            end.connect(str(tmp_path / "door"))
-            end.sendall(frame(hello))
-            return end
-
-        old = node()
-        for _ in range(2):
-            serve()
+    with ServedPath(tmp_path) as path:
+        old = path.node()
+        path.serve(2)
         old.sendall(frame(Reset(5)))
-        serve()
-        (namespace,) = rig.writer.namespaces.values()
-        assert namespace.epoch == 1
+        path.serve()
+        assert path.namespace.epoch == 1
         old.sendall(frame(Touch([b"key"])))
         old.close()
-        node()
-        for _ in range(3):
-            serve()
-        assert namespace.epoch == 2, "blocks since the reset are not for it"
+        path.node()
+        path.serve(3)
+        assert path.namespace.epoch == 2, "blocks since the reset are not for it"
+
+
+@pytest.mark.parametrize("fault", ["does not read", "sends nonsense"])
+def test_a_node_that_the_writer_gives_up_keeps_its_slots_until_it_hangs_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr(path_link, "MAX_UNSENT_BYTES", 1 << 16)
+    with ServedPath(tmp_path) as path:
+        node, request = path.node(), Grant(1, [b"one", b"two"])
+        path.serve(2)
+        node.sendall(frame(request))
+        path.serve(4)
+        assert path.namespace.space.granted == 2
+        if fault == "sends nonsense":
+            node.sendall(b"\xff\xff\xff\xff")
+        else:
+            path.clients.send([(1, Removed([b"x" * 36] * 1000))] * 40)
+        path.serve(2)
+        node.sendall(frame(Grant(2, [b"three"])))  # it does not know yet
+        while node.recv(1 << 16):
+            """It reads what it was sent, and then the end."""
+        path.serve(4)
+        assert path.namespace.space.granted == 2, "it may still write"
+        assert [client.name for client in path.rig.writer.clients] == ["node"]
+        node.close()
+        path.serve()
+        assert path.namespace.space.granted == 0 and not path.rig.writer.clients
+
+
+def test_a_stranger_that_sends_nonsense_is_dropped_at_once(tmp_path: Path) -> None:
+    with ServedPath(tmp_path) as path:
+        stranger = path.node(is_silent=True)
+        path.serve(2)
+        stranger.sendall(b"\xff\xff\xff\xff")
+        path.serve()
+        assert not path.rig.writer.clients and first(stranger) is None
 
 
 def test_a_node_that_connects_to_a_writer_past_its_end_sees_the_end(tmp_path: Path) -> None:

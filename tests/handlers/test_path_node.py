@@ -346,6 +346,26 @@ def test_nothing_is_committed_under_the_grants_of_a_dead_writer(
     assert end(node).outcomes == [OK] * 4
 
 
+def test_a_node_hangs_up_when_its_last_write_has_ended(rig: NodesRig, node: NodeTwin) -> None:
+    """The writer lives, and would grant the slots of a node that hung up again."""
+    put(node, range(4))
+    while not node.writes:
+        rig.step()
+    running = node.writes.pop()  # a thread writes it now
+    node.cut()
+    for _ in range(3):
+        node.tick(1.0)
+    assert len(rig.twin.granted) == 4 and len(heard(rig, Hello)) == 1
+    node.writes.append(running)
+    assert end(node).outcomes == [CANCELLED] * 4
+    assert len(rig.twin.granted) == 4
+    node.tick()
+    assert not rig.twin.granted and len(heard(rig, Hello)) == 2
+    node.tier.maintain()
+    put(node, range(4), ticket=2)
+    assert end(node).outcomes == [OK] * 4
+
+
 def test_a_later_writer_learns_when_the_last_write_under_a_dead_one_has_ended(
     rig: NodesRig, node: NodeTwin
 ) -> None:

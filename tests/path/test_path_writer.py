@@ -107,6 +107,33 @@ def test_grants_end_with_their_node() -> None:
     assert alive.store(list(range(8))) == [Committed.OK] * 8
 
 
+def test_slots_of_a_node_that_hears_nothing_are_its_own_until_it_is_gone() -> None:
+    """Its process may be stopped in a write."""
+    rig = PathRig(segments=2)
+    deaf, alive = RigNode(rig, wants_events=True), RigNode(rig)
+    deaf.ask(list(range(8)))
+    rig.step(3)
+    (answer,) = deaf.grants()
+    deaf.ask([50])
+    rig.writer.cut_off(deaf.client)
+    for first in range(100, 140, 8):
+        assert alive.store(list(range(first, first + 8))) == [Committed.OK] * 8
+    (namespace,) = rig.writer.namespaces.values()
+    assert namespace.space.granted == 8 and not deaf.grants(), "it gets no more"
+    own = {*slots_in(answer)}
+    assert not namespace.space.is_used[sorted(own)].any()
+    rig.step(seconds=1.0)
+    assert rig.take(alive.client, TierFigures)[-1].is_reporter
+    rig.send(alive.client, Reset(1))
+    rig.step()
+    assert rig.take(alive.client, Epoch), "a reset waits for no node"
+    assert alive.store(list(range(200, 208))) == [Committed.OK] * 8
+    assert namespace.space.granted == 8 and not namespace.space.is_used[sorted(own)].any()
+    rig.writer.disconnect(deaf.client)
+    assert alive.store(list(range(300, 308))) == [Committed.OK] * 8
+    assert (namespace.space.used, namespace.space.granted) == (16, 0)
+
+
 def test_no_block_crosses_a_reset() -> None:
     rig = PathRig()
     node, other = RigNode(rig), RigNode(rig)

@@ -142,7 +142,7 @@ class NodesRig:
         client, message = self.writer.outbox.popleft()
         self.before_message(message)
         for node in self.nodes:
-            if node.client == client:
+            if node.client == client and not node.is_cut:
                 node.inbox.append(from_writer.decode(msgspec.msgpack.encode(message)))
 
 
@@ -178,6 +178,10 @@ class CoreWriter:
         self._handle(partial(self.core.connect, client))
         return client
 
+    def cut_off(self, client: int) -> None:
+        """A client does not read, or sends nonsense."""
+        self._handle(partial(self._cut_off, client))
+
     def disconnect(self, client: int) -> None:
         """A client's socket was closed."""
         self._handle(partial(self.core.disconnect, client))
@@ -207,6 +211,10 @@ class CoreWriter:
             return
         event()
         self._is_due = True
+
+    def _cut_off(self, client: int) -> None:
+        may_write = any(each.number == client and each.namespace for each in self.core.clients)
+        (self.core.cut_off if may_write else self.core.disconnect)(client)
 
     def _step(self) -> None:
         self._is_due = False
@@ -246,6 +254,8 @@ class NodeTwin:
         self.writes: list[Callable[[], None]] = []
         self.client: int | None = None
         self.is_joining = self.has_lost = False
+        self.is_cut = False
+        """The writer ended the connection, or died, and this end is open."""
         self.can_join = True
         self.told: list[Any] = []
         self._cancels: dict[Callable[[], None], Callable[[], None]] = {}
@@ -357,10 +367,16 @@ class NodeTwin:
         self.rig.pump()
 
     def cut(self) -> None:
-        """The connection to the writer ends, and both ends live."""
-        if self.client is not None:
-            self._unlink()
-            self.has_lost = True
+        """The writer ends the connection, or has died. This end stays open until `hang_up`."""
+        if self.client is None:
+            return
+        if not self.is_cut:
+            self.is_cut = self.has_lost = True
+            self.outbox.clear()
+            if self.rig.writer is not None:
+                self.rig.writer.cut_off(self.client)
+        if self.rig.writer is None:
+            self.client = None
 
     def _join(self) -> None:
         self.is_joining = False
@@ -369,7 +385,7 @@ class NodeTwin:
             return
         self.outbox.clear()  # a new socket has nothing of the former one
         self.inbox.clear()
-        self.has_lost = False
+        self.has_lost = self.is_cut = False
         self.client = self.rig.writer.connect()
         self.node.linked(is_leader=False)
 
@@ -381,7 +397,7 @@ class NodeTwin:
     def _send(self) -> None:
         message = self.outbox.popleft()
         self.rig.before_message(message)
-        if self.client is not None and self.rig.writer is not None:
+        if self.client is not None and self.rig.writer is not None and not self.is_cut:
             self.rig.writer.receive(self.client, from_node.decode(msgspec.msgpack.encode(message)))
 
     def _unlink(self) -> None:

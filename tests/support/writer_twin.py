@@ -168,6 +168,10 @@ class WriterTwin:
         self._clients[client] = None
         return client
 
+    def cut_off(self, client: int) -> None:
+        """A client does not read, or sends nonsense: only its grants stay."""
+        self._clients.pop(client, None)
+
     def disconnect(self, client: int) -> None:
         """A client's socket was closed."""
         self._clients.pop(client, None)

@@ -11,7 +11,13 @@ from typing import Any
 
 import msgspec
 
-from ....tiers.nvme.path.frames import MAX_FRAME_BYTES, MessageStream, frame, hang_up
+from ....tiers.nvme.path.frames import (
+    MAX_FRAME_BYTES,
+    RECEIVES_PER_CALL,
+    MessageStream,
+    frame,
+    hang_up,
+)
 
 MAX_UNSENT_BYTES = 64 << 20
 """Longest queue of a peer that does not read; beyond it the connection counts as broken."""
@@ -72,7 +78,9 @@ class FrameSocket(MessageStream):
         """Queue a message; `flush` sends it."""
         if not self.has_ended:
             self.unsent += frame(message)
-            self.has_ended = len(self.unsent) > MAX_UNSENT_BYTES
+            if len(self.unsent) > MAX_UNSENT_BYTES:
+                self.has_ended = True
+                self.unsent.clear()
 
     def flush(self) -> None:
         """Send what the socket takes now; the selector reports when it takes more."""
@@ -82,10 +90,35 @@ class FrameSocket(MessageStream):
             self._events = events
             self._selector.modify(self._socket, events, self._on_ready)
 
+    def unwatch(self) -> None:
+        """Leave the selector; idempotent. The connection stays open until `close`."""
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(self._socket)
+
+    def end_sending(self) -> None:
+        """Give the connection up, but keep it open: see `has_hung_up`.
+
+        The other end reads what the socket holds, and then the end of the stream.
+        """
+        self.has_ended = True
+        self.unwatch()
+        with suppress(OSError):  # the other end is gone
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def has_hung_up(self) -> bool:
+        """Drop what came since the link ended. Return True if the other end has closed it."""
+        with suppress(OSError):  # it is open, or that cannot be found out now
+            for _ in range(RECEIVES_PER_CALL):
+                try:
+                    if not self._reader.receive(self._socket):
+                        return True
+                except ConnectionError:
+                    return True
+        return False
+
     def close(self) -> None:
         """Close the connection; idempotent."""
         self.has_ended = True
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(self._socket)
+        self.unwatch()
         hang_up(self._socket)
         self._socket.close()

@@ -143,7 +143,7 @@ class NodeLoop:
         if writer is not None:
             writer.flush()
             if writer.has_ended:
-                self.hang_up()
+                writer.unwatch()
                 self._node.lost()
 
     # -- the search for the writer -------------------------------------------------------------

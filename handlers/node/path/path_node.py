@@ -8,8 +8,8 @@ clock is passed in. All methods are called by one thread, the node's own. A node
 the writer talks to it by the same messages.
 
 Invariants: from a reset to its `Epoch` every get misses, and the reset is the first message after a
-new `Welcome`. After the end of a connection nothing is submitted under its grants, and the node
-joins again only when its running writes have ended.
+new `Welcome`. After the end of a connection nothing is submitted under its grants. The node hangs
+up only when its running writes have ended, because that frees its slots. It joins again after that.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class NodeMeans(Protocol):
         ...
 
     def hang_up(self) -> None:
-        """Close the link to the writer. `PathNode.lost` is not called for it."""
+        """Close the link to the writer; idempotent. `PathNode.lost` is not called for it."""
         ...
 
     def tell(self, message: msgspec.Struct) -> None:
@@ -261,7 +261,12 @@ class PathNode:
                 """Answers of questions that a node never asks."""
 
     def lost(self) -> None:
-        """Note the end of the connection."""
+        """Note that the writer ended the connection, or that it broke; idempotent.
+
+        `tick` hangs up when no write runs: this end of it is open until then.
+        """
+        if not self._is_linked:
+            return
         was_served = self._welcome is not None
         self._end_link()
         if not was_served:
@@ -285,6 +290,7 @@ class PathNode:
         if not self._is_linked:
             if self._puts.has_running_io:
                 return
+            self._means.hang_up()
             self._workers.release_writes()
             if now_s >= attempts.next_s:
                 attempts.next_s = math.inf

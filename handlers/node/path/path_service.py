@@ -53,6 +53,8 @@ class ClientSockets:
         self._waker = Waker(self._selector, self._woken)
         self._numbers = count(1)
         self._links: dict[int, FrameSocket] = {}
+        self._ended: dict[int, FrameSocket] = {}
+        """Links that failed while their clients may write to their slots."""
         self._is_deaf = True
         """True while nobody is accepted, because this process has too many open files."""
         self._is_closed = False
@@ -101,17 +103,30 @@ class ClientSockets:
             link.flush()
 
     def drop_ended(self) -> None:
-        """Drop the clients that are gone, and those that the writer has dropped."""
+        """Drop the clients that are gone, and those that the writer has dropped.
+
+        A client that does not read, or that sends nonsense, may write to its slots still. Only its
+        end of the connection proves that it does not: it hangs up without running writes.
+        """
+        writing = {client.number for client in self._writer.clients if client.namespace is not None}
         served = {client.number for client in self._writer.clients}
-        for client, link in list(self._links.items()):
-            if link.has_ended or client not in served:
-                self._links.pop(client).close()
+        for client, link in [*self._links.items(), *self._ended.items()]:
+            if client in served and not link.has_ended:
+                continue
+            if client not in writing or link.has_hung_up():
+                self._links.pop(client, None)
+                self._ended.pop(client, None)
+                link.close()
                 self._writer.disconnect(client)
+            elif client in self._links:
+                self._ended[client] = self._links.pop(client)
+                link.end_sending()
+                self._writer.cut_off(client)
 
     def close(self) -> None:
         """Close all connections, but not the listener."""
         self._is_closed = True
-        for link in self._links.values():
+        for link in [*self._links.values(), *self._ended.values()]:
             link.close()
         for connection in self._new:
             connection.close()

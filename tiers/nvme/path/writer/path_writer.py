@@ -112,8 +112,25 @@ class PathWriter:
         """Take a new connection; numbers are never used twice."""
         self._clients[client] = Client(client)
 
+    def cut_off(self, client: int) -> None:
+        """Note that a client in a namespace hears nothing any more.
+
+        Its process may write still, so its grants stay until `disconnect`.
+        """
+        deaf = self._clients[client]
+        assert deaf.namespace is not None
+        _log.warning(
+            "%s does not read what the writer of the path sends, or sends nonsense; its slots stay "
+            "granted until it joins again or its process ends",
+            deaf.name,
+        )
+        deaf.wants_events = deaf.has_metrics = False
+        deaf.namespace.forget_requests(client)
+        self._held.forget(client)
+        self._questions.forget(client)
+
     def disconnect(self, client: int) -> None:
-        """Forget a connection that ended. Its grants are free at once."""
+        """Forget a connection that the other end closed. Its grants are free at once."""
         gone = self._clients.get(client)
         if gone is not None and gone.namespace is not None:
             self._settle(gone.namespace)  # what it committed before it ended counts

@@ -188,12 +188,16 @@ class NamespaceWriter:
 
     # -- clients -------------------------------------------------------------------------------
 
+    def forget_requests(self, client: int) -> None:
+        """Forget what a client asked for and has no answer to."""
+        self.grants.leave(client)
+        self.resets.leave(client)
+
     def leave(self, client: int) -> None:
         """Forget a client. Its commits in the batch must be settled before."""
         self.clients.discard(client)
         self.unsynced_clients.discard(client)
-        self.grants.leave(client)
-        self.resets.leave(client)
+        self.forget_requests(client)
         self.space.end_client(client)
 
     # -- end -----------------------------------------------------------------------------------
