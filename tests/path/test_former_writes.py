@@ -47,6 +47,18 @@ def test_a_new_writer_grants_nothing_until_writes_of_before_have_ended(rig: Path
     assert len(node.grants()) == 1 and not names(rig)
 
 
+def test_engines_that_store_nothing_leave_no_files(rig: PathRig) -> None:
+    for _ in range(3):
+        lock = hold_writes(rig.fs, ROOT)
+        assert lock is not None
+        lock.release()
+        rig.kill()
+        rig.start()
+        RigNode(rig)
+    rig.step(seconds=1.0)
+    assert names(rig) == []
+
+
 def test_writes_under_this_writer_do_not_delay_its_grants(rig: PathRig) -> None:
     rig.kill()
     rig.start()

@@ -19,6 +19,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     SegmentsRemoved,
     Told,
 )
+from kvcascade.tiers.nvme.path.writer.namespace.namespace_home import NOTE_USE_EVERY_S
 
 
 class Tool:
@@ -104,6 +105,19 @@ def test_reads_count_before_the_next_commit_writes_them_down() -> None:
     found = Tool(rig).ask("namespace", name=node.welcome.folder)  # type: ignore[union-attr]
     assert found["written_bytes"] == found["day"]["written_bytes"] == 2 * BLOCK_BYTES
     assert found["read_bytes"] == found["day"]["read_bytes"] == 3 * BLOCK_BYTES
+
+
+def test_reads_of_a_tier_that_stores_nothing_survive_a_kill() -> None:
+    rig = PathRig()
+    node = RigNode(rig)
+    node.store([1, 2])
+    rig.send(node.client, Read(3 * BLOCK_BYTES))
+    rig.step(2, seconds=NOTE_USE_EVERY_S)
+    rig.kill()
+    rig.start()
+    node = RigNode(rig)
+    found = Tool(rig).ask("namespace", name=node.welcome.folder)  # type: ignore[union-attr]
+    assert found["read_bytes"] == 3 * BLOCK_BYTES
 
 
 def filled(rig: PathRig, blocks: int) -> RigNode:

@@ -74,8 +74,7 @@ class FormerWrites:
         """Return True while a write into this namespace may run under a grant that is not known."""
         if not self._files or (self._only is not None and name not in self._only):
             return False
-        with suppress(OSError):
-            self._files = [file for file in self._files if not self._has_ended(file)]
+        self.look()
         if self._files and self._clock() >= self._ends_s:
             if self._only is None:
                 _log.warning(
@@ -84,6 +83,11 @@ class FormerWrites:
                 )
             self._files = []
         return bool(self._files)
+
+    def look(self) -> None:
+        """Remove the files of nodes that have ended, also if nothing is to be granted."""
+        with suppress(OSError):
+            self._files = [file for file in self._files if not self._has_ended(file)]
 
     def _wait(self) -> None:
         """Nodes that are welcomed from now on have another file than the others."""

@@ -371,6 +371,8 @@ class PathWriter:
             for namespace in self.namespaces.values():
                 if namespace.clients:
                     namespace.home.note_use(self.path.fs)
+                    namespace.write_reads()
+        self._former.look()
         self._out += self._held.signs_of_life()
         if not self.path.space.is_taking:
             self.path.space.left_out.retry(self.namespaces.values())

@@ -41,8 +41,8 @@ from ..path_plan import SegmentPlan, plan_segments, slots_of_segment
 BLOCKS, PRESENCE, STATE, SEGMENTS = "blocks", "presence", "state", "segments"
 LOCK_WAIT_S = 5.0
 """Longest wait for another process that is removing the directory."""
-NOTE_USE_EVERY_S = 3600.0
-"""Interval at which the use of an open namespace is noted, in seconds.
+NOTE_USE_EVERY_S = 60.0
+"""Interval at which the use of an open namespace is noted, and what was read of it, in seconds.
 
 After a kill, the next writer orders namespaces by their last use. Namespaces that were used in the
 last day count in the write budget.

@@ -114,6 +114,11 @@ class NamespaceWriter:
         if 0 <= read_bytes <= MAX_READ_REPORT_BYTES:
             self._read_bytes = min(self._read_bytes + read_bytes, MAX_READ_REPORT_BYTES)
 
+    def write_reads(self) -> None:
+        """Write down what was read since the last commit: a tier that is only read has none."""
+        if self._read_bytes:
+            self._apply([], [], [])
+
     def totals(self) -> tuple[int, int]:
         """Return the bytes (written, read) over the life of the namespace, with the reads that are
         not written down yet."""
@@ -204,8 +209,7 @@ class NamespaceWriter:
 
     def close(self) -> None:
         """Close cleanly: everything is durable. Raises a `KVCascadeError`; it is closed anyway."""
-        if self._read_bytes:
-            self._apply([], [], [])
+        self.write_reads()
         try:
             self.table.close()
             self._presence.close_clean()
