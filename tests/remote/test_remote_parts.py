@@ -433,7 +433,7 @@ def test_a_password_is_read_for_each_connection() -> None:
         connection.sendall(b":2\r\n")
 
     passwords = iter(["old", "new"])
-    with peer(serve, Login(0.5, 0.3, password=lambda: next(passwords))) as engine:
+    with peer(serve, Login(5.0, 5.0, password=lambda: next(passwords))) as engine:
         for _ in range(2):
             assert engine.exist_many(["a"], 2.0) == [RemoteOutcome.OK]
     assert [b"old" in said[0], b"new" in said[1]] == [True, True]

@@ -98,10 +98,11 @@ class FrameSocket(MessageStream):
     def end_sending(self) -> None:
         """Give the connection up, but keep it open: see `has_hung_up`.
 
-        The other end reads what the socket holds, and then the end of the stream.
+        The other end reads what the socket holds, and then the end of the stream. What it still
+        sends wakes the loop, which drops it.
         """
         self.has_ended = True
-        self.unwatch()
+        self._selector.modify(self._socket, selectors.EVENT_READ, lambda: None)
         with suppress(OSError):  # the other end is gone
             self._socket.shutdown(socket.SHUT_WR)
 
