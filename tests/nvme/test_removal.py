@@ -167,6 +167,23 @@ def test_what_the_device_does_not_let_go_of_counts(tmp_path: Path) -> None:
         assert fs.used_bytes(tmp_path) < used_bytes // 2
 
 
+def test_a_namespace_behind_a_link_is_none_and_stops_no_other(tmp_path: Path) -> None:
+    """As after a move of one model's folder to another disk."""
+    rig = PathRig(120, roots=(tmp_path / "path",), real=RealFileSystem())
+    moved, other = RigNode(rig, "moved"), RigNode(rig, "other")
+    other.store(BLOCKS[:4])
+    rig.close()
+    assert moved.welcome is not None
+    folder = rig.roots[0] / moved.welcome.folder
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert [one.path.name for one in namespaces_under(RealFileSystem(), rig.roots[0])] == [
+        other.welcome.folder  # type: ignore[union-attr]
+    ]
+    rig.start()
+    assert RigNode(rig, "other").held(BLOCKS) == BLOCKS[:4] and RigNode(rig, "new").welcome
+
+
 @pytest.mark.parametrize("fs", [RealFileSystem(), MemoryFileSystem()], ids=["real", "memory"])
 def test_when_it_was_closed_it_was_used(tmp_path: Path, fs: FileSystem) -> None:
     """An engine that served for a month is not the first to lose its cache when it is restarted."""

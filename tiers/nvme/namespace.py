@@ -102,10 +102,11 @@ def namespaces_under(fs: FileSystem, root: Path) -> list[FoundNamespace]:
                 continue
             try:
                 fs.check_dir(path)
+            except OSError:  # just removed, owned by another user, or a link
+                continue
+            with suppress(FileNotFoundError, PermissionError):
                 last_used = fs.modified_at(path / LOCK)
                 found.append(FoundNamespace(path, fs.used_bytes(path), last_used))
-            except (FileNotFoundError, PermissionError):  # just removed, or owned by another user
-                continue
     return sorted(found, key=lambda one: one.last_used)
 
 
