@@ -132,7 +132,8 @@ class Closing:
                 state, waiting = below.write_state(), len(demoter.jobs)
                 # A stall that begins now may end in time. One of before the flush is not waited
                 # for, nor one of lower tiers only.
-                are_late = waiting <= below.late_puts or demoter.jobs.keys() <= given_up
+                is_nearest_idle = waiting <= below.late_puts
+                are_late = is_nearest_idle or demoter.jobs.keys() <= given_up
                 self._maintain()
             if not state.is_joining:
                 join_ends_s = clock() + JOIN_LIMIT_S
@@ -144,7 +145,7 @@ class Closing:
                 self._pause(state.rest_left_s)
             elif not waiting and demoter.may_find_room:
                 self._pause(ROOM_POLL_S)
-            elif not waiting and state.is_joining and clock() < join_ends_s:
+            elif is_nearest_idle and state.is_joining and clock() < join_ends_s:
                 self._pause(JOIN_POLL_S)
             else:
                 return

@@ -118,11 +118,13 @@ def test_what_never_began_is_sent_again() -> None:
     assert cascade.manager.flush_dirty(cascade.now_s + LONG_S) and written(cascade) == 8
 
 
-def without_writer(lower: int, until_s: float, *, only_lower: bool = False) -> TwinEngine:
-    """An engine with four dirty blocks, and paths that have no writer for some time."""
+def without_writer(
+    lower: int, until_s: float, *, only_lower: bool = False, n: int = 4
+) -> TwinEngine:
+    """An engine with `n` dirty blocks, and paths that have no writer for some time."""
     engine = TwinEngine(slots=16, below=64, lower=lower)
     twins = [engine.lower] if only_lower else [engine.twin, engine.lower]
-    assert engine.offer(keys(0, 4)) == keys(0, 4)
+    assert engine.offer(keys(0, n)) == keys(0, n)
     start_s = engine.clock()
 
     def pause(seconds: float) -> None:
@@ -169,6 +171,21 @@ def test_what_a_lower_tier_failed_to_write_is_sent_to_the_nearest(takes: int, di
     engine.lower.run = fail  # type: ignore[method-assign]
     assert engine.manager.flush_dirty(start_s + LONG_S)
     assert engine.twin.state()[0].blocks == dirty
+
+
+def test_a_writer_is_waited_for_although_a_lower_tier_hangs() -> None:
+    """Most blocks were sent to nobody: a lower tier takes an eighth of memory at a time."""
+    engine = without_writer(64, 3.0, n=16)
+    engine.lower.is_joining, engine.lower.is_stalled = False, True
+    pause = engine.manager._closing._pause
+
+    def pass_on(seconds: float) -> None:
+        pause(seconds)
+        engine.lower.is_joining = False
+
+    engine.manager._closing._pause = engine.lower.pass_time = pass_on
+    engine.manager.flush_dirty(engine.clock() + LONG_S)
+    assert engine.twin.state()[0].blocks >= 14
 
 
 def test_a_lower_tier_without_a_writer_is_waited_for() -> None:

@@ -14,6 +14,7 @@ from support.executors import SteppingExecutor
 from support.path_rig import BLOCK_BYTES, ROOT, PathRig, RigNode, slots_in
 
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.namespace import DESCRIPTION, LOCK
 from kvcascade.tiers.nvme.path.former_writes import hold_writes
 from kvcascade.tiers.nvme.path.path_messages import Ask, Committed, Release, Told
 from kvcascade.tiers.nvme.path.writer.path_capacity import RETRY_AFTER_S
@@ -324,3 +325,32 @@ def test_a_namespace_that_cannot_make_segments_costs_others_nothing(number: int)
     assert old.held(range(80)) == list(range(80))
     rig.step(seconds=RETRY_AFTER_S)
     assert new.store([1], steps=200) == [Committed.OK]
+
+
+@pytest.mark.parametrize("is_locked", [False, True])
+def test_a_namespace_that_could_not_be_opened_counts_until_it_is_removed(is_locked: bool) -> None:
+    """An engine asked for one of an older version; then another model fills the path."""
+    rig = PathRig(20)
+    asked = RigNode(PathRig(20), "other")
+    assert asked.welcome is not None
+    described = asked.rig.fs.read(ROOT / asked.welcome.folder / DESCRIPTION, 1 << 20)
+    older = ROOT / asked.welcome.folder
+    rig.fs.make_dir(older)
+    document = json.loads(described) | {"format_version": 1}
+    rig.fs.replace(older / DESCRIPTION, json.dumps(document).encode())
+    rig.fs.open(older / "000000.safetensors", create=True).preallocate(14 * 9 * BLOCK_BYTES)
+    lock = rig.fs.lock(older / LOCK, shared=True)
+    if not is_locked:
+        lock.release()
+    rig.close()
+    rig.start()
+    node = RigNode(rig, "model")
+    assert RigNode(rig, "other").refused
+    for first in range(0, 240, 8):
+        for _ in range(30):
+            if node.store(range(first, first + 8), steps=200):
+                break
+        rig.step(2, seconds=1.0)
+    left = rig.fs.used_bytes(older) if rig.fs.exists(older) else 0
+    assert rig.fs.exists(older) is is_locked
+    assert rig.writer.path.space.own_bytes(0) + left <= rig.options.capacity_bytes

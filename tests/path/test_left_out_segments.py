@@ -407,3 +407,19 @@ class TestLimits:
         assert rig.space.left_out == {0, 1, 2, 3}
         rig.run(10.0, times=10)
         assert rig.space.segments == {0, 1, 3} and not rig.fs.exists(rig.file(2))
+
+
+def test_a_stop_does_not_wait_until_all_were_tried() -> None:
+    """Each attempt may take as long as a device that fails."""
+    rig = Rig(executor=SteppingExecutor())
+
+    def stop_at_the_second(path: Path) -> bool:
+        if len(rig.fs.opened) == 2:
+            rig.path.kill()
+        return True
+
+    rig.fs.is_bad = stop_at_the_second
+    rig.fs.opened.clear()
+    rig.path.step(20, seconds=RETRY_AFTER_S / 10)
+    rig.path.executor.run_all()  # type: ignore[attr-defined]
+    assert len(rig.fs.opened) == 2

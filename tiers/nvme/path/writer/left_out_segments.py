@@ -86,9 +86,7 @@ class LeftOutSegments:
 
 def _usable(home: NamespaceHome, numbers: Sequence[int]) -> list[int]:
     """Return those of the segments that can be used from now on. Runs on an I/O thread."""
-    if not home.is_in_place:
-        return []
-    return [number for number in numbers if _is_usable(home.segments, number)]
+    return [n for n in numbers if home.is_in_place and _is_usable(home.segments, n)]
 
 
 def _is_usable(segments: SegmentFiles, number: int) -> bool:

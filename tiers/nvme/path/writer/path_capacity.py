@@ -80,7 +80,8 @@ class PathCapacity:
         self._clock = clock
         self.own: frozenset[Path] = frozenset()
         """Directories of our namespaces, open or not. The writer's thread replaces it before a
-        namespace is opened, so a job never takes ours for that of another process."""
+        namespace is opened and before segments are made. So a job takes none of ours for that of
+        another process, and none that could not be opened for ours."""
         self.was_made = False
         """True once a segment was made; whoever waits for that sets it to False."""
         self._foreign = [0] * len(roots)

@@ -372,6 +372,8 @@ class PathSpace:
             files.plan(name, number)
             taken[number % capacity.paths] += size
             planned.setdefault(number % capacity.paths, []).append(number)
+        if planned:
+            capacity.own = self.own_folders  # an opening may have failed since
         for path, numbers in planned.items():
             files.make(namespace, numbers, taken[path])
         return bool(planned)

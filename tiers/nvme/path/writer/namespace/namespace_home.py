@@ -85,9 +85,10 @@ class NamespaceHome:
     def is_in_place(self) -> bool:
         """True unless another program removed or replaced the first directory, or its segments.
 
-        The disk of a later one may be unmounted.
+        The disk of a later one may be unmounted. False after `close`.
         """
-        return self.locks[0].is_in_place() and self.segments.has_folder
+        first = self.locks[:1]
+        return bool(first) and first[0].is_in_place() and self.segments.has_folder
 
     def measure_index(self, fs: FileSystem) -> None:
         """Measure the open index. One that was larger once may keep pages at the end of its file.
