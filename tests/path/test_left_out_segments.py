@@ -248,12 +248,18 @@ def test_a_directory_that_was_replaced_is_not_touched() -> None:
     assert not rig.path.writer.namespaces
 
 
-def test_a_namespace_is_not_forgotten_while_its_segments_are_being_opened() -> None:
-    rig = Rig(executor=SteppingExecutor())
+def rig_with_an_attempt() -> tuple[Rig, SteppingExecutor]:
+    """A rig whose segments are about to be tried again, on the executor."""
+    executor = SteppingExecutor()
+    rig = Rig(executor=executor)
     rig.path.step(seconds=1.0)
     rig.path.step(seconds=RETRY_AFTER_S)
-    executor = rig.path.executor
-    assert isinstance(executor, SteppingExecutor) and len(executor) == 1
+    assert len(executor) == 1
+    return rig, executor
+
+
+def test_a_namespace_is_not_forgotten_while_its_segments_are_being_opened() -> None:
+    rig, executor = rig_with_an_attempt()
     rig.path.step(2, seconds=RETRY_AFTER_S)
     assert len(executor) == 1, "one attempt at a time"
     rig.fs.opened.clear()
@@ -267,11 +273,7 @@ def test_a_namespace_is_not_forgotten_while_its_segments_are_being_opened() -> N
 
 
 def test_a_writer_that_closes_opens_them_no_more() -> None:
-    rig = Rig(executor=SteppingExecutor())
-    rig.path.step(seconds=1.0)
-    rig.path.step(seconds=RETRY_AFTER_S)
-    executor = rig.path.executor
-    assert isinstance(executor, SteppingExecutor) and len(executor) == 1
+    rig, executor = rig_with_an_attempt()
     rig.fs.is_bad = none
     rig.fs.opened.clear()
     rig.path.close()

@@ -226,7 +226,7 @@ def test_a_client_that_never_reads_is_cut_off(
         raise AssertionError("the writer keeps answers without a limit")
     goes_on(engine, 100, caplog)
     while link.recv(1 << 20):
-        """What was on its way, and then the end of the stream."""
+        """The writer sends what was on its way, and then ends the stream."""
 
 
 def test_resets_of_another_client_hide_blocks_and_stop_nobody(

@@ -108,12 +108,11 @@ class ClientSockets:
         A client that does not read, or that sends nonsense, may write to its slots still. Only its
         end of the connection proves that it does not: it hangs up without running writes.
         """
-        writing = {client.number for client in self._writer.clients if client.namespace is not None}
-        served = {client.number for client in self._writer.clients}
+        served = {client.number: client.namespace for client in self._writer.clients}
         for client, link in [*self._links.items(), *self._ended.items()]:
             if client in served and not link.has_ended:
                 continue
-            if client not in writing or link.has_hung_up():
+            if served.get(client) is None or link.has_hung_up():
                 self._links.pop(client, None)
                 self._ended.pop(client, None)
                 link.close()

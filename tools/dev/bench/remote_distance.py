@@ -23,7 +23,7 @@ from ....tiers.remote.engines.object_store import KIND, ObjectStoreEngine, open_
 from ....tiers.remote.lane import FEWEST_CALLS
 from ...commands.bench.bench_results import KIB, LIMIT, MIB, OURS, Quantity, size_label
 from ...commands.bench.bench_tier import new_keys
-from ..remote_server import BUCKET, HOST, REGION, listening, valkey_binary, valkey_command
+from ..remote_server import BUCKET, HOST, REGION, listening
 from ..server import free_port
 from .measurement import Case, Figures, Measurement, MeasurementSetup
 from .remote_rates import (
@@ -39,6 +39,7 @@ from .remote_rates import (
     quantities,
     running,
     valkey_cases,
+    valkey_port,
 )
 
 DISTANCES_S = (0.005, 0.03)
@@ -102,13 +103,8 @@ def _lookup_cases(opened: ObjectStoreEngine, label: str) -> Generator[Case, None
 
 def of_valkey(setup: MeasurementSetup) -> Generator[Case, None, None]:
     """Yield writes and reads of a Valkey or Redis server at each distance."""
-    binary = valkey_binary()
-    if not binary:
-        setup.note("left out: Valkey, since no valkey-server or redis-server is on the PATH")
-        return
-    near = free_port()
-    with listening(valkey_command(binary, near), near):
-        for distance_s in VALKEY_DISTANCES_S:
+    with valkey_port(setup) as near:
+        for distance_s in VALKEY_DISTANCES_S if near is not None else ():
             port = free_port()
             command = [sys.executable, "-m", "kvcascade.tools.dev.distant_port"]
             with listening([*command, str(port), str(near), str(distance_s)], port):

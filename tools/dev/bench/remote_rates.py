@@ -390,17 +390,26 @@ def lookup_cases(where: str, engine: RemoteEngine) -> Generator[Case, None, None
         yield Case(f"{where}, lookups", {OURS: look}, LOOKUPS)
 
 
-def of_valkey(setup: MeasurementSetup, total_bytes: int) -> Generator[Case, None, None]:
-    """Yield the cases of a Valkey or Redis server, started here."""
+@contextmanager
+def valkey_port(setup: MeasurementSetup) -> Iterator[int | None]:
+    """Run a Valkey or Redis server; yield its port, or None if there is none on the PATH."""
     binary = valkey_binary()
     if not binary:
         setup.note("left out: Valkey, since no valkey-server or redis-server is on the PATH")
+        yield None
         return
     port = free_port()
     with listening(valkey_command(binary, port), port):
-        yield from valkey_cases("Valkey", port, total_bytes, 2)
-        engine = ValkeyEngine(Address(HOST, port), Login(TIMEOUT_S, TIMEOUT_S))
-        yield from lookup_cases("Valkey", engine)
+        yield port
+
+
+def of_valkey(setup: MeasurementSetup, total_bytes: int) -> Generator[Case, None, None]:
+    """Yield the cases of a Valkey or Redis server, started here."""
+    with valkey_port(setup) as port:
+        if port is not None:
+            yield from valkey_cases("Valkey", port, total_bytes, 2)
+            engine = ValkeyEngine(Address(HOST, port), Login(TIMEOUT_S, TIMEOUT_S))
+            yield from lookup_cases("Valkey", engine)
 
 
 def of_folder(setup: MeasurementSetup, total_bytes: int) -> Generator[Case, None, None]:
