@@ -6,14 +6,21 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcascade.tiers.nvme.segments.extents import ExtentPool, complement
+from kvcascade.tiers.nvme.segments.extents import ExtentPool, runs
 
 SLOTS = 48
 
 
 def runs_of(slots: set[int]) -> list[tuple[int, int]]:
-    used = np.array(sorted(set(range(SLOTS)) - slots), dtype=np.int64)
-    return complement(used, 0, SLOTS)
+    mask = np.zeros(SLOTS, dtype=np.bool_)
+    mask[sorted(slots)] = True
+    return runs(mask)
+
+
+def test_runs_of_a_mask() -> None:
+    assert runs(np.zeros(0, dtype=np.bool_)) == runs(np.zeros(5, dtype=np.bool_)) == []
+    assert runs(np.ones(5, dtype=np.bool_)) == [(0, 5)]
+    assert runs_of({0, 1, 4, SLOTS - 1}) == [(0, 2), (4, 1), (SLOTS - 1, 1)]
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -118,6 +118,25 @@ def test_after_a_crash_nothing_in_the_arrays_is_trusted(name: str, seed: int) ->
 
 
 @pytest.mark.parametrize("name", ORDERS)
+def test_after_a_crash_no_array_is_trusted_because_the_others_are_right(name: str) -> None:
+    rng = random.Random(7)
+    for array in Tier(name).arrays.arrays:
+        for _ in range(3):
+            tier = Tier(name)
+            for ids in requests(rng, 100):
+                tier.use(ids)
+            tier.arrays.damage(rng, [array])
+            present = set(range(CAPACITY)) - set(tier.free)
+            tier.restart()._order.reconcile(np.array(sorted(present)))
+            cold = [status.block_id for _, status in tier.policy.coldest(CAPACITY)]
+            assert sorted(cold) == sorted(present), array
+            for ids in requests(rng, 100):
+                tier.use(ids)
+            everything = tier.policy.evict(len(tier.policy), ())
+            assert everything is not None, array
+
+
+@pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("seed", range(6))
 def test_evict_finds_all_that_may_leave(name: str, seed: int) -> None:
     """Exactly n while there are n, whatever is pinned, protected or masked; None beyond."""

@@ -23,6 +23,7 @@ from kvcascade.tiers.policies.parts.directory import DictDirectory
 from kvcascade.tiers.policies.parts.ghosts import SLACK, GhostLists
 from kvcascade.tiers.policies.parts.links import NONE, LinkedLists
 from kvcascade.tiers.policies.parts.log import (
+    LOG_LENGTH_PER_SLOT,
     NO_PLACE,
     WALK,
     WALK_FACTOR,
@@ -105,6 +106,56 @@ def test_a_search_finds_what_a_mask_leaves_in_order(share: float) -> None:
     start, stop = log.position(ordered[1000]), log.position(ordered[3000])
     between = [slot for slot in ordered[1000:3000] if mask[slot]]
     assert list(log.scan(Search(mask=mask), start, stop)) == between
+
+
+def used_log(arrays: KeptArrays) -> tuple[RecencyLog, npt.NDArray[np.int64]]:
+    """Return a log whose last uses wrap around, and the slots that it holds."""
+    rng, slots = random.Random(12), 400
+    log = RecencyLog("l", slots, arrays)
+    for start in range(0, 1400, 20):
+        log.append([(start + i) % slots for i in rng.sample(range(20), 20)])
+        log.find(1, lambda slot: True)  # the head follows
+    log.discard(rng.sample(range(slots), 30))
+    assert log.tail > LOG_LENGTH_PER_SLOT * slots > log.head > 0
+    return log, np.sort(log.to_array()).astype(np.int64)
+
+
+def test_a_log_that_is_right_is_only_read_after_a_crash() -> None:
+    arrays = KeptArrays()
+    log, present = used_log(arrays)
+    before = log.to_array().tolist()
+    for array in arrays.arrays.values():
+        array.flags.writeable = False
+    log.rebuild(present)
+    assert log.to_array().tolist() == before
+    with pytest.raises(ValueError, match="read-only"):
+        log.rebuild(present[1:])  # a slot too many is no right log
+
+
+def test_a_slot_too_many_in_a_log_is_found() -> None:
+    """Its number of slots was written, and the slot's removal was not."""
+    arrays = KeptArrays()
+    log, present = used_log(arrays)
+    arrays.arrays["l_ends"][-1] -= 1
+    log.rebuild(present[1:])
+    assert np.array_equal(np.sort(log.to_array()), present[1:]) and present[0] not in log
+
+
+@pytest.mark.parametrize("name", ["l_stamp", "l_log", "l_ends"])
+def test_one_wrong_number_in_a_log_is_found(name: str) -> None:
+    """The log then holds the slots all the same, and works on."""
+    for at in range(0, LOG_LENGTH_PER_SLOT * 400, 19):
+        for wrong in (-(1 << 63), -1, 0, 1, 1000, (1 << 63) - 1):
+            arrays = KeptArrays()
+            log, present = used_log(arrays)
+            array = arrays.arrays[name]
+            array[at % len(array)] = wrong & 0x7FFFFFFF if array.itemsize == 4 else wrong
+            log.rebuild(present)
+            assert np.array_equal(np.sort(log.to_array()), present)
+            log.append(present[:100].tolist())
+            log.append(present[200:203].tolist())
+            assert log.to_array()[-3:].tolist() == present[200:203].tolist()
+            assert len(log) == len(present) == len(log.find(400, lambda slot: True))
 
 
 def test_a_search_one_by_one_walks_a_short_way_only() -> None:

@@ -410,6 +410,7 @@ def test_a_server_whose_answers_do_not_end_costs_the_limit() -> None:
             assert engine.counter("a", 1, 0.5).outcome is TIMED_OUT
             assert engine.advance("a", 1, 0.5).outcome is TIMED_OUT
             assert monotonic() - begun_s < 1.0 + 2 * SLACK_S and _Endless.pages > 2
+            assert engine.counter("b", 1, LIMIT_S).outcome is IO_ERROR, "the list is that of a"
             engine.close()
         finally:
             server.shutdown()

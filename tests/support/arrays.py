@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,10 @@ class KeptArrays:
         assert len(array) == length and array.dtype == dtype
         return array
 
-    def damage(self, rng: random.Random) -> None:
-        """Anything may stand in the arrays afterwards."""
-        for array in self.arrays.values():
+    def damage(self, rng: random.Random, names: Iterable[str] | None = None) -> None:
+        """Anything may stand in these arrays afterwards, or in all."""
+        for name in [*self.arrays] if names is None else names:
+            array = self.arrays[name]
             array[:] = np.frombuffer(rng.randbytes(array.nbytes), array.dtype)
 
     @property

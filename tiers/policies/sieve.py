@@ -89,6 +89,7 @@ class SieveOrder(EvictionOrder):
 
     def reconcile(self, present: npt.NDArray[np.integer]) -> None:
         self._queue.rebuild(present)
+        self._hand[0] = min(max(self._hand[0], self._queue.head), self._queue.tail)
         np.minimum(self._used.array, 1, out=self._used.array)
         self._searched = None
 

@@ -96,11 +96,10 @@ class ExtentPool:
             heapq.heappop(heap)
 
 
-def complement(used: npt.NDArray[np.int64], first: int, end: int) -> list[Extent]:
-    """Return the runs of `first .. end - 1` outside `used` (ascending, distinct, within)."""
-    bounds = np.concatenate(([first - 1], used, [end])).astype(np.int64)
-    starts = bounds[:-1] + 1
-    lengths = bounds[1:] - starts
-    keep = lengths > 0
-    pairs = zip(starts[keep].tolist(), lengths[keep].tolist(), strict=True)
-    return [(int(start), int(length)) for start, length in pairs]
+def runs(mask: npt.NDArray[np.bool_]) -> list[Extent]:
+    """Return the runs of True in a mask, ascending."""
+    padded = np.zeros(len(mask) + 2, dtype=np.bool_)
+    padded[1:-1] = mask
+    edges = np.flatnonzero(padded[1:] != padded[:-1])
+    starts, ends = edges[::2], edges[1::2]
+    return list(zip(starts.tolist(), (ends - starts).tolist(), strict=True))

@@ -231,7 +231,7 @@ class Runs:
         self.log.rebuild(present)
         self.records.class_.of[ANCIENT] = UNKNOWN
         self.run_of[present] = ANCIENT
-        self.start[ANCIENT], self.stop[ANCIENT] = 0, len(present)
+        self.start[ANCIENT], self.stop[ANCIENT] = self.log.head, self.log.tail
         self.live.of[ANCIENT] = len(present)
 
     def _forget_records(self) -> None:

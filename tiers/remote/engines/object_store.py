@@ -448,7 +448,7 @@ class ObjectStoreEngine(RemoteEngine):
                 self._store, f"{name}/", offset=offset, chunk_size=size
             ):
                 pages += 1
-                entries.update((str(entry["path"]).rpartition("/")[2], entry) for entry in batch)
+                entries.update((_word_in(name, str(entry["path"])), entry) for entry in batch)
                 if len(batch) == size and time.monotonic() >= ends_s:  # there may be more
                     raise TimeoutError("timed out")
 
@@ -555,6 +555,17 @@ def _begin_of(name: str, first: int) -> tuple[str, bytes]:
 
 def _value_name(name: str, value: int) -> str:
     return f"{name}/{value:0{COUNTER_DIGITS}d}"
+
+
+def _word_in(name: str, path: str) -> str:
+    """Return the name of an object in the folder of a counter.
+
+    Raises `OSError` if it is in another folder: the answer is that of another list.
+    """
+    folder, _, word = path.rpartition("/")
+    if not f"{folder}/".startswith(f"{name}/"):
+        raise OSError("the server listed another folder")
+    return word
 
 
 def _is_value(word: str) -> bool:

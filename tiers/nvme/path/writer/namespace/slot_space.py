@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .....base import SlotMask
-from ....segments.extents import ExtentPool, complement
+from ....segments.extents import ExtentPool, runs
 
 
 class HeldGrant(NamedTuple):
@@ -154,13 +154,11 @@ class SlotSpace:
 
     def _free_unused(self, number: int) -> None:
         first, end = self.bounds(number)
-        taken = self.used_in(number)
-        granted = [slot for slot in self._grants if first <= slot < end]
-        if granted:
-            taken = np.union1d(taken, np.array(granted, dtype=np.int64))
+        is_free = ~self.is_used[first:end]
+        is_free[[slot - first for slot in self._grants if first <= slot < end]] = False
         pool = self._pools[number % self.paths]
-        for start, length in complement(taken, first, end):
-            pool.free(start, length)
+        for start, length in runs(is_free):
+            pool.free(first + start, length)
 
     def _end(self, slots: Iterable[int]) -> None:
         for slot in slots:
