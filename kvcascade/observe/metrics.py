@@ -116,10 +116,10 @@ def _of_state(value: Callable[[TierState], float | None]) -> Callable[[MetricsSn
 
 def _of_tier(value: Callable[[TierState], float | None]) -> Callable[[MetricsSnapshot], Values]:
     """Return a reader of a fact that all engines of a tier share: one of them reports it, and the
-    others report 0."""
+    others report 0. Nobody reports it for a server, whose blocks are not counted."""
 
     def own(state: TierState) -> float | None:
-        found = value(state)
+        found = value(state) if state.remote is None else None
         return found if found is None or state.is_reporter else 0.0
 
     return _of_state(own)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.keys import key
 
+from kvcascade.handlers.node.remote.remote_wire import RemoteNote
 from kvcascade.manager.counters import Counters
 from kvcascade.manager.state import TierState
 from kvcascade.observe.metrics import METRICS, MetricsSnapshot
@@ -145,3 +146,5 @@ def test_engines_that_do_not_report_a_tier_add_nothing_to_its_gauges() -> None:
     assert gauge("write_budget_left_bytes", MetricsSnapshot(counters, [
         dataclasses.replace(two, budget_left_bytes=None)
     ])) == []  # fmt: skip
+    server = MetricsSnapshot(counters, [dataclasses.replace(one, remote=RemoteNote(None))])
+    assert gauge("tier_blocks", server) == gauge("tier_used_ratio", server) == []
