@@ -105,7 +105,7 @@ def from_os_error(error: OSError, doing: str) -> KVCascadeError:
     """
     reason = error.strerror or str(error)
     if error.errno in _NO_SPACE_ERRNOS:
-        remedy = "free some or lower the capacity"
+        remedy = "free some, or inodes, or lower the capacity"
         if error.errno == errno.EFBIG:
             remedy = "raise the limit of file sizes with `ulimit -f`"
         return NoSpaceError(f"no space while {doing}: {reason}; {remedy}")

@@ -1,11 +1,23 @@
-"""Thread pools whose threads all run from the beginning."""
+"""Threads that run, or a sentence that says why they cannot be started."""
 
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 
-from ...errors import TierIOError
+from .errors import TierIOError
+
+
+def start_thread(run: Callable[[], object], name: str) -> threading.Thread:
+    """Start a thread that does not keep its process alive. Raises `TierIOError` if it cannot be
+    started."""
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise _no_thread(error) from error
+    return thread
 
 
 def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
@@ -14,18 +26,27 @@ def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
     An executor queues a job before it starts a thread for it. So a job that was refused for want of
     a thread would still run later. This one never starts a thread later.
     """
-    executor, gate = ThreadPoolExecutor(threads, name), threading.Event()
+    executor, gate = ThreadPoolExecutor(threads, name), threading.Barrier(threads)
     try:
         for _ in range(threads):  # each job keeps its thread busy, so the next one gets another
             executor.submit(gate.wait)
     except RuntimeError as error:
-        gate.set()
+        gate.abort()
         executor.shutdown()
-        raise no_thread(error) from error
-    gate.set()
+        raise _no_thread(error) from error
     return executor
 
 
-def no_thread(error: RuntimeError) -> TierIOError:
-    """Return the error of a process that cannot start a thread."""
+def run_on_each(executor: ThreadPoolExecutor, threads: int, work: Callable[[], object]) -> None:
+    """Run this once on each thread of a started pool that does nothing else, and wait for it."""
+    gate = threading.Barrier(threads)
+
+    def once() -> None:
+        gate.wait()
+        work()
+
+    wait([executor.submit(once) for _ in range(threads)])
+
+
+def _no_thread(error: RuntimeError) -> TierIOError:
     return TierIOError(None, f"no thread can be started ({error}); raise the limit of processes")

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 
 from ..logs import get_logger
+from ..threads import start_thread
 
 logger = get_logger(__name__)
 
@@ -22,11 +23,11 @@ class Ticker:
     """Call `tick` every `interval_s` seconds on a daemon thread until `stop`."""
 
     def __init__(self, tick: Callable[[], None], interval_s: float = TICK_S) -> None:
+        """Start the thread. Raises `TierIOError` if it cannot be started."""
         self._tick = tick
         self._interval_s = interval_s
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvcascade-ticker", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, "kvcascade-ticker")
 
     def stop(self) -> None:
         """End the thread; idempotent. Wait for a running tick, at most `STOP_WAIT_S` seconds."""

@@ -22,6 +22,7 @@ ORDER = ("base", "tiers", "handlers", "manager", "spec", "tools")
 BASE = (
     "logs",
     "errors",
+    "threads",
     "config.sizes",
     "config.options",
     "config.remote",

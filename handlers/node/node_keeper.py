@@ -18,7 +18,7 @@ import os
 import select
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from functools import partial
 from itertools import count
 from time import monotonic
@@ -29,6 +29,7 @@ import msgspec
 
 from ...errors import KVCascadeError, TierIOError
 from ...logs import get_logger
+from ...threads import started_pool
 from ...tiers.nvme.path.frames import MessageStream, WireError, frame, hang_up
 from .node_child import Connection, StartLimits
 from .path_wire import from_node_process
@@ -143,7 +144,7 @@ class NodeKeeper:
         batch_bytes = BATCH_BYTES if is_batched else 0
         self._stream_to = partial(NodeStream, decode=decode, batch_bytes=batch_bytes)
         self._clock = clock
-        self._keeper = keeper or ThreadPoolExecutor(1, "kvcascade-keeper")
+        self._keeper = keeper or started_pool(1, "kvcascade-keeper")
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._stream: NodeStream | None = None

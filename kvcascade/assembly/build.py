@@ -35,6 +35,7 @@ from ..manager.request import Request
 from ..manager.state import TierState
 from ..manager.ticker import Ticker
 from ..observe.recording import Recorder, RecordFacts, open_recorder
+from ..threads import started_pool
 from ..tiers.base import BlockHash
 from ..tiers.cpu.arena import Arena, ArenaRole
 from ..tiers.cpu.cpu_backend import CpuBackend
@@ -124,7 +125,7 @@ def open_worker(
         arena = Arena.open(arena_geometry, engine_id, ArenaRole.worker(rank), arena_dir=arena_dir)
         undo.callback(arena.close)
         arena.publish_layout(layout.digest(packing))
-        executor = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="kvcascade-copy")
+        executor = started_pool(COPY_THREADS, "kvcascade-copy")
         undo.callback(executor.shutdown)
         prefault = settings.cpu.prefault
         copier = _copier(tensors, layout, arena, executor, prefault, steps_while_storing)

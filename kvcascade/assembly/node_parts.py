@@ -25,6 +25,7 @@ from ..logs import get_logger
 from ..manager.admission import Admission
 from ..manager.below.node_tier import NodeTier, NodeTierOptions
 from ..manager.below.port import TierFacts
+from ..threads import started_pool
 from ..tiers.cpu.arena import Arena
 from ..tiers.cpu.header import HEADER_BYTES
 from ..tiers.nvme.disk.filesystem import RealFileSystem
@@ -141,7 +142,7 @@ def open_node_tier(name: str, options: NvmeTierOptions, engine: EngineFacts) -> 
     block_bytes = engine.memory.slot_bytes
     slots = slots_of_segment(asked.segment_bytes, block_bytes)
     plan = plan_segments(asked.capacity_bytes, block_bytes, len(options.path), slots)
-    mapper = ThreadPoolExecutor(1, "kvcascade-map")
+    mapper = started_pool(1, "kvcascade-map")
     nodes: list[NodeKeeper] = []
 
     def client_of(on_note: Callable[[Any], None]) -> NodeKeeper:

@@ -36,6 +36,7 @@ from typing import BinaryIO, Final
 
 from ..errors import os_errors
 from ..logs import get_logger
+from ..threads import start_thread
 from ..tiers.base import BlockHash
 
 logger = get_logger(__name__)
@@ -190,8 +191,7 @@ class Recorder:
         self._is_ended = False
         self.recorded_requests = 0
         self.dropped_requests = 0
-        self._thread = threading.Thread(target=self._run, name="kvcascade-record", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, "kvcascade-record")
 
     def note(self, arrived_s: float, block_hashes: Sequence[BlockHash]) -> None:
         """Queue a request that ended; `block_hashes`: its prompt in prefix order, final."""

@@ -14,7 +14,8 @@ from kvcascade.handlers.node.remote.remote_loop import (
     Complaints,
 )
 
-SAID = "tiers[1].url: the server has no such bucket; create it."
+NAME = "tiers[1].url"
+SAID = f"{NAME}: the server has no such bucket; create it."
 
 
 class Asked:
@@ -32,7 +33,7 @@ class Asked:
 def test_after_the_start_and_when_a_breaker_opens(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     asked, threads, clock = Asked(), SteppingExecutor(), ManualClock()
-    complaints = Complaints(asked, threads, clock)
+    complaints = Complaints(asked, threads, NAME, clock)
     complaints.note(0)
     assert not threads.step(), "the first lookups come before it"
     clock.advance(FIRST_QUESTION_S)
@@ -46,16 +47,36 @@ def test_after_the_start_and_when_a_breaker_opens(caplog: pytest.LogCaptureFixtu
     assert not threads.step(), "it was asked a moment ago"
     clock.advance(COMPLAINT_INTERVAL_S)
     complaints.note(20)
+    complaints.note(21)
     asked.said = None
     assert threads.step() and asked.times == 2 and caplog.text.count(SAID) == 1
+    assert caplog.text.count("answers again") == 1, "a failure that was short"
     clock.advance(COMPLAINT_INTERVAL_S)
-    complaints.note(20)
+    complaints.note(21)
+    assert threads.step(), "one breaker opened while the server was asked"
+    clock.advance(COMPLAINT_INTERVAL_S)
+    complaints.note(21)
     assert not threads.step(), "no breaker has opened since"
+
+
+def test_a_first_question_without_a_problem_delays_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An outage of 40 s that began after it had no line in the log."""
+    asked, threads, clock = Asked(), SteppingExecutor(), ManualClock()
+    asked.said = None
+    complaints = Complaints(asked, threads, NAME, clock)
+    clock.advance(FIRST_QUESTION_S)
+    complaints.note(0)
+    assert threads.step() and not caplog.records
+    asked.said = SAID
+    complaints.note(1)
+    assert threads.step() and caplog.text.count(SAID) == 1
 
 
 def test_a_breaker_that_opens_at_the_start_is_told_of_at_once() -> None:
     threads, clock = SteppingExecutor(), ManualClock()
-    complaints = Complaints(Asked(), threads, clock)
+    complaints = Complaints(Asked(), threads, NAME, clock)
     complaints.note(1)
     assert threads.step()
     clock.advance(FIRST_QUESTION_S)
@@ -65,7 +86,7 @@ def test_a_breaker_that_opens_at_the_start_is_told_of_at_once() -> None:
 
 def test_nothing_is_said_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     threads = SteppingExecutor()
-    complaints = Complaints(Asked(), threads, ManualClock())
+    complaints = Complaints(Asked(), threads, NAME, ManualClock())
     complaints.note(1)
     complaints.close()
     assert threads.step() and SAID not in caplog.text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -12,6 +11,7 @@ import pytest
 from support.keys import key
 from support.remote_rig import PAYLOAD_BYTES, THROUGH
 from support.remote_twin import RemoteTwin
+from support.thread_limit import Limited
 
 from kvcascade.errors import TierIOError
 from kvcascade.handlers.node.path_wire import JobDone, unpack_outcomes
@@ -23,24 +23,6 @@ from kvcascade.tiers.nvme.path.frames import FrameReader, frame
 from kvcascade.tiers.remote.objects import ObjectFormat
 
 WAIT_S = 20.0
-
-
-class Limited:
-    """A limit of processes: at most `left` more threads can be started."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.left = 1000
-        self.started: list[threading.Thread] = []
-        begin = threading.Thread.start
-
-        def start(thread: threading.Thread) -> None:
-            if not self.left:
-                raise RuntimeError("can't start new thread")
-            self.left -= 1
-            begin(thread)
-            self.started.append(thread)
-
-        monkeypatch.setattr(threading.Thread, "start", start)
 
 
 @pytest.fixture
@@ -59,7 +41,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 def loop_of(theirs: socket.socket) -> RemoteLoop:
     objects, arena = ObjectFormat("model-1", PAYLOAD_BYTES), memoryview(bytearray(PAYLOAD_BYTES))
     parts = SlotParts(PAYLOAD_BYTES, PAYLOAD_BYTES)
-    return RemoteLoop(theirs, RemoteTwin(), objects, THROUGH, arena, parts, lambda: None)
+    return RemoteLoop(theirs, RemoteTwin(), objects, THROUGH, arena, parts, lambda: None, "remote")
 
 
 @pytest.mark.parametrize("threads", [0, 1, THROUGH.threads])

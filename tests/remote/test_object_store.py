@@ -19,9 +19,10 @@ from contract.remote_contract import LIMIT_S, RemoteContract, an_object, buffers
 from support.keys import key, keys
 from support.remote_rig import RemoteRig, content
 from support.remote_servers import HOST, S3Server, free_port
+from support.thread_limit import Limited
 from support.waiting import wait_until
 
-from kvcascade.errors import ConfigError
+from kvcascade.errors import ConfigError, TierIOError
 from kvcascade.tiers.remote.base import (
     MAX_COUNTER,
     Cause,
@@ -129,6 +130,14 @@ class TestFolder(ObjectsContract):
         os.utime(last, (days_ago_s, days_ago_s))
         assert engine.counter("space/generation", None, LIMIT_S).value == 5000
         assert last.stat().st_mtime > days_ago_s + RENEW_AFTER_S
+
+    def test_a_limit_of_processes_that_is_reached_later_fails_no_call(
+        self, engine: RemoteEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        Limited(monkeypatch).left = 0
+        assert engine.exist_many(names(80), LIMIT_S) == [ABSENT] * 80
+        with pytest.raises(TierIOError, match="raise the limit"):
+            open_object_store(self.folder.as_uri(), 10.0, 10.0)
 
     @pytest.mark.parametrize("kind", ["pipe", "link"])
     def test_what_is_no_file_holds_up_nobody(self, engine: RemoteEngine, kind: str) -> None:

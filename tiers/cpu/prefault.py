@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from ...errors import NoSpaceError, from_os_error
+from ...threads import started_pool
 
 PAGE_BYTES = 4096
 PIECE_BYTES = 64 << 20
@@ -49,7 +50,7 @@ def prefault(pieces: Iterable[list[Span]]) -> None:
 
 def memory_threads() -> ThreadPoolExecutor:
     """Return a pool of threads that request memory in parallel, as the kernel zeroes it slowly."""
-    return ThreadPoolExecutor(min(os.cpu_count() or 1, THREADS_MAX), "kvcascade-prefault")
+    return started_pool(min(os.cpu_count() or 1, THREADS_MAX), "kvcascade-prefault")
 
 
 def populate(spans: list[Span]) -> None:

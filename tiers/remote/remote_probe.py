@@ -26,10 +26,12 @@ FULL_BYTES = 16 << 20
 
 _REASONS = {
     RemoteOutcome.ABSENT: "has no such bucket or folder; create it",
-    RemoteOutcome.NO_SPACE: "is full; make room, or let it evict",
+    RemoteOutcome.NO_SPACE: "is full, or cannot save to its own disk; make room, let it evict, or "
+    "read its log",
     RemoteOutcome.DENIED: "refuses the credentials, or has no such bucket, or finds the clock of "
     "this machine wrong; set them right",
-    RemoteOutcome.BUSY: "asks to come back later",
+    RemoteOutcome.BUSY: "asks to come back later, as one that starts or has too many requests; an "
+    "engine serves without it until then",
     RemoteOutcome.TIMED_OUT: "does not answer in time; an engine serves without it until it does",
     RemoteOutcome.IO_ERROR: "cannot be reached; an engine serves without it until it can",
 }
@@ -107,7 +109,8 @@ def _reason(outcome: RemoteOutcome, cause: Cause | None) -> str:
     """Return a clause about a server that failed."""
     if cause is not None and cause is not Cause.KEEPS_ALL:
         return _CAUSES[cause]
-    return _REASONS.get(outcome, f"answers nonsense ({outcome})")
+    nonsense = f"answers nonsense ({outcome}); look for a proxy or another server at this url"
+    return _REASONS.get(outcome, nonsense)
 
 
 def _problem(engine: RemoteEngine, options: RemoteTierOptions) -> str | None:
@@ -131,7 +134,10 @@ def _problem_of_writes(engine: RemoteEngine, name: str, limit_s: float) -> str |
     probe = RemoteObject(bytes(HEADER_BYTES), memoryview(bytes(PROBE_BYTES)))
     (wrote,) = engine.put([name], [probe], limit_s)
     if wrote is RemoteOutcome.DENIED:
-        return 'takes no objects from this user; allow writes, or set writes to "off"'
+        return (
+            "takes no objects from this user; allow writes, give the url of the primary if this is "
+            'a replica, or set writes to "off"'
+        )
     if wrote is not RemoteOutcome.OK:
         return _REASONS.get(wrote, f"does not store objects ({wrote})")
     (again,) = engine.put([name], [probe], limit_s)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
-import threading
 from collections.abc import Callable
 from functools import partial
 from time import monotonic
@@ -18,6 +17,7 @@ from typing import Any
 import msgspec
 
 from ....logs import get_logger
+from ....threads import start_thread
 from ....tiers.nvme.disk.filesystem import FileSystem
 from ....tiers.nvme.path.path_messages import Epoch
 from ..node_child import Connection, launch
@@ -119,9 +119,11 @@ class ThreadChild:
     pid = 0
 
     def __init__(self, run: Callable[[], None]) -> None:
-        """Start the thread. `run` returns only when no other thread uses the arena any more."""
-        self._thread = threading.Thread(target=run, name="kvcascade-node", daemon=True)
-        self._thread.start()
+        """Start the thread. `run` returns only when no other thread uses the arena any more.
+
+        Raises `TierIOError` for want of threads.
+        """
+        self._thread = start_thread(run, "kvcascade-node")
 
     def poll(self) -> int | None:
         """Return 0 once the thread has ended, else None."""

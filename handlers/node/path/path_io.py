@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from ....logs import get_logger
+from ....threads import run_on_each, started_pool
 from ....tiers.base import BlockHash, SlotArray
 from ....tiers.nvme.disk.filesystem import FileLock, FileSystem
 from ....tiers.nvme.disk.transfers import DIRECT, TransferLimit, Transfers
@@ -108,7 +108,8 @@ class IOThreads(NodeIO):
         has_bounce: bool,
     ) -> None:
         """`arena` holds the slots, one block each. With `has_bounce`, all bytes pass through
-        buffers in huge pages, of `PART_BYTES` per thread. See `NodeIO` for the rest."""
+        buffers in huge pages, of `PART_BYTES` per thread. See `NodeIO` for the rest. Raises
+        `TierIOError` for want of threads."""
         super().__init__(fs, roots, namespace, io_threads)
         self._arena = arena
         self._post = post
@@ -120,19 +121,16 @@ class IOThreads(NodeIO):
         elif has_bounce:
             self._buffers = self._bounce = ArenaBounce(arena, self._block_bytes)
         self._threads = io_threads * THREADS_PER_TRANSFER
-        self._stores = ThreadPoolExecutor(self._threads, "kvcascade-store")
-        self._loads = ThreadPoolExecutor(self._threads, "kvcascade-load")
+        self._stores = started_pool(self._threads, "kvcascade-store")
+        self._loads = started_pool(self._threads, "kvcascade-load")
         self._cancels = 0
         """Number of calls of `cancel_writes`."""
 
     def warm_up(self) -> None:
-        """Make the threads and their buffers, so that the first block is as fast as later ones."""
+        """Make the buffers of all threads, so that the first block is as fast as later ones."""
         if self._buffers is not None:
-            wait(
-                executor.submit(self._buffers.room, PART_BYTES)
-                for executor in (self._stores, self._loads)
-                for _ in range(self._threads)
-            )
+            for executor in (self._stores, self._loads):
+                run_on_each(executor, self._threads, partial(self._buffers.room, PART_BYTES))
 
     def write(
         self,

@@ -14,8 +14,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import threading
+from functools import partial
 
+from ....threads import start_thread
 from ....tiers.cpu.huge_pages import map_file
 from ....tiers.nvme.disk.filesystem import RealFileSystem
 from ..child_start import prefault, receive_setup, run_child
@@ -31,7 +32,7 @@ def serve(connection: socket.socket, arena_fd: int) -> None:
     slot_bytes = setup.hello.namespace.block_bytes
     memory = map_file(arena_fd, setup.arena_offset + setup.arena_slots * slot_bytes)
     if setup.has_prefault:
-        threading.Thread(target=prefault, args=(memory,), daemon=True).start()
+        start_thread(partial(prefault, memory), "kvcascade-prefault")
     fs = RealFileSystem(setup.is_direct)
     arena = memory[setup.arena_offset :]
     NodeLoop(connection, setup, arena, fs).run()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import selectors
 import socket
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from ....errors import KVCascadeError, os_errors
 from ....logs import get_logger
+from ....threads import start_thread, started_pool
 from ....tiers.nvme.disk.filesystem import FileLock, FileSystem
 from ....tiers.nvme.path.frames import hang_up
 from ....tiers.nvme.path.lmdb_block_table import open_block_table
@@ -30,7 +30,6 @@ from ....tiers.nvme.path.writer.namespace.namespace_start import StartMeans
 from ....tiers.nvme.path.writer.namespace.waiting_grants import Reply
 from ....tiers.nvme.path.writer.path_writer import PathWriter
 from ....tiers.nvme.path.writer_note import note_of_this_process, save_note
-from ..started_pool import no_thread, started_pool
 from .path_link import FrameSocket, Waker
 
 PLACE_CHECK_INTERVAL_S = 1.0
@@ -227,15 +226,11 @@ class WriterService:
 
     def _begin(self, listener: socket.socket) -> None:
         """Begin to serve. Raises `TierIOError` for want of files or threads."""
-        self._thread = threading.Thread(target=self._run, name="kvcascade-writer", daemon=True)
         with ExitStack() as if_failed, os_errors("beginning to serve a path"):
             if_failed.callback(self._writer.close, is_clean=False)
             self._clients = ClientSockets(listener, self._writer)
             if_failed.callback(self._clients.close)
-            try:
-                self._thread.start()
-            except RuntimeError as error:
-                raise no_thread(error) from error
+            self._thread = start_thread(self._run, "kvcascade-writer")
             if_failed.pop_all()
 
     # -- on its own thread ---------------------------------------------------------------------

@@ -8,13 +8,13 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from ....errors import FINAL_ERRORS, ConfigError, KVCascadeError
 from ....logs import get_logger
+from ....threads import started_pool
 from ....tiers.nvme.disk.filesystem import FileLock, FileSystem
 from ....tiers.nvme.path.path_lock import PathDoor, try_lead
 from ....tiers.nvme.path.path_messages import PathOptions
@@ -67,7 +67,7 @@ class WriterSearch:
         self._place: PathDoor | None = None
         """Folder of the tier when it was first found. A mount point without it is another tier."""
         self._may_lead_s = 0.0
-        self._thread = ThreadPoolExecutor(1, "kvcascade-join")
+        self._thread = started_pool(1, "kvcascade-join")
 
     def begin(self) -> None:
         """Search once. Any thread."""

@@ -11,12 +11,12 @@ from concurrent.futures import Executor
 import msgspec
 
 from ....logs import get_logger
+from ....threads import started_pool
 from ....tiers.remote.base import RemoteEngine
 from ....tiers.remote.objects import ObjectFormat
 from ....tiers.remote.remote_store import RemoteStore, StoreOptions
 from ..path.path_link import FrameSocket, Waker
 from ..path_wire import NodeReady
-from ..started_pool import started_pool
 from .remote_node import RemoteNode, SlotParts
 from .remote_wire import to_remote_node
 
@@ -27,7 +27,7 @@ FIRST_QUESTION_S = 5.0
 """Time from the start to the first question whether the server is of use. The engine begins to
 serve meanwhile, and its first lookups come before it."""
 COMPLAINT_INTERVAL_S = 60.0
-"""Shortest time between two questions why the server is of no use."""
+"""Shortest time between two lines of the log about the server."""
 
 _log = get_logger(__name__)
 
@@ -35,46 +35,59 @@ _log = get_logger(__name__)
 class Complaints:
     """Says in the log why a server is of no use: after the start, and when a breaker has opened.
 
-    Methods are for one thread.
+    A server that is of use again when it is asked has failed for a short time. The log says that,
+    too. Methods are for one thread.
     """
 
     def __init__(
         self,
         problem: Callable[[], str | None],
         threads: Executor,
+        name: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`problem` asks the server, on one of the threads; it returns a sentence or None.
 
-        `clock` returns monotonic seconds.
+        `name` is that of the server's setting. `clock` returns monotonic seconds.
         """
         self._problem = problem
+        self._name = name
         self._threads = threads
         self._clock = clock
         self._openings = 0
         self._next_s = clock()
+        self._is_asking = False
+        """True while one of the threads asks the server."""
         self._first_s: float | None = clock() + FIRST_QUESTION_S
         """Time of the first question; None after it."""
         self._is_closed = False
 
     def note(self, openings: int) -> None:
         """Ask for the reason if a breaker has opened since the last time; `openings` only grows."""
+        if self._is_asking:
+            return
         now_s = self._clock()
         is_first = self._first_s is not None and now_s >= self._first_s
         if not is_first and (openings == self._openings or now_s < self._next_s):
             return
-        self._openings, self._first_s = openings, None
-        self._next_s = now_s + COMPLAINT_INTERVAL_S
-        self._threads.submit(self._say)
+        has_failed = openings > self._openings
+        self._openings, self._first_s, self._is_asking = openings, None, True
+        self._threads.submit(self._say, has_failed)
 
     def close(self) -> None:
         """Say nothing any more: a question under way fails when the engine is closed."""
         self._is_closed = True
 
-    def _say(self) -> None:
-        said = self._problem()
-        if said is not None and not self._is_closed:
-            _log.warning("%s", said)
+    def _say(self, has_failed: bool) -> None:
+        try:
+            said = self._problem()
+            if said is None and has_failed:
+                said = f"{self._name}: the server failed for a while, and answers again."
+            if said is not None and not self._is_closed:
+                _log.warning("%s", said)
+                self._next_s = self._clock() + COMPLAINT_INTERVAL_S
+        finally:
+            self._is_asking = False
 
 
 class RemoteLoop:
@@ -89,13 +102,15 @@ class RemoteLoop:
         arena: memoryview,
         parts: SlotParts,
         problem: Callable[[], str | None],
+        name: str,
         *,
         was_reset: bool = False,
     ) -> None:
         """`arena` holds the slots, one block each. The scheduler decides what is written.
 
         `problem` asks the server, and returns a sentence about why it is of no use, or None.
-        `was_reset`: the engine was reset since its start. Raises `TierIOError` for want of threads.
+        `name` is that of the server's setting, for the log. `was_reset`: the engine was reset since
+        its start. Raises `TierIOError` for want of threads.
         """
         self._selector = selectors.DefaultSelector()
         self._waker = Waker(self._selector, lambda: None)
@@ -104,7 +119,7 @@ class RemoteLoop:
         )
         # One thread more than the store needs, so that questions of the log hold up nobody.
         self._threads = started_pool(options.threads + 1, "kvcascade-remote")
-        self._complaints = Complaints(problem, self._threads)
+        self._complaints = Complaints(problem, self._threads, name)
         self._store = RemoteStore(
             engine,
             objects,

@@ -41,9 +41,9 @@ def serve(connection: socket.socket, arena_fd: int) -> None:
     arena = memory[setup.arena_offset :]
     parts = SlotParts(setup.slot_bytes, setup.payload_bytes, setup.copies)
     problem = partial(problem_of, engine, options)
-    limits = store_options(options)
+    limits, name = store_options(options), f"{options.key}.url"
     RemoteLoop(
-        connection, engine, objects, limits, arena, parts, problem, was_reset=setup.was_reset
+        connection, engine, objects, limits, arena, parts, problem, name, was_reset=setup.was_reset
     ).run()
 
 

@@ -22,7 +22,7 @@ import re
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -34,6 +34,7 @@ from urllib.parse import SplitResult, urlsplit
 from ....config.remote import RemoteTierOptions
 from ....errors import ConfigError
 from ....logs import get_logger
+from ....threads import started_pool
 from ..base import (
     COUNTER_DIGITS,
     HEADER_BYTES,
@@ -223,7 +224,7 @@ class ObjectStoreEngine(RemoteEngine):
         """Largest value that was seen of each counter, as it is named: lists begin with it."""
         self._begins: dict[str, tuple[tuple[Any, ...] | None, bytes | None]] = {}
         """Version of the object that began each counter, and its content."""
-        self._threads = ThreadPoolExecutor(REQUESTS_AT_A_TIME, "kvcascade-remote-request")
+        self._threads = started_pool(REQUESTS_AT_A_TIME, "kvcascade-remote-request")
 
     def exist_many(self, names: Sequence[str], limit_s: float) -> list[RemoteOutcome]:
         return self._each(lambda name: self._tried(lambda: self._head(name)), names, limit_s)
