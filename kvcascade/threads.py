@@ -8,6 +8,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 from .errors import TierIOError
 
+START_LIMIT_S = 30.0
+"""Longest wait until all threads of a pool run."""
+
 
 def start_thread(run: Callable[[], object], name: str) -> threading.Thread:
     """Start a thread that does not keep its process alive. Raises `TierIOError` if it cannot be
@@ -26,11 +29,12 @@ def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
     An executor queues a job before it starts a thread for it. So a job that was refused for want of
     a thread would still run later. This one never starts a thread later.
     """
-    executor, gate = ThreadPoolExecutor(threads, name), threading.Barrier(threads)
+    executor, gate = ThreadPoolExecutor(threads, name), threading.Barrier(threads + 1)
     try:
         for _ in range(threads):  # each job keeps its thread busy, so the next one gets another
             executor.submit(gate.wait)
-    except RuntimeError as error:
+        gate.wait(START_LIMIT_S)
+    except RuntimeError as error:  # so is that of a broken barrier
         gate.abort()
         executor.shutdown()
         raise _no_thread(error) from error
@@ -38,11 +42,14 @@ def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
 
 
 def run_on_each(executor: ThreadPoolExecutor, threads: int, work: Callable[[], object]) -> None:
-    """Run this once on each thread of a started pool that does nothing else, and wait for it."""
+    """Run this once on each thread of a started pool that does nothing else, and wait for it.
+
+    If a thread is busy for `START_LIMIT_S`, none runs it. Errors of the work are ignored.
+    """
     gate = threading.Barrier(threads)
 
     def once() -> None:
-        gate.wait()
+        gate.wait(START_LIMIT_S)
         work()
 
     wait([executor.submit(once) for _ in range(threads)])

@@ -24,9 +24,12 @@ class Asked:
     def __init__(self) -> None:
         self.said: str | None = SAID
         self.times = 0
+        self.fails = False
 
     def __call__(self) -> str | None:
         self.times += 1
+        if self.fails:
+            raise OSError("stale file handle")
         return self.said
 
 
@@ -90,3 +93,15 @@ def test_nothing_is_said_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     complaints.note(1)
     complaints.close()
     assert threads.step() and SAID not in caplog.text
+
+
+def test_a_folder_that_cannot_be_asked_is_told_of_and_asked_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked, threads, clock = Asked(), SteppingExecutor(), ManualClock()
+    asked.fails = True
+    complaints = Complaints(asked, threads, NAME, clock)
+    for openings in (1, 2):
+        complaints.note(openings)
+        assert threads.step() and caplog.text.count("stale file handle") == openings
+        clock.advance(COMPLAINT_INTERVAL_S)

@@ -87,6 +87,15 @@ def test_ghosts_are_bounded() -> None:
     assert ghosts.list_of(5 * SLACK - 1) == 0 and ghosts.list_of(0) == NONE
 
 
+def test_an_empty_log_with_ends_far_away_begins_anew() -> None:
+    arrays = KeptArrays()
+    log = RecencyLog("l", 8, arrays)
+    arrays.arrays["l_ends"][:2] = (1 << 63) - 1
+    log.rebuild(np.empty(0, np.int64))
+    log.append(range(8))
+    assert log.to_array().tolist() == [*range(8)]
+
+
 @pytest.mark.parametrize("share", [0.0, 0.002, 0.05, 0.9])
 def test_a_search_finds_what_a_mask_leaves_in_order(share: float) -> None:
     """Few are sorted by their place, many are met along the log: the same slots either way."""
@@ -143,9 +152,9 @@ def test_a_slot_too_many_in_a_log_is_found() -> None:
 
 @pytest.mark.parametrize("name", ["l_stamp", "l_log", "l_ends"])
 def test_one_wrong_number_in_a_log_is_found(name: str) -> None:
-    """The log then holds the slots all the same, and works on."""
-    for at in range(0, LOG_LENGTH_PER_SLOT * 400, 19):
-        for wrong in (-(1 << 63), -1, 0, 1, 1000, (1 << 63) - 1):
+    """The log then holds the slots all the same, and works on. Some entries are not live."""
+    for at in range(LOG_LENGTH_PER_SLOT * 400 if name == "l_log" else 400):
+        for wrong in (-(1 << 63), (1 << 63) - 1) if at % 19 else (-(1 << 63), -1, 0, 1, 1000):
             arrays = KeptArrays()
             log, present = used_log(arrays)
             array = arrays.arrays[name]

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from ....errors import TierIOError
 from ....logs import get_logger
 from ....threads import run_on_each, started_pool
 from ....tiers.base import BlockHash, SlotArray
@@ -122,7 +123,11 @@ class IOThreads(NodeIO):
             self._buffers = self._bounce = ArenaBounce(arena, self._block_bytes)
         self._threads = io_threads * THREADS_PER_TRANSFER
         self._stores = started_pool(self._threads, "kvcascade-store")
-        self._loads = started_pool(self._threads, "kvcascade-load")
+        try:
+            self._loads = started_pool(self._threads, "kvcascade-load")
+        except TierIOError:
+            self._stores.shutdown()
+            raise
         self._cancels = 0
         """Number of calls of `cancel_writes`."""
 

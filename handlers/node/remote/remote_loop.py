@@ -36,7 +36,7 @@ class Complaints:
     """Says in the log why a server is of no use: after the start, and when a breaker has opened.
 
     A server that is of use again when it is asked has failed for a short time. The log says that,
-    too. Methods are for one thread.
+    too. Public methods are for one thread.
     """
 
     def __init__(
@@ -81,13 +81,14 @@ class Complaints:
     def _say(self, has_failed: bool) -> None:
         try:
             said = self._problem()
-            if said is None and has_failed:
-                said = f"{self._name}: the server failed for a while, and answers again."
-            if said is not None and not self._is_closed:
-                _log.warning("%s", said)
-                self._next_s = self._clock() + COMPLAINT_INTERVAL_S
-        finally:
-            self._is_asking = False
+        except OSError as error:  # of a folder
+            said = f"{self._name}: the folder cannot be read ({error}); mount it again."
+        if said is None and has_failed:
+            said = f"{self._name}: the server failed for a while, and answers again."
+        if said is not None and not self._is_closed:
+            _log.warning("%s", said)
+            self._next_s = self._clock() + COMPLAINT_INTERVAL_S
+        self._is_asking = False
 
 
 class RemoteLoop:

@@ -47,6 +47,9 @@ COMPACT_CHUNK = 1 << 18
 CHECK_CHUNK = 1 << 16
 """Number of slots that a check reads at a time; their positions fit into a processor's cache."""
 
+MAX_POSITION = 1 << 60
+"""No log is used so often that its positions grow as far: a use takes one."""
+
 _HEAD, _TAIL, _COUNT = 0, 1, 2
 
 
@@ -363,13 +366,20 @@ class RecencyLog:
         return head
 
     def _has_exactly(self, present: npt.NDArray[Any]) -> bool:
-        """Return True if exactly these slots are present, and the arrays keep the invariant."""
+        """Return True if exactly these slots are present, and the arrays keep the invariant.
+
+        Entries that are not live must name slots, too: searches look at their stamps.
+        """
         head, tail, count = (int(end) for end in self._ends)
-        if not 0 <= head <= tail <= head + self._length:
+        if not 0 <= head <= tail <= min(head + self._length, MAX_POSITION):
             return False
         if not count == len(present) == np.count_nonzero(self._stamp):
             return False
         lap = head - head % self._length
+        begin, end = head - lap, tail - lap
+        for entries in (self._log[begin:end], self._log[: max(0, end - self._length)]):
+            if len(entries) and not 0 <= entries.min() <= entries.max() < len(self._stamp):
+                return False
         for start in range(0, count, CHECK_CHUNK):
             slots = present[start : start + CHECK_CHUNK]
             positions = self._stamp[slots] - 1

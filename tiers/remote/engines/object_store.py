@@ -559,14 +559,13 @@ def _value_name(name: str, value: int) -> str:
 
 
 def _word_in(name: str, path: str) -> str:
-    """Return the name of an object in the folder of a counter.
+    """Return the name of an object below the folder of a counter.
 
     Raises `OSError` if it is in another folder: the answer is that of another list.
     """
-    folder, _, word = path.rpartition("/")
-    if not f"{folder}/".startswith(f"{name}/"):
+    if not path.startswith(f"{name}/"):
         raise OSError("the server listed another folder")
-    return word
+    return path.removeprefix(f"{name}/")
 
 
 def _is_value(word: str) -> bool:
