@@ -212,7 +212,8 @@ def test_one_whose_file_was_deleted_meanwhile_is_made_anew() -> None:
     rig.fs.unlink(rig.file(1))
     rig.wait()
     assert rig.space.segments == {0, 1, 2, 3}
-    rig.space.set_aside(0), rig.space.set_aside(2), rig.space.set_aside(3)
+    for number in (0, 2, 3):
+        rig.space.set_aside(number)
     rig.node.ask(range(100, 104))
     rig.run(0.01, times=3)
     (answer,) = rig.node.grants()
