@@ -337,7 +337,7 @@ class RecencyLog:
         """After a crash: keep exactly the slots in `present`, in their stamped order.
 
         Slots without a stamp become the coldest. Nothing that the arrays hold is trusted beyond
-        being numbers. Arrays that are right are only read: this costs a third of writing them.
+        being numbers. Arrays that are right are only read, which makes no page of them dirty.
         """
         if self._has_exactly(present):
             return
