@@ -121,16 +121,16 @@ def test_after_a_crash_nothing_in_the_arrays_is_trusted(name: str, seed: int) ->
 def test_after_a_crash_no_array_is_trusted_because_the_others_are_right(name: str) -> None:
     rng = random.Random(7)
     for array in Tier(name).arrays.arrays:
-        for _ in range(3):
+        for _ in range(2):
             tier = Tier(name)
-            for ids in requests(rng, 100):
+            for ids in requests(rng, 50):
                 tier.use(ids)
             tier.arrays.damage(rng, [array])
             present = set(range(CAPACITY)) - set(tier.free)
             tier.restart()._order.reconcile(np.array(sorted(present)))
             cold = [status.block_id for _, status in tier.policy.coldest(CAPACITY)]
             assert sorted(cold) == sorted(present), array
-            for ids in requests(rng, 100):
+            for ids in requests(rng, 50):
                 tier.use(ids)
             everything = tier.policy.evict(len(tier.policy), ())
             assert everything is not None, array

@@ -153,8 +153,8 @@ def test_a_slot_too_many_in_a_log_is_found() -> None:
 @pytest.mark.parametrize("name", ["l_stamp", "l_log", "l_ends"])
 def test_one_wrong_number_in_a_log_is_found(name: str) -> None:
     """The log then holds the slots all the same, and works on. Some entries are not live."""
-    for at in range(LOG_LENGTH_PER_SLOT * 400 if name == "l_log" else 400):
-        for wrong in (-(1 << 63), (1 << 63) - 1) if at % 19 else (-(1 << 63), -1, 0, 1, 1000):
+    for at in range(0, LOG_LENGTH_PER_SLOT * 400 if name == "l_log" else 400, 3):
+        for wrong in (-(1 << 63), (1 << 63) - 1) if at % 57 else (-(1 << 63), -1, 0, 1, 1000):
             arrays = KeptArrays()
             log, present = used_log(arrays)
             array = arrays.arrays[name]
