@@ -12,7 +12,7 @@ from kvcascade.errors import ErrorKind, from_os_error
 @pytest.mark.parametrize(
     ("code", "kind", "remedy"),
     [
-        (errno.ENOSPC, ErrorKind.NO_SPACE, "or lower the capacity"),
+        (errno.ENOSPC, ErrorKind.NO_SPACE, "free some, or inodes, or lower the capacity"),
         (errno.EFBIG, ErrorKind.NO_SPACE, "ulimit -f"),
         (errno.EMFILE, ErrorKind.IO, "ulimit -n"),
         (errno.EACCES, ErrorKind.IO, "permissions"),

@@ -97,7 +97,8 @@ def full_and_read_only(folder: Path) -> None:
     filler = Filler(folder, leave_bytes=64 << 10)
     assert engine.put(names(1), [an_object(1)], 1.0) == [RemoteOutcome.NO_SPACE]
     found = problem_of(engine, given)
-    assert found is not None and "make room" in found, "though the probe is stored"
+    assert found is not None and "is full, " in found, "though the probe is stored"
+    assert "; make room" in found
     filler.remove()
     subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
     assert engine.put(names(1), [an_object(1)], 1.0) == [RemoteOutcome.DENIED]
@@ -216,7 +217,7 @@ class TestBucket:
         writer, at = guarded.writer, guarded.endpoint
         assert self.said(monkeypatch, at, writer, "guarded") is None
         found = self.said(monkeypatch, at, guarded.reader, "guarded")
-        assert found is not None and 'set writes to "off"' in found
+        assert found is not None and "allow writes" in found and 'or set writes to "off"' in found
         for wrong in (
             {**writer, "AWS_SECRET_ACCESS_KEY": SECRET},
             {**writer, "AWS_ACCESS_KEY_ID": "nobody-in-test"},
