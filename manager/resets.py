@@ -9,12 +9,15 @@ from collections import Counter
 from itertools import chain
 
 from ..config.schema import OnReset
+from ..logs import get_logger
 from .demotion import Demoter
 from .flow import Flow
 from .lookup import Lookups
 from .promotion.claim_queue import ClaimQueue
 from .promotion.promoter import Promoter
 from .workers import WorkerTransfers
+
+_log = get_logger(__name__)
 
 
 class Resets:
@@ -43,8 +46,10 @@ class Resets:
         """Implement `CascadingOffloadingManager.reset_cache`."""
         self._flow.counters.resets += 1
         if self._on_reset is OnReset.KEEP:
+            _log.info("the cache was reset, and keeps its blocks (on_reset)")
             self._forget_worker_transfers()
             return
+        _log.info("the cache was reset: no block stored before is found any more")
         self._flow.events.clear()  # the engine announces that every block is gone, before these
         self._flow.below.reset()
         self._forget_top(is_own=True)
@@ -52,6 +57,7 @@ class Resets:
     def follow(self) -> None:
         """Empty the first tier, because another engine reset a tier below."""
         self._flow.counters.resets_by_others += 1
+        _log.info("another engine reset the cache: no block stored before is found any more")
         self._forget_top(is_own=False)
 
     def _forget_worker_transfers(self) -> None:

@@ -12,11 +12,13 @@ from support.cascade import Cascade
 from support.inside import demoters
 from support.keys import key, keys
 
+from kvcascade.config.schema import OnReset
 from kvcascade.handlers.node.path_wire import NodeJoined, NodeNote, NodeState
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.chain import PASS_ON_AFTER_S
 from kvcascade.manager.below.node_feed import MAP_AGAIN_AFTER_S
 from kvcascade.manager.below.port import Put
+from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.flow import MAX_EVENT_BLOCKS
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome
@@ -104,6 +106,19 @@ def test_a_block_that_another_engine_stored_first_is_settled() -> None:
     assert cascade.backends[1].get_num_free_blocks() == 16, "its slots were given back"
     assert cascade.store(keys(4, 8)) == keys(4, 8)
     assert cascade.manager.counters.dropped_dirty_blocks == 0
+
+
+def test_each_reset_leaves_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvcascade")
+    kept = Cascade((8, 16), ManagerOptions(on_reset=OnReset.KEEP))
+    kept.manager.reset_cache()
+    cascade = Cascade((8, 16))
+    cascade.manager.reset_cache()
+    cascade.manager.end_step()
+    assert len(caplog.messages) == len(set(caplog.messages)) == 2
+    reset_by_another(cascade)
+    cascade.manager.end_step()
+    assert len(set(caplog.messages)) == len(caplog.messages) == 3
 
 
 def test_a_reset_by_another_engine_is_for_everything_above_it_too() -> None:
