@@ -13,15 +13,13 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum, StrEnum
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import ConfigError
 
 _BASE = "vllm.v1.kv_offload"
 _RELEASE = re.compile(r"[0-9.]+(\.post[0-9]+)?(\+.*)?")
 """Versions of releases, such as 0.32.1 and 0.32.1+cpu; 0.33.0rc1 and 0.33.0.dev7 are none."""
-
-State = TypeVar("State")
 
 
 # The adapter.
@@ -313,9 +311,9 @@ KEY_POSITIONS = "_offload_key_positions"
 """Field of a request's context from 0.31 on: the position of each key. vLLM adds to it."""
 
 
-def _plain_state_of(context: object, kind: type[State]) -> State | None:
+def _plain_state_of(context: object, kind: type[Any]) -> Any:
     """Return the attribute that `_set_plain_state` set."""
-    return cast("State | None", vars(context).get(kind.__name__))
+    return vars(context).get(kind.__name__)
 
 
 def _set_plain_state(context: object, state: object) -> None:
@@ -324,13 +322,12 @@ def _set_plain_state(context: object, state: object) -> None:
 
 
 _ReqContext = offered(f"{_BASE}.base", "ReqContext")
-_get_state: Any = getattr(_ReqContext, "get_state", _plain_state_of)
 set_state: Callable[[ReqContext, object], None] = getattr(
     _ReqContext, "set_state", _set_plain_state
 )
 """Leaves an object with a request, at most one of each class."""
-
-
-def state_of(context: ReqContext, kind: type[State]) -> State | None:
-    """Return what `set_state` left with a request; its context lives as long as the request."""
-    return cast("State | None", _get_state(context, kind))
+state_of: Callable[[ReqContext, type[Any]], Any] = getattr(
+    _ReqContext, "get_state", _plain_state_of
+)
+"""Returns the object of a class that `set_state` left with a request, or None. The request's
+context lives as long as the request."""

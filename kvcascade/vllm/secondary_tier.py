@@ -228,7 +228,7 @@ def _namespace_key(config: Any, settings: CascadeConfig, row_bytes: int) -> Name
 
 
 def _used_by(context: ReqContext) -> dict[BlockHash, bool]:
-    used = state_of(context, _Used)
+    used: _Used | None = state_of(context, _Used)
     if used is None:
         used = _Used()
         set_state(context, used)

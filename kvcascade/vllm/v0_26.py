@@ -207,7 +207,7 @@ class CascadeManager(OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        request = state_of(req_context, Request)  # None if the request has ended
+        request: Request | None = state_of(req_context, Request)  # None if the request has ended
         self._manager.complete_store(cast(Collection[BlockHash], keys), success, request)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -262,7 +262,7 @@ class CascadeManager(OffloadingManager):
     def _request_of(self, context: ReqContext) -> Request:
         if context is self._context:
             return self._request
-        request = state_of(context, Request)
+        request: Request | None = state_of(context, Request)
         if request is None:
             positions = getattr(context, KEY_POSITIONS, {})
             request = Request(_allowed_media(context), time.monotonic(), positions)
