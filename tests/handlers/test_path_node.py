@@ -461,7 +461,9 @@ def test_a_failed_write_is_released_and_rests_the_tier(
     assert put(node, range(2), ticket=2) == [Put.RESTING] * 2
 
 
-def test_a_damaged_block_leaves_the_tier(rig: NodesRig, node: NodeTwin) -> None:
+def test_a_damaged_block_leaves_the_tier(
+    rig: NodesRig, node: NodeTwin, caplog: pytest.LogCaptureFixture
+) -> None:
     put(node, range(2))
     end(node)
     node.tier.take_events()
@@ -470,6 +472,7 @@ def test_a_damaged_block_leaves_the_tier(rig: NodesRig, node: NodeTwin) -> None:
     rig.fs.damage(path, 4096 + slot * BLOCK, b"\xff" * 16)
     node.tier.get(2, 1, keys(2), [8, 9])
     assert end(node).outcomes == [OK, BlockOutcome.CORRUPT]
+    assert caplog.text.count(str(path)) == 1, "the log names the file"
     node.tier.maintain()
     assert len(heard(rig, Bad)) == 1 and node.tier.take_lost() == [key(1)]
     assert [node.tier.may_hold(h) for h in keys(2)] == [1, 0]

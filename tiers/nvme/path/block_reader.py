@@ -157,6 +157,11 @@ class BlockReader:
             done.outcomes[place.position] = BlockOutcome.OK
         elif self._is_still(place):
             done.outcomes[place.position] = BlockOutcome.CORRUPT
+            _log.warning(
+                "a block in %s is damaged: it counts as a miss, and the writer removes it; check "
+                "the other blocks with: kvcascade verify",
+                self._files.path_of(place.slot),
+            )
             done.bad.append((place.key, place.slot, place.checksum))
 
     def _report_lost(self, places: Sequence[_Place], done: BlocksRead) -> None:
