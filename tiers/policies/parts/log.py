@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ....logs import get_logger
 from ...base import SlotMask
 from ..order import FEW, ArraySource, Column, heap_arrays, scalars
 
@@ -51,6 +52,8 @@ MAX_POSITION = 1 << 60
 """No log is used so often that its positions grow as far: a use takes one."""
 
 _HEAD, _TAIL, _COUNT = 0, 1, 2
+
+_log = get_logger(__name__)
 
 
 class Search:
@@ -144,6 +147,9 @@ class RecencyLog:
 
     Invariant: slot `s` is present iff `stamp[s] > 0`, and then `log[(stamp[s] - 1) % length] == s`.
     Positions grow until the log is compacted; they are int64.
+
+    The arrays may be files that are damaged while they are in use. Damaged ends are set anew before
+    a search, so that each search ends, and finds every slot.
     """
 
     def __init__(self, name: str, capacity: int, arrays: ArraySource = heap_arrays) -> None:
@@ -157,7 +163,7 @@ class RecencyLog:
         self._end = scalars(self._ends)
 
     def __len__(self) -> int:
-        return self._end[_COUNT]
+        return max(0, self._end[_COUNT])
 
     def __contains__(self, slot: object) -> bool:
         return isinstance(slot, int) and self._stamp_of[slot] > 0
@@ -256,8 +262,10 @@ class RecencyLog:
         Only slots whose mark is in the range of `marks` are looked at, the first `few` entries one
         by one: cheaper if one of these will do. The log must not change while this runs.
         """
-        start = self._skip_dead() if start is None else start
-        stop = self._end[_TAIL] if stop is None else stop
+        self._check_ends()
+        head, tail = self._end[_HEAD], self._end[_TAIL]
+        start = self._skip_dead() if start is None else max(start, head)
+        stop = tail if stop is None else min(stop, tail)
         singles = range(start, min(start + few, stop))
         for at in singles:
             if search.left <= 0:
@@ -321,6 +329,7 @@ class RecencyLog:
 
     def to_array(self) -> npt.NDArray[np.int32]:
         """Return all slots, coldest first: int32, shape `(len(self),)`."""
+        self._check_ends()
         head, tail = self._end[_HEAD], self._end[_TAIL]
         parts = [
             self.between(start, min(start + COMPACT_CHUNK, tail))
@@ -343,6 +352,19 @@ class RecencyLog:
             return
         stamps = np.asarray(self._stamp[present])
         self._rewrite(by_stamp(present.astype(np.int32), stamps))
+
+    def _may_be_right(self, head: int, tail: int, count: int) -> bool:
+        """Return True unless these ends and this number of slots contradict each other."""
+        is_log = 0 <= head <= tail <= min(head + self._length, MAX_POSITION)
+        return is_log and 0 <= count <= tail - head
+
+    def _check_ends(self) -> None:
+        """Restore the order from the stamps if the ends are none of a log of this length."""
+        if self._may_be_right(*self._end):
+            return
+        _log.warning("the recency of a tier is damaged; its order of eviction is restored")
+        present = np.flatnonzero(self._stamp).astype(np.int32)
+        self._rewrite(by_stamp(present, self._stamp[present]))
 
     def _skip_dead(self) -> int:
         """Advance the head to the coldest live slot and return its position."""
@@ -371,7 +393,7 @@ class RecencyLog:
         Entries that are not live must name slots, too: searches look at their stamps.
         """
         head, tail, count = (int(end) for end in self._ends)
-        if not 0 <= head <= tail <= min(head + self._length, MAX_POSITION):
+        if not self._may_be_right(head, tail, count):
             return False
         if not count == len(present) == np.count_nonzero(self._stamp):
             return False

@@ -51,6 +51,7 @@ class Recency:
         Raises `ConfigError` for an unknown policy, or another `KVCascadeError`.
         """
         self._arrays = MappedArrays(fs, folder, _next_session(fs, folder))
+        self._folder = folder
         self._wall_clock = wall_clock
         self._is_used = is_used
         order = self._order = order_class(policy)(len(is_used), self._arrays)
@@ -100,8 +101,16 @@ class Recency:
         self._order.evicted(slots, self._tags(keys))
 
     def victims(self, n: int, mask: SlotMask | None = None) -> list[int]:
-        """Return up to `n` slots in order of eviction, without those that are False in `mask`."""
-        return self._order.victims(n, lambda slot: True, mask)
+        """Return up to `n` slots in order of eviction, without those that are False in `mask`.
+
+        Arrays that name slots which do not exist are fitted to the used slots.
+        """
+        try:
+            return self._order.victims(n, lambda slot: True, mask)
+        except IndexError:  # no slot has this number: the arrays are files, and were damaged in use
+            _log.warning("%s is damaged; the order of eviction is restored", self._folder)
+            self._order.reconcile(np.flatnonzero(self._is_used))
+            return self._order.victims(n, lambda slot: True, mask)
 
     def clear(self) -> None:
         """Forget all blocks."""
