@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import Queue
 
 import msgspec
 import pytest
@@ -17,11 +18,13 @@ from contract.below_contract import SLOTS, BelowContract, BelowRig
 from support.path_engine import PathEngine
 
 from kvcascade.handlers.node.path.path_jobs import PutJobs
+from kvcascade.handlers.node.path.writer_search import Joined, WriterSearch
 from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.index.index_pages import ALWAYS_CHECKED_BYTES
 from kvcascade.tiers.nvme.path.path_messages import Granted, PathOptions
+from kvcascade.tiers.nvme.path.writer.path_options import PATH_FOLDER
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 from kvcascade.tiers.nvme.path.writer_note import load_note
 
@@ -327,6 +330,35 @@ def test_a_node_that_is_restarted_keeps_the_blocks_of_its_engine(
     engine.kill()
     engine.until(lambda: engine.keeper.pid not in (None, pid) and engine.tier.takes_puts)
     assert list(engine.get(range(8))) == [OK] * 8
+
+
+@pytest.mark.parametrize("was_here", [True, False])
+def test_only_the_first_node_of_an_engine_makes_a_tier(tmp_path: Path, was_here: bool) -> None:
+    """A later one meets the mount point of a disk that was unmounted."""
+    found: Queue[Joined] = Queue()
+    search = WriterSearch(
+        RealFileSystem(False),
+        [tmp_path],
+        options_for(64),
+        "engine",
+        True,
+        found.put,
+        lambda text: None,
+        was_here=was_here,
+    )
+    search.begin()
+    joined = found.get(timeout=60)
+    assert joined.is_leader is not was_here and bool(joined.text) is was_here
+    assert (tmp_path / PATH_FOLDER).exists() is not was_here
+    if was_here:  # the disk is mounted again
+        (tmp_path / PATH_FOLDER).mkdir(0o700)
+        search.begin()
+        joined = found.get(timeout=60)
+        assert joined.is_leader
+    assert joined.connection is not None
+    joined.connection.close()
+    search.end()
+    search.close()
 
 
 def empty_branches(index: Path) -> None:

@@ -56,6 +56,7 @@ class NodeLoop:
             setup.trusts_boot,
             lambda joined: self.post(partial(self._has_joined, joined)),
             lambda text: self.post(partial(self._cannot_lead, text)),
+            was_here=hello.epoch is not None,
         )
         self._is_closing = False
         self._workers = IOThreads(

@@ -53,14 +53,19 @@ class WriterSearch:
         trusts_boot: bool,
         on_joined: Callable[[Joined], None],
         on_obstacle: Callable[[str], None],
+        *,
+        was_here: bool,
     ) -> None:
-        """`trusts_boot` is that of `WriterService`. `on_joined` is called with the result of each
+        """`was_here`: an earlier node of the engine used the path, which is not made anew.
+
+        `trusts_boot` is that of `WriterService`. `on_joined` is called with the result of each
         search, on its thread. `on_obstacle` is called once with the reason why this process cannot
         be the writer, on the same thread."""
         self._fs, self._roots = fs, roots
         self._options = options
         self._name = name
         self._trusts_boot = trusts_boot
+        self._was_here = was_here
         self._on_joined = on_joined
         self._on_obstacle = on_obstacle
         self._service: WriterService | None = None
@@ -107,7 +112,7 @@ class WriterSearch:
         elif service is not None:
             return Joined(service.connect(), is_leader=True)
         root = self._roots[0]
-        if self._place is not None and not self._place.is_in_place():
+        if self._is_gone(root):
             text = f"{root} was replaced or unmounted; put it back, or restart the engine"
             return Joined(None, text=text)
         text = self._obstacle
@@ -125,6 +130,12 @@ class WriterSearch:
                 "it, which may be on another host"
             )
         return Joined(self._place.connect(CONNECT_LIMIT_S), text=text)
+
+    def _is_gone(self, root: Path) -> bool:
+        """Return True if the folder is not the one that the engine used before."""
+        if self._place is None:
+            return self._was_here and not self._fs.exists(root / PATH_FOLDER)
+        return not self._place.is_in_place()
 
     @cached_property
     def _obstacle(self) -> str:
