@@ -148,8 +148,9 @@ class RecencyLog:
     Invariant: slot `s` is present iff `stamp[s] > 0`, and then `log[(stamp[s] - 1) % length] == s`.
     Positions grow until the log is compacted; they are int64.
 
-    The arrays may be files that are damaged while they are in use. Damaged ends are set anew before
-    a search, so that each search ends, and finds every slot.
+    The arrays may be files that are damaged while they are in use. Ends that contradict each
+    other are set anew before a search, so that each search ends. Other damage can hide slots from
+    it until `rebuild`.
     """
 
     def __init__(self, name: str, capacity: int, arrays: ArraySource = heap_arrays) -> None:
