@@ -144,10 +144,30 @@ def positions(name: str) -> list[tuple[str, int]]:
     ]
 
 
-@pytest.mark.parametrize("flipped", [1 << 40, 1 << 62, -1])
-@pytest.mark.parametrize(
-    ("name", "array", "at"), [(name, *cell) for name in ORDERS for cell in positions(name)]
-)
+FLIPPED = [1 << 40, 1 << 62, -1]
+POSITIONS = [(name, *cell) for name in ORDERS for cell in positions(name)]
+
+
+@pytest.mark.parametrize("flipped", FLIPPED)
+@pytest.mark.parametrize(("name", "array", "at"), POSITIONS)
+def test_a_position_that_is_damaged_between_two_searches_hides_no_slot(
+    name: str, array: str, at: int, flipped: int
+) -> None:
+    """Nothing that the first search remembers hides a slot from the second."""
+    rng = random.Random(3)
+    tier = Tier(name)
+    for ids in requests(rng, 100):
+        tier.use(ids)
+    present = set(range(CAPACITY)) - set(tier.free)
+    tier.policy.coldest(1)
+    tier.arrays.arrays[array][at] ^= flipped
+    for _ in range(2):
+        cold = [status.block_id for _, status in tier.policy.coldest(CAPACITY)]
+        assert sorted(cold) == sorted(present)
+
+
+@pytest.mark.parametrize("flipped", FLIPPED)
+@pytest.mark.parametrize(("name", "array", "at"), POSITIONS)
 def test_a_position_that_is_damaged_in_use_hides_no_slot(
     name: str, array: str, at: int, flipped: int
 ) -> None:

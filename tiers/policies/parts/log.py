@@ -149,8 +149,8 @@ class RecencyLog:
     Positions grow until the log is compacted; they are int64.
 
     The arrays may be files that are damaged while they are in use. Ends that contradict each
-    other are set anew before a search, so that each search ends. Other damage can hide slots from
-    it until `rebuild`.
+    other are mended before a search from the head. An order that keeps positions calls `mend`
+    before it uses them. Other damage can hide slots until `rebuild`.
     """
 
     def __init__(self, name: str, capacity: int, arrays: ArraySource = heap_arrays) -> None:
@@ -263,10 +263,8 @@ class RecencyLog:
         Only slots whose mark is in the range of `marks` are looked at, the first `few` entries one
         by one: cheaper if one of these will do. The log must not change while this runs.
         """
-        self._check_ends()
-        head, tail = self._end[_HEAD], self._end[_TAIL]
-        start = self._skip_dead() if start is None else max(start, head)
-        stop = tail if stop is None else min(stop, tail)
+        start = self._skip_dead() if start is None else start
+        stop = self._end[_TAIL] if stop is None else stop
         singles = range(start, min(start + few, stop))
         for at in singles:
             if search.left <= 0:
@@ -330,7 +328,7 @@ class RecencyLog:
 
     def to_array(self) -> npt.NDArray[np.int32]:
         """Return all slots, coldest first: int32, shape `(len(self),)`."""
-        self._check_ends()
+        self.mend()
         head, tail = self._end[_HEAD], self._end[_TAIL]
         parts = [
             self.between(start, min(start + COMPACT_CHUNK, tail))
@@ -356,19 +354,21 @@ class RecencyLog:
 
     def _may_be_right(self, head: int, tail: int, count: int) -> bool:
         """Return True unless these ends and this number of slots contradict each other."""
-        is_log = 0 <= head <= tail <= min(head + self._length, MAX_POSITION)
-        return is_log and 0 <= count <= tail - head
+        return 0 <= count <= tail - head <= self._length and 0 <= head <= tail <= MAX_POSITION
 
-    def _check_ends(self) -> None:
-        """Restore the order from the stamps if the ends are none of a log of this length."""
+    def mend(self) -> bool:
+        """Restore the order from the stamps if the ends contradict each other. Return True if they
+        did: positions that were read before are wrong then."""
         if self._may_be_right(*self._end):
-            return
+            return False
         _log.warning("the recency of a tier is damaged; its order of eviction is restored")
         present = np.flatnonzero(self._stamp).astype(np.int32)
         self._rewrite(by_stamp(present, self._stamp[present]))
+        return True
 
     def _skip_dead(self) -> int:
         """Advance the head to the coldest live slot and return its position."""
+        self.mend()
         head, tail = self._end[_HEAD], self._end[_TAIL]
         few = min(head + SCAN_FEW, tail)
         while head < few:
