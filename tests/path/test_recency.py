@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +11,13 @@ import pytest
 from support.keys import key
 
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
-from kvcascade.tiers.nvme.path.writer.namespace.recency import Recency
+from kvcascade.tiers.nvme.path.writer.namespace.recency import RESTORE_REST_S, Recency
 from kvcascade.tiers.policies import ORDERS
 
 BEFORE, AFTER = 400, 300
 HEADER_BYTES = 64
 """Bytes of a file before its array."""
+SEEDS = [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 90))]
 
 
 def opened(folder: Path, policy: str, is_used: np.ndarray) -> Recency:
@@ -43,6 +46,102 @@ def test_a_tier_that_became_smaller_evicts_only_slots_that_it_has(
             recency.touch(range(first, first + 4))
         assert sorted(recency.victims(BEFORE)) == [*range(AFTER)]
         recency.close(is_clean=True)
+
+
+class Namespace:
+    """A namespace of `BEFORE` slots that is stored to and used, and the files of its recency."""
+
+    def __init__(self, folder: Path, policy: str, seed: int) -> None:
+        self.folder = folder
+        self.rng = random.Random(seed)
+        self.is_used = np.zeros(BEFORE, np.bool_)
+        clock = count(1000.0, RESTORE_REST_S)
+        self.recency = Recency(
+            RealFileSystem(False), folder, policy, self.is_used, lambda: next(clock)
+        )
+        self.keys = {slot: b"" for slot in range(BEFORE)}
+        for _ in range(100):
+            self.step()
+
+    def files(self, pattern: str) -> list[Path]:
+        return sorted(self.folder.glob(pattern))
+
+    def used(self) -> list[int]:
+        return list(np.flatnonzero(self.is_used).tolist())
+
+    def some(self) -> list[int]:
+        used = self.used()
+        return self.rng.sample(used, min(len(used), self.rng.randint(1, 12)))
+
+    def step(self) -> None:
+        """Store blocks, or use, order or remove some that are there."""
+        self.store(self.rng.randint(1, 24))
+        self.recency.touch(self.some())
+        self.recency.settle(self.some())
+        chain = self.some()
+        self.recency.chain(chain, len(chain) + 2)
+        if self.rng.random() < 0.2:
+            self.remove()
+        self.recency.coldest_age_s()
+
+    def store(self, blocks: int) -> None:
+        if (lack := blocks - int(np.count_nonzero(~self.is_used))) > 0:
+            victims = self.recency.victims(lack)
+            assert len(victims) == lack
+            self.recency.evicted([self.keys[slot] for slot in victims], victims)
+            self.is_used[victims] = False
+        slots = np.flatnonzero(~self.is_used)[:blocks].tolist()
+        names = [bytes(key(self.rng.randrange(3 * BEFORE))) for _ in slots]
+        self.keys.update(zip(slots, names, strict=True))
+        self.is_used[slots] = True
+        self.recency.insert(names, slots)
+
+    def remove(self) -> None:
+        slots = self.some()
+        self.recency.remove(slots)
+        self.is_used[slots] = False
+
+    def check(self) -> None:
+        """Every block can be evicted, before and after more uses."""
+        for _ in range(2):
+            assert sorted(self.recency.victims(BEFORE)) == self.used()
+            for _ in range(20):
+                self.step()
+        self.recency.close(is_clean=False)
+
+
+def words(path: Path) -> np.memmap[tuple[int, ...], np.dtype[np.int64]]:
+    return np.memmap(path, np.int64, "r+", HEADER_BYTES)
+
+
+@pytest.mark.parametrize("policy", ORDERS)
+def test_a_position_that_is_damaged_in_use_hides_no_slot(tmp_path: Path, policy: str) -> None:
+    """Neither from the next search, which may remember positions, nor after more uses."""
+    names = [
+        (path.name, at)
+        for end in ("*_ends.arr", "*_hand.arr")
+        for path in Namespace(tmp_path / "0", policy, 0).files(end)
+        for at in range(len(words(path)))
+    ]
+    for i, (name, at) in enumerate(names):
+        for flipped in (1 << 40, 1 << 62, -1, 100):
+            namespace = Namespace(folder := tmp_path / f"{i} {flipped}", policy, i)
+            namespace.recency.victims(1)
+            words(folder / name)[at] ^= flipped
+            namespace.check()
+
+
+@pytest.mark.parametrize("policy", ORDERS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_damage_in_use_costs_recency_only(tmp_path: Path, policy: str, seed: int) -> None:
+    """No damage to any array hides a slot, gives one that is not used, or ends the writer."""
+    namespace = Namespace(tmp_path, policy, seed)
+    rng = namespace.rng
+    damaged = np.memmap(rng.choice(namespace.files("*.arr")), np.uint8, "r+", HEADER_BYTES)
+    at = rng.randrange(len(damaged)) // 8 * 8
+    part = damaged[at : at + rng.choice([1, 8, 512, 4096])]
+    part[:] = rng.choice([part * 0, part | 255, part ^ (1 << rng.randrange(8))])
+    namespace.check()
 
 
 @pytest.mark.parametrize("policy", ORDERS)

@@ -136,55 +136,6 @@ def test_after_a_crash_no_array_is_trusted_because_the_others_are_right(name: st
             assert everything is not None, array
 
 
-def positions(name: str) -> list[tuple[str, int]]:
-    """The arrays of an order with places in a log, and their cells."""
-    arrays = Tier(name).arrays.arrays.items()
-    return [
-        (a, i) for a, cells in arrays if a.endswith(("_ends", "_hand")) for i in range(len(cells))
-    ]
-
-
-FLIPPED = [1 << 40, 1 << 62, -1]
-POSITIONS = [(name, *cell) for name in ORDERS for cell in positions(name)]
-
-
-@pytest.mark.parametrize("flipped", FLIPPED)
-@pytest.mark.parametrize(("name", "array", "at"), POSITIONS)
-def test_a_position_that_is_damaged_between_two_searches_hides_no_slot(
-    name: str, array: str, at: int, flipped: int
-) -> None:
-    """Nothing that the first search remembers hides a slot from the second."""
-    rng = random.Random(3)
-    tier = Tier(name)
-    for ids in requests(rng, 100):
-        tier.use(ids)
-    present = set(range(CAPACITY)) - set(tier.free)
-    tier.policy.coldest(1)
-    tier.arrays.arrays[array][at] ^= flipped
-    for _ in range(2):
-        cold = [status.block_id for _, status in tier.policy.coldest(CAPACITY)]
-        assert sorted(cold) == sorted(present)
-
-
-@pytest.mark.parametrize("flipped", FLIPPED)
-@pytest.mark.parametrize(("name", "array", "at"), POSITIONS)
-def test_a_position_that_is_damaged_in_use_hides_no_slot(
-    name: str, array: str, at: int, flipped: int
-) -> None:
-    """A search ends, and every slot can be emptied."""
-    rng = random.Random(3)
-    tier = Tier(name)
-    for ids in requests(rng, 100):
-        tier.use(ids)
-    tier.arrays.arrays[array][at] ^= flipped
-    for ids in requests(rng, 50):
-        tier.use(ids)
-    present = set(range(CAPACITY)) - set(tier.free)
-    cold = [status.block_id for _, status in tier.policy.coldest(CAPACITY)]
-    assert sorted(cold) == sorted(present)
-    assert tier.policy.evict(len(present), ()) is not None
-
-
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("seed", range(6))
 def test_evict_finds_all_that_may_leave(name: str, seed: int) -> None:

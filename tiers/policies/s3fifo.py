@@ -111,9 +111,6 @@ class S3FifoOrder(EvictionOrder):
         mask: SlotMask | None = None,
         window: int | None = None,
     ) -> list[int]:
-        self._small.mend()
-        if self._main.mend():
-            self._searched = _NOT_SEARCHED
         search = Search(wanted, mask, window)
         moved: deque[int] = deque()
         small = self._small_candidates(search)

@@ -65,7 +65,6 @@ class SieveOrder(EvictionOrder):
         mask: SlotMask | None = None,
         window: int | None = None,
     ) -> list[int]:
-        self._mend()
         search = Search(wanted, mask, window)
         queue, hand = self._queue, self._hand[0]
         ahead, behind = self._skip_used()
@@ -90,20 +89,12 @@ class SieveOrder(EvictionOrder):
 
     def reconcile(self, present: npt.NDArray[np.integer]) -> None:
         self._queue.rebuild(present)
-        self._mend()
+        self._hand[0] = min(max(self._hand[0], self._queue.head), self._queue.tail)
         np.minimum(self._used.array, 1, out=self._used.array)
         self._searched = None
 
     def __contains__(self, slot: object) -> bool:
         return slot in self._queue
-
-    def _mend(self) -> None:
-        """Forget positions that are wrong because an array was damaged."""
-        is_right = not self._queue.mend()
-        hand, tail = self._hand[0], self._queue.tail
-        if not (is_right and 0 <= hand <= tail):
-            self._hand[0] = min(max(hand, 0), tail)
-            self._searched = None
 
     def _advance_to(self, slot: int) -> None:
         """Move the hand past a slot that is evicted, and clear the bits on the way."""
@@ -140,7 +131,6 @@ class SieveOrder(EvictionOrder):
 
     def _wrap(self) -> None:
         """Move the hand to the oldest slot if none is ahead of it, so that it skips new slots."""
-        self._mend()
         if next(self._queue.scan(Search(), self._hand[0]), None) is None:
             self._hand[0] = 0
         self._searched = None

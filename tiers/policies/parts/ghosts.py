@@ -57,8 +57,13 @@ class GhostLists:
         return list_
 
     def drop_oldest(self, list_: int) -> None:
-        """Remove the oldest ghost of a list, which must not be empty."""
+        """Remove the oldest ghost of a list, which must not be empty.
+
+        Raises `IndexError` for an empty list: its size is wrong, because an array was damaged.
+        """
         entry = self._order.coldest(list_)
+        if entry == NONE:
+            raise IndexError(f"list {list_} of ghosts is empty, but has a size")
         self._order.remove(list_, entry)
         self._table.drop(entry)
 

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ....logs import get_logger
 from ...base import SlotMask
 from ..order import FEW, ArraySource, Column, heap_arrays, scalars
 
@@ -52,8 +51,6 @@ MAX_POSITION = 1 << 60
 """No log is used so often that its positions grow as far: a use takes one."""
 
 _HEAD, _TAIL, _COUNT = 0, 1, 2
-
-_log = get_logger(__name__)
 
 
 class Search:
@@ -148,9 +145,8 @@ class RecencyLog:
     Invariant: slot `s` is present iff `stamp[s] > 0`, and then `log[(stamp[s] - 1) % length] == s`.
     Positions grow until the log is compacted; they are int64.
 
-    The arrays may be files that are damaged while they are in use. Ends that contradict each
-    other are mended before a search from the head. An order that keeps positions calls `mend`
-    before it uses them. Other damage can hide slots until `rebuild`.
+    The arrays may be files that are damaged while they are in use. A method may then raise an
+    `IndexError` or hide slots until `rebuild`, but it ends.
     """
 
     def __init__(self, name: str, capacity: int, arrays: ArraySource = heap_arrays) -> None:
@@ -263,8 +259,9 @@ class RecencyLog:
         Only slots whose mark is in the range of `marks` are looked at, the first `few` entries one
         by one: cheaper if one of these will do. The log must not change while this runs.
         """
-        start = self._skip_dead() if start is None else start
-        stop = self._end[_TAIL] if stop is None else stop
+        head, tail = self._bounds()
+        start = self._skip_dead() if start is None else max(start, head)
+        stop = tail if stop is None else min(stop, tail)
         singles = range(start, min(start + few, stop))
         for at in singles:
             if search.left <= 0:
@@ -315,7 +312,8 @@ class RecencyLog:
 
     def between(self, start: int, stop: int) -> npt.NDArray[np.int32]:
         """Return the live slots at positions `start .. stop - 1`, in that order."""
-        positions = np.arange(start, stop, dtype=np.int64)
+        head, tail = self._bounds()
+        positions = np.arange(max(start, head), min(stop, tail), dtype=np.int64)
         slots = self._log[positions % self._length]
         return np.asarray(slots[self._stamp[slots] == positions + 1])
 
@@ -328,8 +326,8 @@ class RecencyLog:
 
     def to_array(self) -> npt.NDArray[np.int32]:
         """Return all slots, coldest first: int32, shape `(len(self),)`."""
-        self.mend()
-        head, tail = self._end[_HEAD], self._end[_TAIL]
+        self._check_ends()
+        head, tail = self._bounds()
         parts = [
             self.between(start, min(start + COMPACT_CHUNK, tail))
             for start in range(head, tail, COMPACT_CHUNK)
@@ -356,20 +354,19 @@ class RecencyLog:
         """Return True unless these ends and this number of slots contradict each other."""
         return 0 <= count <= tail - head <= self._length and 0 <= head <= tail <= MAX_POSITION
 
-    def mend(self) -> bool:
-        """Restore the order from the stamps if the ends contradict each other. Return True if they
-        did: positions that were read before are wrong then."""
-        if self._may_be_right(*self._end):
-            return False
-        _log.warning("the recency of a tier is damaged; its order of eviction is restored")
-        present = np.flatnonzero(self._stamp).astype(np.int32)
-        self._rewrite(by_stamp(present, self._stamp[present]))
-        return True
+    def _check_ends(self) -> None:
+        if not self._may_be_right(*self._end):
+            raise IndexError("the ends of a log contradict each other")
+
+    def _bounds(self) -> tuple[int, int]:
+        """Return head and tail, which are never further apart than the log is long."""
+        head = self._end[_HEAD]
+        return head, min(self._end[_TAIL], head + self._length)
 
     def _skip_dead(self) -> int:
         """Advance the head to the coldest live slot and return its position."""
-        self.mend()
-        head, tail = self._end[_HEAD], self._end[_TAIL]
+        self._check_ends()
+        head, tail = self._bounds()
         few = min(head + SCAN_FEW, tail)
         while head < few:
             if self._stamp_of[self._log_at[head % self._length]] == head + 1:

@@ -2,6 +2,10 @@
 
 Both are arrays in `<namespace>/state/`, so they survive restarts and `kill -9`. Used by the
 writer's thread only; nothing waits for a file.
+
+Damage to these files costs recency only. `victims` trusts no answer of the order: each slot must be
+in use, and none may be missing. Otherwise, or after an exception, the order is fitted to the used
+slots.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import errno
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +23,7 @@ from ......errors import KVCascadeError, NoSpaceError, os_errors
 from ......logs import get_logger
 from .....base import BlockHash, SlotMask
 from .....policies import EvictionOrder, order_class
+from .....policies.order import scalars
 from .....policies.ordered import tag_of
 from .....policies.parts.usage import SlotUsage
 from ....disk.filesystem import FileSystem
@@ -29,6 +35,9 @@ SESSION = "session"
 MAX_SESSION_DIGITS = 18
 COLDEST_SAMPLE = 64
 """Number of next victims whose mean last use stands for a namespace's coldest blocks."""
+
+RESTORE_REST_S = 10.0
+"""Time from one restoration of the order to the next: one takes tenths of a second."""
 
 _log = get_logger(__name__)
 
@@ -54,6 +63,9 @@ class Recency:
         self._folder = folder
         self._wall_clock = wall_clock
         self._is_used = is_used
+        self._is_used_at = scalars(is_used)
+        self._damage = _Damage(folder)
+        self._restored_s = -RESTORE_REST_S
         order = self._order = order_class(policy)(len(is_used), self._arrays)
         self._expects = order.wants_tags and type(order).expect is not EvictionOrder.expect
         was_other_policy = self._arrays.was_unused
@@ -72,45 +84,50 @@ class Recency:
     def expect(self, keys: Iterable[bytes]) -> None:
         """Announce blocks that will be stored, before room is made for them."""
         if self._expects:
-            self._order.expect([tag_of(BlockHash(key)) for key in keys])
+            with self._damage:
+                self._order.expect([tag_of(BlockHash(key)) for key in keys])
 
     def insert(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """Add blocks in prefix order; the first is the most recent afterwards."""
-        self._order.insert(slots[::-1], self._tags(keys[::-1]))
+        with self._damage:
+            self._order.insert(slots[::-1], self._tags(keys[::-1]))
         self._usage.note_insert(slots)
 
     def touch(self, slots: Sequence[int]) -> None:
         """Note a use of blocks in prefix order."""
-        self._order.touch(slots[::-1])
+        with self._damage:
+            self._order.touch(slots[::-1])
         self._usage.note_use(slots)
 
     def settle(self, slots: Sequence[int]) -> None:
         """Put blocks that were stored in parts into prefix order; this is no use."""
-        self._order.settle(slots[::-1])
+        with self._damage:
+            self._order.settle(slots[::-1])
 
     def chain(self, slots: Sequence[int], blocks: int) -> None:
         """Note the end of a request of `blocks` blocks; `slots` ends before the first absent."""
-        self._order.chain(slots, blocks)
+        with self._damage:
+            self._order.chain(slots, blocks)
 
     def remove(self, slots: Sequence[int]) -> None:
         """Forget blocks that are gone for other reasons than eviction."""
-        self._order.remove(slots)
+        with self._damage:
+            self._order.remove(slots)
 
     def evicted(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """Forget blocks because they were evicted."""
-        self._order.evicted(slots, self._tags(keys))
+        with self._damage:
+            self._order.evicted(slots, self._tags(keys))
 
     def victims(self, n: int, mask: SlotMask | None = None) -> list[int]:
-        """Return up to `n` slots in order of eviction, without those that are False in `mask`.
+        """Return up to `n` used slots in order of eviction, without those that are False in `mask`.
 
-        Arrays that name slots which do not exist are fitted to the used slots.
+        There are fewer only if no more are used, or if the order was restored a short time ago.
         """
-        try:
-            return self._order.victims(n, lambda slot: True, mask)
-        except IndexError:  # no slot has this number: the arrays are files, and were damaged in use
-            _log.warning("%s is damaged; the order of eviction is restored", self._folder)
-            self._order.reconcile(np.flatnonzero(self._is_used))
-            return self._order.victims(n, lambda slot: True, mask)
+        found = self._search(n, mask)
+        if (self._damage.is_seen or self._hides_some(found, n, mask)) and self._restore():
+            found = self._search(n, mask)
+        return found
 
     def clear(self) -> None:
         """Forget all blocks."""
@@ -118,14 +135,19 @@ class Recency:
 
     def coldest_age_s(self, mask: SlotMask | None = None) -> float | None:
         """Return the mean time since the last use of the next victims; None if there are none."""
-        slots = self.victims(COLDEST_SAMPLE, mask)
-        return None if not slots else self._age_s(np.asarray(slots))
+        if not (slots := self.victims(COLDEST_SAMPLE, mask)):
+            return None
+        return float(self._wall_clock() - self._usage.last_use[slots].mean(dtype=np.float64))
 
     def segment_ages_s(self, slots_per_segment: int) -> npt.NDArray[np.float64]:
         """Return the mean time since the last use by segment; infinite for one without blocks."""
-        return segment_ages_s(
-            self._usage.last_use, self._is_used, slots_per_segment, self._wall_clock()
-        )
+        rows = self._is_used.reshape(-1, slots_per_segment)
+        last_use = self._usage.last_use.reshape(-1, slots_per_segment)
+        used = np.count_nonzero(rows, axis=1)
+        sums = np.where(rows, last_use, 0).sum(axis=1, dtype=np.float64)
+        means = np.full(len(used), -np.inf)
+        np.divide(sums, used, out=means, where=used > 0)
+        return self._wall_clock() - means
 
     def last_used_s(self, slots: Sequence[int]) -> list[int]:
         """Return the time of the last use of each slot, in seconds since 1970."""
@@ -139,32 +161,70 @@ class Recency:
                 self._arrays.sync()
         self._arrays.close()
 
+    def _search(self, n: int, mask: SlotMask | None) -> list[int]:
+        """Return victims of the order that are used slots, each once."""
+        found: list[int] = []
+        with self._damage:
+            found = self._order.victims(n, lambda slot: True, mask)
+        is_used, slots = self._is_used_at, len(self._is_used_at)
+        right = [slot for slot in dict.fromkeys(found) if 0 <= slot < slots and is_used[slot]]
+        self._damage.is_seen |= len(right) < len(found)
+        return right
+
+    def _hides_some(self, found: list[int], n: int, mask: SlotMask | None) -> bool:
+        """Return True if fewer than `n` victims were found although more slots are used."""
+        if len(found) >= n:
+            return False
+        is_open = self._is_used if mask is None else self._is_used & mask
+        return len(found) < min(n, int(np.count_nonzero(is_open)))
+
+    def _restore(self) -> bool:
+        """Fit the order to the used slots. Return False if that was done a short time ago."""
+        now_s = self._wall_clock()
+        if 0 <= now_s - self._restored_s < RESTORE_REST_S:
+            return False
+        self._restored_s = now_s
+        _log.warning("%s is damaged; the order of eviction is restored", self._folder)
+        self._damage.is_seen = False
+        with self._damage:
+            self._order.reconcile(np.flatnonzero(self._is_used))
+        return True
+
     def _order_by_last_use(self) -> None:
         """Order the blocks by their last use: what another policy left to this one."""
         slots = np.flatnonzero(self._is_used)
         by_use = np.argsort(self._usage.last_use[slots], kind="stable")
         self._order.settle(slots[by_use].tolist())
 
-    def _age_s(self, slots: npt.NDArray[np.intp]) -> float:
-        return float(self._wall_clock() - self._usage.last_use[slots].mean(dtype=np.float64))
-
     def _tags(self, keys: Sequence[bytes]) -> list[int]:
         return [tag_of(BlockHash(key)) for key in keys] if self._order.wants_tags else []
 
 
-def segment_ages_s(
-    last_use: npt.NDArray[np.uint32],
-    is_used: SlotMask,
-    slots_per_segment: int,
-    now_s: float,
-) -> npt.NDArray[np.float64]:
-    """Return the mean time since the last use by segment; infinite for one without blocks."""
-    rows = is_used.reshape(-1, slots_per_segment)
-    used = np.count_nonzero(rows, axis=1)
-    sums = np.where(rows, last_use.reshape(-1, slots_per_segment), 0).sum(axis=1, dtype=np.float64)
-    ages = np.full(len(used), np.inf)
-    np.divide(sums, used, out=ages, where=used > 0)
-    return np.where(used > 0, now_s - ages, np.inf)
+class _Damage:
+    """Context of calls of an order. Its arrays are files, so an exception may come of damage."""
+
+    __slots__ = ("_folder", "is_seen")
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.is_seen = False
+        """True if the order is to be restored."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        if not self.is_seen:
+            _log.warning("%s: the order of eviction failed", self._folder, exc_info=error)
+        self.is_seen = True
+        return True
 
 
 def _next_session(fs: FileSystem, folder: Path) -> int | None:
