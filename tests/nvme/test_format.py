@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import struct
 import zlib
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from kvcascade.errors import CorruptionError, FormatError, KVCascadeError
+from kvcascade.errors import CorruptionError, FormatError, KVCascadeError, TierIOError
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.payload_files import PayloadFiles
 from kvcascade.tiers.nvme.segments.format import (
@@ -62,6 +63,30 @@ def test_a_damaged_segment_is_made_whole_and_keeps_the_rest(tmp_path: Path, dama
     mended = path.read_bytes()
     kept = whole if damage != "empty" else LAYOUT.header(0).ljust(LAYOUT.file_bytes, b"\0")
     assert mended == kept
+
+
+class FailingDisk(RealFileSystem):
+    """A disk that fails, and removes no file any more."""
+
+    def sync_dir(self, path: Path) -> None:
+        raise OSError(errno.EIO, "the first fault")
+
+    def unlink(self, path: Path) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+
+def test_segments_that_a_failing_disk_left_are_made_whole_by_the_next_attempt(
+    tmp_path: Path,
+) -> None:
+    """Otherwise no segment could be made until another writer counts the files."""
+    with pytest.raises(TierIOError, match="the first fault"):
+        SegmentFiles(FailingDisk(), [tmp_path], LAYOUT).create([0, 1])
+    segments = SegmentFiles(RealFileSystem(), [tmp_path], LAYOUT)
+    segments.path_of(1).write_bytes(b"half")
+    segments.create([0, 1])
+    for number in (0, 1):
+        made = segments.path_of(number).read_bytes()
+        assert made == LAYOUT.header(number).ljust(LAYOUT.file_bytes, b"\0")
 
 
 @pytest.mark.parametrize(

@@ -222,8 +222,45 @@ def test_a_reset_that_the_disk_refuses_is_tried_seldom_whoever_asks() -> None:
     assert steps < 2 * 6 * PATH_REST_S, "nor does the writer look for its end all the time"
     disk.failures.clear()
     rig.step(2, seconds=PATH_REST_S)
-    assert [each.epoch for each in rig.take(node.client, Epoch)] == [1]
-    assert {each.epoch for each in rig.take(other.client, Epoch)} == {1}
+    (epoch,) = {each.epoch for each in rig.take(node.client, Epoch)}
+    assert {each.epoch for each in rig.take(other.client, Epoch)} == {epoch}
+    assert epoch == 1 + steps // 5
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_reset_after_one_that_the_disk_refused_keeps_out_what_was_stored_between(
+    is_own: bool,
+) -> None:
+    """Whoever asks for the second one: weights may have changed twice."""
+    rig = PathRig()
+    node, other = RigNode(rig), RigNode(rig)
+    node.store([1, 2])
+    (disk,) = rig.disks.values()
+    disk.failures = [ApplyOutcome.IO_ERROR]
+    rig.send(node.client, Reset(5))
+    other.ask([3])
+    rig.step(seconds=0.01)
+    (granted,) = other.grants()
+    rig.send((other if is_own else node).client, Reset(6))
+    rig.step(2, seconds=PATH_REST_S)
+    assert {each.epoch for each in rig.take(other.client, Epoch)} == {granted.epoch + 1}
+    other.commit([3], slots_in(granted), granted.epoch)
+    rig.step()
+    assert other.outcomes() == [[Committed.STALE]]
+    assert other.held([3]) == []
+    assert other.store([3]) == [Committed.OK]
+
+
+def test_a_reset_that_is_asked_for_twice_begins_one_epoch() -> None:
+    """Its engine joined again, or another writer passed it on."""
+    rig = PathRig()
+    node = RigNode(rig)
+    (disk,) = rig.disks.values()
+    disk.failures = [ApplyOutcome.IO_ERROR]
+    rig.send(node.client, Reset(5, mark=77))
+    rig.send(node.client, Reset(6, mark=77))
+    rig.step(2, seconds=PATH_REST_S)
+    assert [each.epoch for each in rig.take(node.client, Epoch)] == [1, 1]
 
 
 def test_an_engine_that_starts_alone_tries_a_refused_reset_seldom() -> None:

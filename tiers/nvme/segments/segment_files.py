@@ -58,15 +58,20 @@ class SegmentFiles:
                 path = self.path_of(number)
                 with os_errors(f"creating {path}"):
                     self._create(path, number, made)
-            with os_errors(f"creating {made[-1]}"):
-                self._fs.sync_dir(made[-1].parent)
+            with os_errors(f"creating {path}"):
+                self._fs.sync_dir(path.parent)
         except BaseException:
             for path in made:
-                self._fs.unlink(path)
+                with suppress(OSError):  # it is mended by the next attempt
+                    self._fs.unlink(path)
             raise
 
     def _create(self, path: Path, number: int, made: list[Path]) -> None:
-        file = self._fs.open(path, create=True)
+        try:
+            file = self._fs.open(path, create=True)
+        except FileExistsError:  # a failed attempt could not remove it
+            self.mend(number)
+            return
         made.append(path)
         try:
             file.preallocate(self.layout.file_bytes)

@@ -92,25 +92,26 @@ class ResetMessages:
         if namespace is None:
             return
         mark = message.mark or new_reset_mark()
-        if namespace.resets.was_begun(mark) and not namespace.is_resetting:
+        was_begun = namespace.resets.was_begun(mark)
+        if was_begun and not namespace.is_resetting:
             self._send(client.number, Epoch(namespace.epoch, message.request))
             return
         self._settle(namespace)
         namespace.resets.add(
             PendingReset(client.number, message.request, mark, message.is_passed_on)
         )
-        self.proceed(namespace)
+        self.proceed(namespace, is_asked=not was_begun)
 
-    def proceed(self, namespace: NamespaceWriter) -> None:
+    def proceed(self, namespace: NamespaceWriter, *, is_asked: bool = False) -> None:
         """Reset a namespace, and answer everybody who asked for it once it is durable.
 
-        If the table refused it, nothing is tried before `PATH_REST_S` has passed.
+        See `NamespaceWriter.reset`.
         """
         if not namespace.is_resetting:
             waiting = namespace.resets.waiting
             own = {each.client for each in waiting if not each.is_passed_on}
             self._name_blocks(namespace, namespace.clients - own)
-        if not namespace.reset(self._clock()):
+        if not namespace.reset(self._clock(), is_asked=is_asked):
             return
         done = namespace.resets.take()
         for each in done:

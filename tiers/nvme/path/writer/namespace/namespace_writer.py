@@ -172,17 +172,20 @@ class NamespaceWriter:
         self._forget(applied.removed, set(slots), result)
         return result.removed
 
-    def reset(self, now_s: float) -> bool:
+    def reset(self, now_s: float, *, is_asked: bool = False) -> bool:
         """Begin a new epoch without any block. Return False if that is not durable yet.
 
-        Readers see the new epoch at once in either case, so that no older block is served. After
-        the table refused it, calls within `PATH_REST_S` try nothing.
+        Readers see the new epoch at once in either case, so that no older block is served. While an
+        epoch waits to be durable, another one begins only if `is_asked`: blocks that engines stored
+        since then are of old weights, too. After the table refused an epoch, calls within
+        `PATH_REST_S` do not ask it.
         """
-        if not self.is_resetting:
-            self.presence.clear(self.table.epoch + 1)
+        was_resetting = self.is_resetting
+        if is_asked or not was_resetting:
+            self.presence.clear(self.epoch + 1)
             self.recency.clear()
             self.space.clear()
-        elif now_s < self.resets.retry_at_s:
+        if was_resetting and now_s < self.resets.retry_at_s:
             return False
         applied = self.table.reset(self.presence.epoch)
         if applied.journal is None:
