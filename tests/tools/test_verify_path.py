@@ -28,14 +28,19 @@ from support.path_engine import PathEngine
 
 from kvcascade.errors import KVCascadeError
 from kvcascade.tiers.nvme.disk.filesystem import File, RealFile, RealFileSystem
-from kvcascade.tiers.nvme.disk.transfers import Throttle
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tiers.nvme.path.payload_files import PayloadFiles
 from kvcascade.tiers.nvme.path.presence_file import map_presence
 from kvcascade.tiers.nvme.path.writer.path_options import load_record
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 from kvcascade.tiers.nvme.segments.format import SegmentLayout
-from kvcascade.tools.commands.block_scan import BlockFinding, NamedBlock, ScanSource, scan_blocks
+from kvcascade.tools.commands.block_scan import (
+    BlockFinding,
+    NamedBlock,
+    ScanSource,
+    Throttle,
+    scan_blocks,
+)
 from kvcascade.tools.commands.command_line import ExitCode
 from kvcascade.tools.commands.path_blocks import OpenPath, open_path
 from kvcascade.tools.commands.verify import verify_path

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import mmap
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +21,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ...errors import from_os_error
-from ...tiers.nvme.disk.transfers import Throttle
 from ...tiers.nvme.path.block_reader import payload_checksum
 from ...tiers.nvme.path.payload_files import PayloadFiles
 from ...tiers.nvme.path.presence_table import PresenceTable
@@ -34,6 +34,31 @@ DEVICE_ERRNOS = frozenset(
 """Errors with which a device or its file system refuses damaged bytes."""
 READ_BYTES = 8 << 20
 """Bytes per read and thread; at least one block."""
+
+
+class Throttle:
+    """Limits a byte rate by waiting before work is handed out."""
+
+    def __init__(
+        self,
+        bytes_per_s: float | None,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], object] | None = None,
+    ) -> None:
+        """`bytes_per_s` None means no limit. `wait` takes seconds."""
+        self._rate = bytes_per_s
+        self._clock = clock
+        self._wait = wait or threading.Event().wait
+        self._free_at_s = clock()
+
+    def take(self, count: int) -> None:
+        """Wait until `count` more bytes may be moved."""
+        if self._rate is None:
+            return
+        now = self._clock()
+        if self._free_at_s > now:
+            self._wait(self._free_at_s - now)
+        self._free_at_s = max(self._free_at_s, now) + count / self._rate
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,31 +46,6 @@ class TransferLimit:
         time.sleep(HANDOVER_S)
 
 
-class Throttle:
-    """Limits a byte rate by waiting before work is handed out."""
-
-    def __init__(
-        self,
-        bytes_per_s: float | None,
-        clock: Callable[[], float] = time.monotonic,
-        wait: Callable[[float], object] | None = None,
-    ) -> None:
-        """`bytes_per_s` None means no limit. `wait` takes seconds."""
-        self._rate = bytes_per_s
-        self._clock = clock
-        self._wait = wait or threading.Event().wait
-        self._free_at_s = clock()
-
-    def take(self, count: int) -> None:
-        """Wait until `count` more bytes may be moved."""
-        if self._rate is None:
-            return
-        now = self._clock()
-        if self._free_at_s > now:
-            self._wait(self._free_at_s - now)
-        self._free_at_s = max(self._free_at_s, now) + count / self._rate
-
-
 def vectored(
     buffers: Sequence[memoryview], offset: int, block_bytes: int
 ) -> Iterator[tuple[Sequence[memoryview], int]]:

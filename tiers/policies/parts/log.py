@@ -350,12 +350,8 @@ class RecencyLog:
         stamps = np.asarray(self._stamp[present])
         self._rewrite(by_stamp(present.astype(np.int32), stamps))
 
-    def _may_be_right(self, head: int, tail: int, count: int) -> bool:
-        """Return True unless these ends and this number of slots contradict each other."""
-        return 0 <= count <= tail - head <= self._length and 0 <= head <= tail <= MAX_POSITION
-
     def _check_ends(self) -> None:
-        if not self._may_be_right(*self._end):
+        if not may_be_right(self._length, *self._end):
             raise IndexError("the ends of a log contradict each other")
 
     def _bounds(self) -> tuple[int, int]:
@@ -391,7 +387,7 @@ class RecencyLog:
         Entries that are not live must name slots, too: searches look at their stamps.
         """
         head, tail, count = (int(end) for end in self._ends)
-        if not self._may_be_right(head, tail, count):
+        if not may_be_right(self._length, head, tail, count):
             return False
         if not count == len(present) == np.count_nonzero(self._stamp):
             return False
@@ -420,6 +416,11 @@ class RecencyLog:
         self._log[:tail] = ordered
         self._stamp[ordered] = np.arange(1, tail + 1, dtype=np.int64)
         self._ends[:] = (0, tail, tail)
+
+
+def may_be_right(length: int, head: int, tail: int, count: int) -> bool:
+    """Return True unless the ends of a log, and its number of slots, contradict each other."""
+    return 0 <= count <= tail - head <= length and 0 <= head <= tail <= MAX_POSITION
 
 
 def by_stamp(slots: npt.NDArray[np.int32], stamps: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:

@@ -102,7 +102,7 @@ def export(
     """
     with answering(as_json):
         from ....config.sizes import human
-        from ....tiers.nvme.disk.transfers import Throttle
+        from ..block_scan import Throttle
         from ..path_blocks import open_path
         from ..progress import progress_of
         from .export_path import export_namespace

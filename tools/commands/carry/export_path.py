@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from ....errors import ConfigError, os_errors
-from ....tiers.nvme.disk.transfers import Throttle
 from ....tiers.nvme.segments.chains import head_of
 from ....tiers.nvme.segments.format import SlotRecord
-from ..block_scan import NamedBlock, scan_blocks
+from ..block_scan import NamedBlock, Throttle, scan_blocks
 from ..path_blocks import OpenPath
 from ..path_folders import NamespaceFolder
 from ..verify.verify_report import Progress

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
-from ....tiers.nvme.disk.transfers import Throttle
 from ....tiers.nvme.segments.format import MAX_BLOCK_BYTES
 from ....tiers.remote.base import FAILURES, HEADER_BYTES, PrivateBuffer, RemoteEntry, RemoteOutcome
+from ..block_scan import Throttle
 from .examine_object import Verdict, examine, parse_name
 from .open_remote import CALL_LIMIT_S, Advance, RemoteServer
 

@@ -20,7 +20,7 @@ from ..command_line import (
 )
 
 if TYPE_CHECKING:
-    from ....tiers.nvme.disk.transfers import Throttle
+    from ..block_scan import Throttle
     from ..path_blocks import OpenPath
     from ..path_folders import NamespaceFolder
     from .verify_report import VerifyReport
@@ -55,7 +55,7 @@ def verify(
         kvcascade verify /mnt/nvme/kv --repair
     """
     with answering(as_json):
-        from ....tiers.nvme.disk.transfers import Throttle
+        from ..block_scan import Throttle
         from ..path_blocks import open_path
         from ..path_folders import chosen_of
         from .verify_report import VerifyReport

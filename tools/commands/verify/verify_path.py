@@ -14,9 +14,9 @@ from pathlib import Path
 
 from ....errors import PROCESS_ERRNOS, TierIOError, os_errors
 from ....tiers.nvme.disk.filesystem import open_read_only
-from ....tiers.nvme.disk.transfers import Throttle, read_all
+from ....tiers.nvme.disk.transfers import read_all
 from ....tiers.nvme.segments.format import SegmentLayout
-from ..block_scan import DAMAGED, BlockFinding, NamedBlock, scan_blocks
+from ..block_scan import DAMAGED, BlockFinding, NamedBlock, Throttle, scan_blocks
 from ..path_blocks import OpenPath
 from ..path_folders import NamespaceFolder
 from .verify_report import BlockProblem, Progress, VerifyReport
