@@ -584,6 +584,42 @@ class TestResets:
             rig.store.state().mark == other.store.state().mark > (rig.store.state().own_mark or 0)
         )
 
+    @pytest.mark.parametrize("loses_generation", [True, False])
+    @pytest.mark.parametrize("fails", [True, False])
+    @pytest.mark.parametrize("is_new", [True, False])
+    def test_a_host_that_missed_a_reset_brings_nothing_back_after_the_mark_was_lost(
+        self, loses_generation: bool, fails: bool, is_new: bool
+    ) -> None:
+        """It asks first, and writes older blocks into the generation of now."""
+        rig = RemoteRig()
+        missed = rig.host()
+        if is_new:
+            missed.store.reset(WALL_MARK - 1)
+        rig.clock.advance(6.0)
+        missed.look(keys(1))
+        own_mark = missed.store.state().mark
+        rig.store.reset(WALL_MARK, is_new=is_new)
+        rig.look(keys(1))
+        rig.twin.counters.pop(rig.objects.marks_name)
+        if loses_generation:
+            rig.twin.counters.clear()
+        rig.clock.advance(6.0)
+        missed.look(keys(1))
+        ticket = missed.ticket()
+        payloads = [memoryview(content(h)) for h in keys(3)]
+        missed.store.put(ticket, keys(3), payloads, own_mark)
+        assert missed.ended(ticket, WRITE) == [OK] * 3
+        if fails:
+            rig.twin.fails["advance"] = RemoteOutcome.IO_ERROR
+            assert rig.read(keys(3)) == [RemoteOutcome.IO_ERROR] * 3
+            rig.twin.fails.clear()
+            rig.clock.advance(60.0)
+        assert rig.look(keys(3)) == [ABSENT] * 3 and rig.read(keys(3)) == [ABSENT] * 3
+        assert rig.twin.counters[rig.objects.marks_name] == WALL_MARK
+        rig.clock.advance(6.0)
+        missed.look(keys(1))
+        assert missed.store.state().mark == WALL_MARK
+
     def test_a_mark_that_was_lost_is_no_new_reset(self) -> None:
         rig = RemoteRig()
         rig.store.reset(WALL_MARK)

@@ -19,6 +19,10 @@ A counter below the mark, or below an earlier value, stands for blocks from befo
 Either that reset is half done, or the server went back to an older state. A host that sees such a
 counter raises it.
 
+A mark below a known one, or none, means that the server lost it. A host that missed the reset may
+have stored older blocks since then, in any generation up to the present one. So a host that knows
+the mark restores it and then raises the generation.
+
 While requests use the generation, it is read again in the background before it is too old for them.
 So a request waits for it only after a pause.
 """
@@ -90,11 +94,17 @@ class _Counters:
         """Raise the counter of generations, to `least` or more."""
         return self._sent(self._engine.advance(self._name, least, limit_s))
 
-    def last_mark(self, known: int, limit_s: float) -> CounterAnswer:
-        """Read the mark of the last reset; 0 if there was none. A lost one is set to `known`."""
-        marked = self._sent(self._engine.counter(self._marks_name, known or None, limit_s))
+    def last_mark(self, limit_s: float) -> CounterAnswer:
+        """Read the mark of the last reset; 0 if there is none."""
+        marked = self._sent(self._engine.counter(self._marks_name, None, limit_s))
         is_none = marked.outcome is RemoteOutcome.ABSENT
         return CounterAnswer(RemoteOutcome.OK) if is_none else marked
+
+    def restore_mark(self, known: int, limit_s: float) -> CounterAnswer:
+        """Bring back a mark that the server lost. Return it, or a later one of another host."""
+        marked = self._sent(self._engine.counter(self._marks_name, known, limit_s))
+        is_older = marked.outcome is RemoteOutcome.OK and marked.value < known
+        return self.raise_mark(known, limit_s) if is_older else marked
 
     def raise_mark(self, least: int, limit_s: float) -> CounterAnswer:
         """Raise the mark of the last reset, to `least` or more."""
@@ -141,6 +151,8 @@ class SharedGeneration:
         self._newest = 0
         """Greatest value of the counter that was read."""
         self._was_reset = was_reset
+        self._has_lost_mark = False
+        """True from a mark that the server lost until the generation is raised."""
         self.own_mark: int | None = None
         """Mark of the last reset of this host, or else of the one before its start.
 
@@ -249,14 +261,16 @@ class SharedGeneration:
 
         The mark is read after the counter, so that it is no older.
         """
-        marked = self._counters.last_mark(self.mark, limit_s)
+        marked = self._counters.last_mark(limit_s)
         if marked.outcome is RemoteOutcome.OK and marked.value < self.mark:
-            marked = self._counters.raise_mark(self.mark, limit_s)
+            self._has_lost_mark = True
+            marked = self._counters.restore_mark(self.mark, limit_s)
         if marked.outcome is not RemoteOutcome.OK:
             return marked, 0
-        if answer.value < max(self._newest, marked.value):
+        if self._has_lost_mark or answer.value < max(self._newest, marked.value):
             least = max(now, marked.value, self._newest + 1)
             answer = self._counters.raise_generation(least, limit_s)
+            self._has_lost_mark &= answer.outcome is not RemoteOutcome.OK
         return answer, marked.value
 
     def _raise(self, reset: _Reset, now: int, limit_s: float) -> CounterAnswer:
@@ -271,13 +285,15 @@ class SharedGeneration:
 
     def _tell(self, reset: _Reset, now: int, limit_s: float) -> CounterAnswer:
         """Raise the mark, unless the namespace had this reset. Return the last answer."""
-        last = self._counters.last_mark(self.mark, limit_s)
+        last = self._counters.last_mark(limit_s)
         if last.outcome is not RemoteOutcome.OK:
             return last
-        is_foreign = last.value > reset.known and last.value != reset.mark
-        reset.is_raised = reset.is_new or last.value < reset.mark
+        self._has_lost_mark |= last.value < self.mark
+        mark = max(last.value, self.mark)
+        is_foreign = mark > reset.known and mark != reset.mark
+        reset.is_raised = reset.is_new or mark < reset.mark
         if not reset.is_raised:
-            reset.own_mark = reset.mark if is_foreign else last.value
+            reset.own_mark = reset.mark if is_foreign else mark
             return last
         raised = self._counters.raise_mark(reset.mark or now, limit_s)
         if raised.outcome is RemoteOutcome.OK:
