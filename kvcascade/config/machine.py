@@ -7,6 +7,7 @@ changes or removes anything. Tests pass a twin of `Machine`.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -107,8 +108,18 @@ class Machine:
         return sum(path.lstat().st_blocks * 512 for path in folder.glob(KEPT_ARENAS))
 
     def writable(self, folder: Path) -> bool:
-        """Return whether this process may create files in an existing folder."""
-        return os.access(folder, os.W_OK | os.X_OK)
+        """Return whether this process may create files in an existing folder.
+
+        It makes a file without a name, where there are such: a file system that became read-only
+        after an error still grants access.
+        """
+        if not os.access(folder, os.W_OK | os.X_OK):
+            return False
+        try:
+            os.close(os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+        except OSError as error:
+            return error.errno != errno.EROFS
+        return True
 
     def disk(self, folder: Path) -> Disk:
         """Return the file system that holds an existing folder."""

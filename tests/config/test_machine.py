@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import dataclass, field, replace
@@ -445,6 +446,18 @@ def test_this_machine(tmp_path: Path) -> None:
     assert machine.writable(tmp_path)
     tmp_path.chmod(0o555)
     assert machine.writable(tmp_path) is (os.geteuid() == 0), "permissions do not bind root"
+
+
+def test_a_file_system_that_became_read_only_is_not_writable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an error of the device `access` still grants writes."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert os.access(tmp_path, os.W_OK) and not Machine().writable(tmp_path)
 
 
 def test_only_namespaces_count_as_used(tmp_path: Path) -> None:
