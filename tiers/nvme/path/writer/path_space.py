@@ -23,6 +23,7 @@ import numpy as np
 
 from .....logs import get_logger
 from ..block_table import MAX_COMMIT_BLOCKS
+from ..path_messages import Why
 from .idle_namespaces import IdleNamespaces
 from .left_out_segments import LeftOutSegments
 from .namespace.namespace_openings import NamespaceOpenings
@@ -43,18 +44,6 @@ EVICTED_AHEAD_SHARE = 64
 """Part of its blocks, as a divisor, that a namespace evicts ahead at most."""
 
 _log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Ways in which the need of a namespace is met."""
-
-    evictions: int = 0
-    """Number of its own blocks to evict now."""
-    is_coming: bool = False
-    """True if a segment is on the way."""
-    is_resting: bool = False
-    """True if there is none for a while, because the index refused an eviction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,34 +133,37 @@ class PathSpace:
 
     # -- what is done for a need ----------------------------------------------------------------
 
-    def room_for(self, namespace: NamespaceWriter, need: int) -> Room:
-        """Find room for `need` slots, and start what takes time."""
+    def room_for(self, namespace: NamespaceWriter, need: int) -> tuple[int, Why]:
+        """Find room for `need` slots, and start what takes time.
+
+        Return the number of the namespace's own blocks to evict now, and the reason if slots are
+        missing all the same.
+        """
         awake = self.capacity.awake
         if not awake:  # freed slots would not be granted, and each new attempt would evict more
-            return Room()
+            return 0, Why.RESTING
         space, name = namespace.space, namespace.home.name
         free = space.free(awake)
         if free - need < space.slots_per_segment // 2 or not space.segments:
             if not self._grow(namespace, need - free):
                 self._take_colder(namespace)
         if free >= need:
-            return Room()
+            return 0, Why.FULL
         since_s = self.files.making_since_s(name)
         if self._taken_for[0] == name:
             since_s = self._taken_for[1]
         if since_s is not None and self._clock() - since_s < PATIENCE_S:
-            return Room(is_coming=True)
+            return 0, Why.LATER
         if self._clock() < self._evict_from_s.get(name, -np.inf):
-            return Room(is_resting=True)
+            return 0, Why.RESTING
         evictable = space.evictable
         ahead = min(MAX_EVICTED_AHEAD, evictable // EVICTED_AHEAD_SHARE)
         evictions = min(need - free + ahead, evictable, MAX_COMMIT_BLOCKS)
-        return Room(evictions, is_coming=evictions > 0 and evictions < need - free < evictable)
+        return evictions, Why.LATER if evictions else Why.FULL
 
-    def rest_evictions(self, namespace: NamespaceWriter) -> Room:
+    def rest_evictions(self, namespace: NamespaceWriter) -> None:
         """Let a namespace evict nothing for a while, because its index refused that."""
         self._evict_from_s[namespace.home.name] = self._clock() + PATH_REST_S
-        return Room(is_resting=True)
 
     def shrink(self) -> None:
         """Take a segment if a path holds more than its share."""

@@ -311,22 +311,21 @@ class PathWriter:
             self._settle(namespace)
             self._out += namespace.grants.serve([], 0, Why.LATER, True, self._clock())
             return
-        capacity = self.path.space.capacity
+        space = self.path.space
         need = namespace.grants.demand
         left = self.path.budget_left_bytes()
         allowed = MAX_SLOTS if left is None else left // namespace.home.block_bytes
-        room = self.path.space.room_for(namespace, min(need, allowed)) if need else None
-        is_refused = self._settle(namespace, room.evictions if room is not None else 0)
-        if is_refused and room is not None and room.evictions:
-            room = self.path.space.rest_evictions(namespace)
-        awake = capacity.awake
-        why = Why.FULL
-        if not awake or (room is not None and room.is_resting):
+        evictions, why = 0, Why.FULL
+        if need:
+            evictions, why = space.room_for(namespace, min(need, allowed))
+        if self._settle(namespace, evictions) and evictions:
+            space.rest_evictions(namespace)
             why = Why.RESTING
-        elif allowed < need:
+        awake = space.capacity.awake
+        if not awake:
+            why = Why.RESTING
+        elif allowed < need and why is not Why.RESTING:
             why = Why.BUDGET
-        elif room is not None and (room.is_coming or room.evictions):
-            why = Why.LATER
         may_wait = why is Why.LATER
         self._out += namespace.grants.serve(awake, allowed, why, may_wait, self._clock())
 
