@@ -309,7 +309,7 @@ class PathWriter:
         """Find room for the waiting grants, commit, and answer."""
         if self._former.may_run(namespace.home.name):
             self._settle(namespace)
-            self._out += namespace.grants.serve([], 0, Why.LATER, True, self._clock())
+            self._out += namespace.grants.serve([], 0, Why.LATER, self._clock())
             return
         space = self.path.space
         need = namespace.grants.demand
@@ -326,8 +326,7 @@ class PathWriter:
             why = Why.RESTING
         elif allowed < need and why is not Why.RESTING:
             why = Why.BUDGET
-        may_wait = why is Why.LATER
-        self._out += namespace.grants.serve(awake, allowed, why, may_wait, self._clock())
+        self._out += namespace.grants.serve(awake, allowed, why, self._clock())
 
     def _settle(self, namespace: NamespaceWriter, evictions: int = 0) -> bool:
         """Commit what was gathered, with evictions. Return True if the index refused that."""

@@ -63,13 +63,11 @@ class WaitingGrants:
         self._waiting.append(WaitingGrant(client, message, until_s, need))
         return True
 
-    def serve(
-        self, paths: list[int], allowed: int, why: Why, may_wait: bool, now_s: float
-    ) -> list[Reply]:
+    def serve(self, paths: list[int], allowed: int, why: Why, now_s: float) -> list[Reply]:
         """Answer grants from the free slots in `paths`, oldest first.
 
-        At most `allowed` slots are granted. `why` is the reason if slots are missing. With
-        `may_wait` a grant that needs more slots than are free stays until its deadline.
+        At most `allowed` slots are granted. `why` is the reason if slots are missing. If that
+        is LATER, a grant that needs more slots than are free stays until its deadline.
         """
         replies: list[Reply] = []
         while self._waiting:
@@ -78,7 +76,7 @@ class WaitingGrants:
             absent = list(dict.fromkeys(key for key in first.message.keys if key not in held))
             free = min(self._space.free(paths) if paths else 0, allowed)
             if len(absent) > free and now_s < first.until_s:
-                if may_wait:
+                if why is Why.LATER:
                     break
                 if len(absent) > first.need:  # blocks of it were evicted while it waited
                     self._waiting[0] = replace(first, need=len(absent))
