@@ -101,9 +101,9 @@ class IdleNamespaces:
         return list(self._found.values())
 
     @property
-    def folders(self) -> frozenset[Path]:
-        """Directories of all of them."""
-        return frozenset(root / name for root in self._roots for name in self._found)
+    def names(self) -> frozenset[str]:
+        """Names of all of them."""
+        return frozenset(self._found)
 
     def take_gone(self, spared: Container[str]) -> list[tuple[str, bytes]]:
         """Forget those that another program removed, except the `spared` ones.

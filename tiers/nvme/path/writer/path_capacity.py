@@ -78,8 +78,8 @@ class PathCapacity:
         self._fs = fs
         self._roots = tuple(roots)
         self._clock = clock
-        self.own: frozenset[Path] = frozenset()
-        """Directories of our namespaces, open or not. The writer's thread replaces it before a
+        self.own: frozenset[str] = frozenset()
+        """Names of our namespaces, open or not. The writer's thread replaces it before a
         namespace is opened and before segments are made. So a job takes none of ours for that of
         another process, and none that could not be opened for ours."""
         self.was_made = False
@@ -163,9 +163,8 @@ class PathCapacity:
         first = self._roots[0]
         if root == first or self._fs.exists(root / BUDGET_LOCK):
             return True
-        names = {folder.name for folder in self.own}
         is_here, is_first = (
-            any(self._fs.exists(each / name) for name in names) for each in (root, first)
+            any(self._fs.exists(each / name) for name in self.own) for each in (root, first)
         )
         return is_here or not is_first
 
@@ -216,4 +215,4 @@ class PathCapacity:
             _log.warning("removed %s for room: this version cannot use it", one.path)
 
     def _others(self, root: Path) -> list[FoundNamespace]:
-        return [one for one in namespaces_under(self._fs, root) if one.path not in self.own]
+        return [one for one in namespaces_under(self._fs, root) if one.path.name not in self.own]

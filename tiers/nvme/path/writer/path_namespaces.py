@@ -86,9 +86,7 @@ class PathNamespaces:
         took their room."""
         self._unknown_epochs: dict[str, int] = {}
         """Epochs that `begin` made and could not record, by namespace: no engine is in them."""
-        self.openings = NamespaceOpenings(
-            means, roots, in_force.policy, executor, self._lacking, clock
-        )
+        self.openings = NamespaceOpenings(means, in_force.policy, executor, self._lacking, clock)
         self.space = PathSpace(capacity, idle, self.openings, self._open_idle, executor, clock)
 
     @property
@@ -119,8 +117,7 @@ class PathNamespaces:
         """
         spec = hello.namespace
         key = key_of(spec)
-        folders = self.openings.folders | self.space.idle.folders
-        name = key.name_among({*self.space.namespaces, *(folder.name for folder in folders)})
+        name = key.name_among(self.space.own_names)
         namespace = self.space.namespaces.get(name)
         if namespace is None:
             self._begin_new(spec, name)
@@ -148,7 +145,7 @@ class PathNamespaces:
         if namespace is not None:
             return namespace
         if name not in self.openings:
-            if all(one.name != name for one in self.space.idle.all):
+            if name not in self.space.idle.names:
                 raise ConfigError(f"there is no namespace {name}; `list` names them all")
             self._looked_at.add(name)
             self._begin_opening(name, partial(self._home_of, name))
@@ -312,7 +309,7 @@ class PathNamespaces:
         sizes: Sequence[int] = ()
         for gone, day in self.space.idle.take_gone(self.openings):
             self._record_removal(gone, day)
-        is_known = any(one.name == name for one in self.space.idle.all)
+        is_known = name in self.space.idle.names
         if not (is_known and self.fs.exists(self.roots[0] / name / BLOCKS)):
             plan = plan_of(spec, options.capacity_bytes, options.segment_bytes, paths)
             sizes = [fixed_bytes(plan.slots, path) for path in range(paths)]
@@ -362,8 +359,7 @@ class PathNamespaces:
         is_for_room: bool = False,
     ) -> None:
         is_durable = self.options.durability == POWER
-        folders = (root / name for root in self.roots)
-        self.space.capacity.own = self.space.own_folders.union(folders)
+        self.space.capacity.own = self.space.own_names | {name}
         self.openings.begin(NamespaceToOpen(name, home_of, is_durable, bytes_by_path, is_for_room))
 
     def _home_of(self, name: str) -> NamespaceHome:

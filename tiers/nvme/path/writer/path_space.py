@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -121,10 +120,9 @@ class PathSpace:
         return total + sum(self.files.bytes_in(name, path) for name in self.namespaces)
 
     @property
-    def own_folders(self) -> frozenset[Path]:
-        """Directories of our namespaces, open or not."""
-        homes = [namespace.home for namespace in self.namespaces.values()]
-        return self.idle.folders.union(self._openings.folders, *(home.folders for home in homes))
+    def own_names(self) -> frozenset[str]:
+        """Names of our namespaces, open or not."""
+        return self.idle.names.union(self.namespaces, self._openings)
 
     def freeable_bytes(self, path: int) -> int:
         """Return the bytes in a path that would be free without any segment."""
@@ -365,7 +363,7 @@ class PathSpace:
             taken[number % capacity.paths] += size
             planned.setdefault(number % capacity.paths, []).append(number)
         if planned:
-            capacity.own = self.own_folders  # an opening may have failed since
+            capacity.own = self.own_names  # an opening may have failed since
         for path, numbers in planned.items():
             files.make(namespace, numbers, taken[path])
         return bool(planned)

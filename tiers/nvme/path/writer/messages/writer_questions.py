@@ -97,7 +97,7 @@ class WriterQuestions:
 
     def _list(self, _: Answer) -> Answer:
         clients = {name: len(each.clients) for name, each in self._writer.namespaces.items()}
-        names = {*clients, *(one.name for one in self._writer.path.space.idle.all)}
+        names = {*clients, *self._writer.path.space.idle.names}
         return {
             "namespaces": [
                 {"name": name, "clients": clients.get(name, 0), "is_open": name in clients}
@@ -116,7 +116,7 @@ class WriterQuestions:
             return {"error": f"{name} is in use by {len(namespace.clients)} engines; stop them"}
         if namespace is not None:
             return {"is_removed": writer.path.remove(namespace)}
-        if all(one.name != name for one in writer.path.space.idle.all):
+        if name not in writer.path.space.idle.names:
             return {"error": f"there is no namespace {name}; `list` names them all"}
         try:
             return {"is_removed": writer.path.remove_idle(name)}

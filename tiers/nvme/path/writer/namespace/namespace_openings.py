@@ -7,10 +7,9 @@ thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ......errors import ClosedError, KVCascadeError, TierIOError
 from ......logs import get_logger
@@ -51,12 +50,11 @@ class NamespaceToOpen:
 
 
 class NamespaceOpenings:
-    """Openings that are under way or wait for their turn."""
+    """Openings that are under way or wait for their turn, by the names of the namespaces."""
 
     def __init__(
         self,
         means: StartMeans,
-        roots: Sequence[Path],
         policy: str,
         executor: Executor,
         lacking: Callable[[NamespaceToOpen], int | None],
@@ -72,7 +70,6 @@ class NamespaceOpenings:
         """Number of the path in which a new namespace waits for room; None if none does."""
         self._runs = ""
         """Name of the namespace that is being opened now."""
-        self._roots = tuple(roots)
         self._executor = executor
         self._waiting: dict[str, NamespaceToOpen] = {}
         """Openings in order; the first one runs."""
@@ -80,6 +77,9 @@ class NamespaceOpenings:
 
     def __contains__(self, name: object) -> bool:
         return name in self._waiting
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._waiting)
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -111,11 +111,6 @@ class NamespaceOpenings:
         return sum(
             each.bytes_by_path[path] for each in self._waiting.values() if each.bytes_by_path
         )
-
-    @property
-    def folders(self) -> frozenset[Path]:
-        """Directories of all of them."""
-        return frozenset(root / name for root in self._roots for name in self._waiting)
 
     def close(self) -> None:
         """Give up all openings. One that runs is closed again as a kill would, once it ends."""
