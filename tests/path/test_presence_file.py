@@ -295,6 +295,11 @@ def test_only_a_file_of_this_boot_says_so() -> None:
     assert not is_of_this_boot(rig.fs, FOLDER, NEXT_BOOT)
     assert not is_of_this_boot(rig.fs, FOLDER, b"")
     assert not is_of_this_boot(rig.fs, FOLDER / "absent", BOOT)
+    whole = rig.fs.read(PATH, 1 << 20)
+    rig.fs.replace(PATH, whole[:-1])
+    assert not is_of_this_boot(rig.fs, FOLDER, BOOT)
+    rig.fs.replace(PATH, whole)
+    assert is_of_this_boot(rig.fs, FOLDER, BOOT)
     rig.fs.damage(PATH, 20, b"x")
     assert not is_of_this_boot(rig.fs, FOLDER, BOOT)
     assert boot_id() == boot_id() != b""

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Container
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -108,13 +108,7 @@ def is_of_this_boot(fs: FileSystem, folder: Path, boot: bytes) -> bool:
     That writer checked the block table before, and nothing but its own commits changed it since.
     """
     with suppress(OSError):
-        data = fs.open(folder / PRESENCE)
-        try:
-            head = bytearray(HEADER_BYTES)
-            moved = data.preadv([memoryview(head)], 0)
-        finally:
-            data.close()
-        return moved == HEADER_BYTES and _boot_in(memoryview(head)) == boot != b""
+        return _read_head(fs, folder / PRESENCE)[1] == boot != b""
     return False
 
 
@@ -175,13 +169,13 @@ def map_last_presence(fs: FileSystem, folder: Path) -> PresenceTable | None:
     """
     path = folder / PRESENCE
     with os_errors(f"reading the presence table {path}"):
-        file = fs.open(path)
-        try:
-            slots = _slots_in(file)
-            memory = file.map(0, file.size(), writable=False) if slots else None
-        finally:
-            file.close()
-    return None if memory is None else PresenceTable(memory, slots)
+        slots, _ = _read_head(fs, path)
+        file = _open_if_whole(fs, path, slots) if slots else None
+        if file is None:
+            return None
+        memory = file.map(0, file.size(), writable=False)
+        file.close()
+    return PresenceTable(memory, slots)
 
 
 def read_presence(fs: FileSystem, folder: Path) -> tuple[PresenceTable, bool]:
@@ -203,21 +197,22 @@ def recorded_slots(fs: FileSystem, folder: Path) -> int:
     0 if the file is missing or damaged.
     """
     with suppress(OSError):
-        file = fs.open(folder / PRESENCE)
-        try:
-            return _slots_in(file, magics=(_MAGIC, _FORMER_MAGIC))
-        finally:
-            file.close()
+        return _read_head(fs, folder / PRESENCE, (_MAGIC, _FORMER_MAGIC))[0]
     return 0
 
 
-def _slots_in(file: File, *, magics: Container[bytes] = (_MAGIC,)) -> int:
-    """Return the number of slots that the header names; 0 if the file is damaged."""
-    head = bytearray(HEADER_BYTES)
-    moved = file.preadv([memoryview(head)], 0)
-    _, slots, _ = _HEAD.unpack_from(head)
-    is_whole = moved == HEADER_BYTES and _boot_in(memoryview(head), magics) is not None
-    return int(slots) if is_whole and file.size() == presence_bytes(slots) else 0
+def _read_head(
+    fs: FileSystem, path: Path, magics: Container[bytes] = (_MAGIC,)
+) -> tuple[int, bytes]:
+    """Return the slots and the boot id in a file; 0 and nothing if it is damaged.
+
+    Raises an `OSError`.
+    """
+    with closing(fs.open(path)) as file:
+        data = bytearray(HEADER_BYTES)
+        file.preadv([memoryview(data)], 0)
+        slots, boot = _head_in(memoryview(data), magics) or (0, b"")
+        return (slots, boot) if file.size() == presence_bytes(slots) else (0, b"")
 
 
 def _open_if_whole(fs: FileSystem, path: Path, slots: int) -> File | None:
@@ -248,11 +243,11 @@ def _trust(presence: WritablePresence, table: BlockTable, boot: bytes) -> Presen
     """Bring a table up to the last commit, if what it says can be trusted."""
     memory = presence.memory
     words = memory[:HEADER_BYTES].cast("B").cast("Q")
-    found = _boot_in(memory)
+    head = _head_in(memory)
     mark = words[_CLEAN_WORD]
     is_clean = mark != 0 and mark == _clean_mark(memory)
-    is_same_boot = mark == 0 and found == boot != b""
-    if found is None or not (is_clean or is_same_boot):
+    is_same_boot = mark == 0 and head is not None and head[1] == boot != b""
+    if head is None or not (is_clean or is_same_boot):
         return PresenceOrigin.REBUILT
     missing = table.commit_number - presence.applied
     if missing == 0 and presence.epoch == table.epoch:
@@ -292,14 +287,14 @@ def _rebuild(presence: WritablePresence, table: BlockTable) -> None:
     presence.load(hashes, slots, checksums)
 
 
-def _boot_in(memory: memoryview, magics: Container[bytes] = (_MAGIC,)) -> bytes | None:
-    """Return the boot id in a header; None if the header is damaged."""
+def _head_in(memory: memoryview, magics: Container[bytes] = (_MAGIC,)) -> tuple[int, bytes] | None:
+    """Return the slots and the boot id in a header; None if the header is damaged."""
     head = bytes(memory[: _HEAD.size])
     (check,) = _CHECK.unpack_from(memory, _HEAD.size)
-    magic, _, boot = _HEAD.unpack(head)
+    magic, slots, boot = _HEAD.unpack(head)
     if magic not in magics or check != xxhash.xxh3_64_intdigest(head):
         return None
-    return bytes(boot).rstrip(b"\0")
+    return slots, boot.rstrip(b"\0")
 
 
 def _clean_mark(memory: memoryview) -> int:
