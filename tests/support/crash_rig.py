@@ -33,7 +33,6 @@ import psutil
 from kvcascade.assembly.build import Cascade, Geometry, open_cascade, open_worker
 from kvcascade.config.schema import CascadeConfig, parse
 from kvcascade.handlers.device.copier import GpuBlocks
-from kvcascade.handlers.node.path.path_io import SEGMENTS
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome, LoadStoreSpec
 from kvcascade.tiers.nvme.disk.filesystem import FileLock, RealFileSystem
@@ -51,6 +50,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
 )
 from kvcascade.tiers.nvme.path.payload_files import PayloadFiles
 from kvcascade.tiers.nvme.path.presence_file import boot_id
+from kvcascade.tiers.nvme.path.writer.namespace.namespace_home import SEGMENTS
 from kvcascade.tiers.nvme.path.writer.namespace.namespace_start import StartMeans
 from kvcascade.tiers.nvme.path.writer.namespace.namespace_writer import NamespaceWriter
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of

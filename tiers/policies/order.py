@@ -71,6 +71,11 @@ class EvictionOrder(ABC):
     def __init__(self, capacity: int, arrays: ArraySource = heap_arrays) -> None:
         self.capacity = capacity
 
+    @property
+    def expects(self) -> bool:
+        """True if the order uses `expect`; for others no digests are made."""
+        return self.wants_tags and type(self).expect is not EvictionOrder.expect
+
     def expect(self, tags: Sequence[int]) -> None:  # noqa: B027 - most orders need not know
         """Announce blocks that will be inserted, before room is made for them.
 

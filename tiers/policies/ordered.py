@@ -37,7 +37,7 @@ class OrderedPolicy(CachePolicy):
         self._directory = directory
         self._order = order
         self.wants_chains = order.wants_chains
-        self.expects = order.wants_tags and type(order).expect is not EvictionOrder.expect
+        self.expects = order.expects
         self.ready_at = directory.ready_at
         # The directory answers alone, so the manager calls its methods directly.
         for name in ("get", "get_many", "mark_ready"):

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError, FormatError, InUseError, KVCascadeError
-from ...handlers.node.path.path_io import SEGMENTS
 from ...tiers.base import GROUP_BYTES
 from ...tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ...tiers.nvme.path.payload_files import PayloadFiles
 from ...tiers.nvme.path.presence_file import map_last_presence
 from ...tiers.nvme.path.writer.messages.block_questions import MAX_BLOCKS_PER_ANSWER
-from ...tiers.nvme.path.writer.namespace.namespace_home import STATE, read_description
+from ...tiers.nvme.path.writer.namespace.namespace_home import SEGMENTS, STATE, read_description
 from ...tiers.nvme.path.writer.path_options import load_record, was_reset
 from ...tiers.nvme.path.writer_note import load_note
 from .block_scan import NamedBlock, ScanSource

@@ -26,12 +26,11 @@ from ....tiers.nvme.path.former_writes import hold_writes
 from ....tiers.nvme.path.path_messages import NamespaceSpec, Welcome
 from ....tiers.nvme.path.payload_files import PayloadFiles
 from ....tiers.nvme.path.presence_file import map_presence
+from ....tiers.nvme.path.writer.namespace.namespace_home import SEGMENTS
 from ....tiers.nvme.segments.format import SegmentLayout
 from ..bounce import ArenaBounce, PieceBounce, ThreadBuffers
 from .path_jobs import PART_BYTES
 
-SEGMENTS = "segments"
-"""Name of the folder of segments in each directory of a namespace."""
 THREADS_PER_TRANSFER = 2
 """Threads for each device transfer. While one transfers a part, the other one finishes the previous
 part or prepares the next one."""

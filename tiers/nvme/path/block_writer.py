@@ -84,7 +84,7 @@ class BlockWriter:
         try:
             self._files.write_run(first_slot, buffers)
             if self._is_durable:
-                self._files.sync([first_slot])
+                self._files.sync(first_slot)
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True

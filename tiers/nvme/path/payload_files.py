@@ -46,7 +46,8 @@ class PayloadFiles:
         self._folders = tuple(folders)
         self._header_bytes = layout.header_bytes
         self._transfers = transfers
-        self._max_open = max_open or open_files_limit()
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_open = max_open or max(1, descriptors // DESCRIPTOR_SHARE)
         self._lock = threading.Lock()
         self._files: dict[int, File] = {}
 
@@ -62,10 +63,9 @@ class PayloadFiles:
         for part, position in vectored(buffers, offset, self.layout.block_bytes):
             self._transfers.write(file, part, position)
 
-    def sync(self, slots: Iterable[int]) -> None:
-        """Make everything that was written to the segments of these slots durable."""
-        for number in sorted({slot // self.layout.slots for slot in slots}):
-            self._file(number).sync()
+    def sync(self, slot: int) -> None:
+        """Make everything that was written to the segment of a slot durable."""
+        self._file(slot // self.layout.slots).sync()
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Drop the files of these segments; the next use opens them anew."""
@@ -115,8 +115,3 @@ class PayloadFiles:
         number, index = divmod(first_slot, self.layout.slots)
         assert index + count <= self.layout.slots, "a run may not cross a segment"
         return self._file(number), self._header_bytes + index * self.layout.block_bytes
-
-
-def open_files_limit() -> int:
-    """Return the largest number of segments of a namespace that this process keeps open."""
-    return max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // DESCRIPTOR_SHARE)

@@ -14,11 +14,15 @@ from pathlib import Path
 from ....assembly.path_parts import PathParts, described, existing_names, path_parts
 from ....block_cache import BlockCache, CacheOptions, PutOutcome
 from ....errors import ConfigError, InUseError, KVCascadeError, TierIOError, os_errors
-from ....handlers.node.path.path_io import SEGMENTS
 from ....tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ....tiers.nvme.namespace import DESCRIPTION, NamespaceKey
 from ....tiers.nvme.path.path_messages import NamespaceSpec
-from ....tiers.nvme.path.writer.namespace.namespace_home import key_of, read_description, spec_of
+from ....tiers.nvme.path.writer.namespace.namespace_home import (
+    SEGMENTS,
+    key_of,
+    read_description,
+    spec_of,
+)
 from ....tiers.nvme.segments.format import segment_number
 from ..path_blocks import OpenPath, open_path
 from ..path_folders import check_may_write, choose, folders_in

@@ -23,6 +23,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ......errors import ConfigError
+from ....segments.format import MAX_KEY_BYTES
 
 if TYPE_CHECKING:
     from ..namespace.namespace_writer import NamespaceWriter
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 MAX_BLOCKS_PER_ANSWER = 1024
 """Most blocks of one answer; other messages wait for it."""
-MAX_KEY_BYTES = 64
 MAX_ENGINES_NAMED = 64
 Answer = dict[str, Any]
 

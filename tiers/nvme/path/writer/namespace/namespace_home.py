@@ -38,7 +38,7 @@ from ...block_table import block_table_bytes
 from ...path_messages import NamespaceSpec
 from ..path_plan import SegmentPlan, plan_segments, slots_of_segment
 
-BLOCKS, PRESENCE, STATE, SEGMENTS = "blocks", "presence", "state", "segments"
+BLOCKS, STATE, SEGMENTS = "blocks", "state", "segments"
 LOCK_WAIT_S = 5.0
 """Longest wait for another process that is removing the directory."""
 NOTE_USE_EVERY_S = 60.0

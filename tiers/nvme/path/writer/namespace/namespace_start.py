@@ -15,7 +15,6 @@ import numpy as np
 
 from ......errors import KVCascadeError, os_errors
 from ......logs import get_logger
-from .....base import SlotMask
 from ....disk.filesystem import FileSystem
 from ....namespace import NamespaceKey
 from ...block_table import (
@@ -61,10 +60,6 @@ class StartMeans:
     boot: bytes
     """`presence_file.boot_id()`."""
 
-    def recency_of(self, home: NamespaceHome, policy: str, is_used: SlotMask) -> Recency:
-        """Open the order of eviction of a namespace. Raises a `KVCascadeError`."""
-        return Recency(self.fs, home.state_folder, policy, is_used, self.wall_clock)
-
     def table_of(self, home: NamespaceHome, *, is_durable: bool) -> BlockTable:
         """Open the block table of a namespace. Raises a `KVCascadeError`."""
         layout = home.layout
@@ -108,7 +103,7 @@ def open_namespace_writer(
         for number in there:
             space.add_segment(number)
         space.left_out.update(left_out)
-        recency = means.recency_of(home, policy, space.is_used)
+        recency = Recency(means.fs, home.state_folder, policy, space.is_used, means.wall_clock)
     except BaseException:
         if presence is not None:
             presence.file.close()

@@ -15,6 +15,7 @@ from itertools import takewhile
 from ......errors import KVCascadeError
 from ......logs import get_logger
 from .....endurance import DayTotals
+from ....segments.format import MAX_KEY_BYTES
 from ...block_table import MAX_COMMIT_BLOCKS, Applied, ApplyOutcome, BlockTable, Changes
 from ...path_messages import MAX_KEYS_PER_MESSAGE, Committed, Grant, Touch
 from ...presence_file import OpenPresence
@@ -324,4 +325,5 @@ class NamespaceWriter:
 
 def is_within_limits(keys: Sequence[bytes]) -> bool:
     """Return True if a message may have these keys."""
-    return len(keys) <= MAX_KEYS_PER_MESSAGE and all(0 < len(key) <= 64 for key in keys)
+    are_few = len(keys) <= MAX_KEYS_PER_MESSAGE
+    return are_few and all(0 < len(key) <= MAX_KEY_BYTES for key in keys)

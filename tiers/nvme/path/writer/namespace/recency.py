@@ -22,7 +22,7 @@ import numpy.typing as npt
 from ......errors import KVCascadeError, NoSpaceError, os_errors
 from ......logs import get_logger
 from .....base import BlockHash, SlotMask
-from .....policies import EvictionOrder, order_class
+from .....policies import order_class
 from .....policies.order import scalars
 from .....policies.ordered import tag_of
 from .....policies.parts.usage import SlotUsage
@@ -66,8 +66,7 @@ class Recency:
         self._is_used_at = scalars(is_used)
         self._damage = _Damage(folder)
         self._restored_s = -RESTORE_REST_S
-        order = self._order = order_class(policy)(len(is_used), self._arrays)
-        self._expects = order.wants_tags and type(order).expect is not EvictionOrder.expect
+        self._order = order_class(policy)(len(is_used), self._arrays)
         was_other_policy = self._arrays.was_unused
         self._usage = SlotUsage(len(is_used), self._arrays, wall_clock)
         if self._arrays.was_replaced:
@@ -83,7 +82,7 @@ class Recency:
 
     def expect(self, keys: Iterable[bytes]) -> None:
         """Announce blocks that will be stored, before room is made for them."""
-        if self._expects:
+        if self._order.expects:
             with self._damage:
                 self._order.expect([tag_of(BlockHash(key)) for key in keys])
 
