@@ -24,7 +24,6 @@ from .....logs import get_logger
 from ..block_table import MAX_COMMIT_BLOCKS
 from ..path_messages import Why
 from .idle_namespaces import IdleNamespaces
-from .left_out_segments import LeftOutSegments
 from .namespace.namespace_openings import NamespaceOpenings
 from .namespace.namespace_writer import NamespaceWriter
 from .path_capacity import PATH_REST_S, RETRY_AFTER_S, PathCapacity
@@ -79,7 +78,6 @@ class PathSpace:
         self.deleted: list[TakenSegment] = []
         """Segments whose files were deleted, for the nodes that may have them open."""
         self.files = SegmentJobs(capacity, executor, clock, self._after_deletion)
-        self.left_out = LeftOutSegments(executor, clock)
         self._openings = openings
         self._open_idle = open_idle
         self._clock = clock
@@ -104,7 +102,6 @@ class PathSpace:
         """Stop counting a namespace that was closed or removed."""
         self.namespaces.pop(name, None)
         self.files.forget(name)
-        self.left_out.forget(name)
         self._evict_from_s.pop(name, None)
         if self.taking is not None and self.taking.name == name:
             self.taking = None
@@ -222,11 +219,7 @@ class PathSpace:
         return [
             namespace
             for name, namespace in self.namespaces.items()
-            if not (
-                namespace.home.is_in_place
-                or self.files.has_work(name)
-                or self.left_out.has_work(name)
-            )
+            if not (namespace.home.is_in_place or self.files.has_work(name))
         ]
 
     def take_if_lost(self, namespace: NamespaceWriter, number: int) -> bool:

@@ -373,7 +373,7 @@ class PathWriter:
         self._former.look()
         self._out += self._held.signs_of_life()
         if not self.path.space.is_taking:
-            self.path.space.left_out.retry(self.namespaces.values())
+            self.path.space.files.mend()
         if not any(client.is_tool for client in self._clients.values()):
             self.path.remove_empty()  # a tool may have more questions about one
         self._send_figures()

@@ -2,18 +2,25 @@
 
 Files are made and deleted on I/O threads. A namespace has one batch of new files at a time in each
 path. Everything else runs on the writer's thread.
+
+Segments that could not be opened together with their namespace are left out, and tried again. Their
+blocks stay in the index, and nodes may read them. None of their slots is granted, and none of their
+blocks is evicted, because that would free no slot.
 """
 
 from __future__ import annotations
 
 import errno
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Executor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from .....errors import NoSpaceError
+from .....errors import KVCascadeError, NoSpaceError
 from .....logs import get_logger
+from ...segments.segment_files import SegmentFiles
+from .namespace.namespace_home import NamespaceHome
 from .namespace.namespace_writer import NamespaceWriter
 from .path_capacity import RETRY_AFTER_S, PathCapacity
 from .path_plan import fixed_bytes
@@ -29,7 +36,9 @@ class _Files:
     numbers: list[set[int]]
     """Numbers of the segments by path. Each step of the writer counts them for every path."""
     file_bytes: int
-    making: set[int]
+    mend_at_s: float
+    """Time of the next attempt to open the segments that are left out."""
+    making: set[int] = field(default_factory=set)
     """Segments that are being made."""
     making_since_s: float = 0.0
     """Time at which the last of them began to be made."""
@@ -38,6 +47,8 @@ class _Files:
     retry_at_s: dict[int, float] = field(default_factory=dict)
     """Paths in which the last attempt failed for another reason than room, to the time of the next
     one; each is logged once."""
+    mending: Future[list[int]] | None = None
+    """Attempt to open them whose result is not taken in."""
 
 
 class SegmentJobs:
@@ -72,7 +83,8 @@ class SegmentJobs:
         numbers: list[set[int]] = [set() for _ in range(self._capacity.paths)]
         for number in home.segments.found():
             numbers[number % self._capacity.paths].add(number)
-        self._files[home.name] = _Files(namespace, numbers, home.layout.file_bytes, set())
+        mend_at_s = self._clock() + RETRY_AFTER_S
+        self._files[home.name] = _Files(namespace, numbers, home.layout.file_bytes, mend_at_s)
 
     def forget(self, name: str) -> None:
         """Stop counting the files of a namespace."""
@@ -93,9 +105,9 @@ class SegmentJobs:
         return files.making_since_s if files.making else None
 
     def has_work(self, name: str) -> bool:
-        """Return True while a file of a namespace is being made or deleted."""
+        """Return True while a file of a namespace is being made, opened or deleted."""
         files = self._files[name]
-        return bool(files.making or files.deleting)
+        return bool(files.making or files.deleting or files.mending)
 
     @property
     def is_deleting(self) -> bool:
@@ -188,6 +200,28 @@ class SegmentJobs:
 
         self._submit(delete, lambda: self._kept(files, number, None))
 
+    def mend(self) -> None:
+        """Use the segments that could be opened again, and try those that are still left out.
+
+        No segment is being taken, because it could be one of them.
+        """
+        for name, files in self._files.items():
+            space, attempt, now_s = files.namespace.space, files.mending, self._clock()
+            if attempt is not None and attempt.done():
+                files.mending, files.mend_at_s = None, now_s + RETRY_AFTER_S
+                opened = attempt.result() if attempt.exception() is None else []
+                usable = sorted(space.left_out.intersection(opened))  # others were deleted
+                for number in usable:
+                    space.add_segment(number)
+                if usable:
+                    _log.info(
+                        "%s: %d segments that were left out are in use again", name, len(usable)
+                    )
+            elif attempt is None and space.left_out and now_s >= files.mend_at_s:
+                home, numbers = files.namespace.home, sorted(space.left_out)
+                with suppress(RuntimeError):  # the executor is shutting down
+                    files.mending = self._executor.submit(_usable, home, numbers)
+
     # -- inside --------------------------------------------------------------------------------
 
     def _is_open(self, files: _Files) -> bool:
@@ -246,6 +280,25 @@ class SegmentJobs:
             self._executor.submit(job)
         except RuntimeError:  # the executor is shutting down
             self._done.append(refused)
+
+
+def _usable(home: NamespaceHome, numbers: Sequence[int]) -> list[int]:
+    """Return those of the segments that can be used from now on. Runs on an I/O thread."""
+    return [n for n in numbers if home.is_in_place and _is_usable(home.segments, n)]
+
+
+def _is_usable(segments: SegmentFiles, number: int) -> bool:
+    """Return True if a segment can be opened, repaired if needed, or if its file is gone.
+
+    A file that is gone is made anew like one that is lost later.
+    """
+    try:
+        segments.mend(number)
+    except KVCascadeError as error:
+        with suppress(OSError):  # the disk is not mounted
+            return isinstance(error.__cause__, FileNotFoundError) and not segments.is_whole(number)
+        return False
+    return True
 
 
 def _is_lack_of_room(error: Exception) -> bool:
