@@ -1,10 +1,11 @@
 """The scheduler process's side of a node: send jobs, receive answers, restart after a crash.
 
-Only `start`, `wait` and `close` wait for the node, each for a limited time. A job ends when its
-answer has arrived, or when `waitpid` has confirmed that the process is dead. Until then the job may
-still write to its slots, so they stay reserved. A dead node is restarted, a few times a minute at
-most. A node that has work and stays silent for too long is killed. A thread cannot be killed: its
-socket is shut down, and it is dead once it and its transfers have ended.
+Only `start`, `wait`, `wait_for_news`, `kill` and `close` wait for the node, for a limited time
+each. A job ends when its answer has arrived, or when `waitpid` has confirmed that the process is
+dead. Until then the job may still write to its slots, so they stay reserved. A dead node is
+restarted, a few times a minute at most. A node that has work and stays silent for too long is
+killed. A thread cannot be killed: its socket is shut down, and it is dead once it and its transfers
+have ended.
 
 Threads: any thread may call any method. All processes are started on the single thread of an
 executor, because a node dies with the thread that started it.

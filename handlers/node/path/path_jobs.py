@@ -101,7 +101,7 @@ class Workers(Protocol):
         arena_slots: SlotArray,
         on_end: Callable[[BlocksWritten | None], None],
     ) -> None:
-        """Write a part. `on_end` gets None if the part was cancelled before it began."""
+        """Write a part. `on_end` gets None if it was cancelled before it began, or if it raised."""
         ...
 
     def read(
@@ -148,7 +148,7 @@ class JobMeans:
     """Functions that the jobs use."""
 
     send: Callable[[FromNode], None]
-    """Sends a message to the writer. May only be called while there is a link."""
+    """Sends a message to the writer; drops it if no writer serves this node."""
     answer: Callable[[JobDone | NodeReady], None]
     """Sends a message to the scheduler."""
     workers: Workers
