@@ -216,7 +216,7 @@ class Lookups:
             if is_waiting and not self._has_collected:
                 self._has_collected = True
                 self._collect()
-        request.missed_at = None
+        request.missed_at, request.first = None, first
         self.answers.begin()
         if request.claim is not None:
             with self._lock:

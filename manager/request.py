@@ -36,6 +36,8 @@ class Request:
     recomputes: bool = False
     """True once computing was expected to be faster. No block is promoted for the request then."""
 
+    first: BlockHash | None = None
+    """First block of its lookups of this step, or of the last step with any."""
     asked: BlockHash | None = None
     """First block about which a tier elsewhere has to be asked; None while there is none."""
     claim: Claim | None = None

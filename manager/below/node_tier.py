@@ -26,6 +26,7 @@ from ..state import TierState
 from .node_feed import MapTable, NodeFeed
 from .port import Ended, Put, TierFacts, WriteState
 from .single_tier import (
+    PUTS_AT_MOST,
     STALLED_S,
     Going,
     NodeClient,
@@ -93,7 +94,7 @@ class NodeWrites(Traffic[NodeFeed]):
 
     def room(self, n: int) -> int:
         """Return how many of `n` blocks may be started."""
-        if self._flow.clock() < self._no_room_until_s:
+        if len(self.jobs) >= PUTS_AT_MOST or self._flow.clock() < self._no_room_until_s:
             return 0
         return min(n, self._max_blocks - len(self.coming))
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...handlers.node.node_keeper import JOBS_AT_MOST
 from ...handlers.node.path_wire import JobDone, PutJob, pack_slots
 from ...handlers.node.remote.remote_wire import FetchJob, RemoteResetJob, ResetDone
 from ...tiers.base import BlockHash, BlockOutcome, new_reset_mark
@@ -32,6 +31,7 @@ from .port import ASKING, Ended, Put, TierFacts, WriteState
 from .remote_feed import Questions, RemoteFeed
 from .single_tier import (
     LOST,
+    PUTS_AT_MOST,
     STALLED_S,
     Going,
     NodeClient,
@@ -44,8 +44,6 @@ from .single_tier import (
 )
 
 MEDIUM = "REMOTE"
-PUTS_AT_MOST = JOBS_AT_MOST // 2
-"""Largest number of puts in flight. The node takes questions and reads beside them."""
 UNBOUNDED_BLOCKS = 1 << 40
 """Capacity of a tier that has none of its own."""
 _THERE = (BlockOutcome.OK, BlockOutcome.HELD)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from ...handlers.node.node_keeper import JOBS_AT_MOST
 from ...handlers.node.path_wire import GetJob, JobDone, pack_slots, unpack_outcomes
 from ...logs import get_logger
 from ...tiers.base import BlockHash, BlockOutcome
@@ -25,6 +26,8 @@ NODE_STOP_S = 1.0
 STALLED_S = 15.0
 """Time limit in seconds. If transfers in one direction are in flight and none ends for so long,
 this counts as a failure."""
+PUTS_AT_MOST = JOBS_AT_MOST // 2
+"""Largest number of puts in flight. The node takes reads, questions and resets beside them."""
 MAX_MARKS = 64
 """Most marks of resets that are kept until they are taken."""
 SILENCE = frozenset({BlockOutcome.IO_ERROR, BlockOutcome.NO_SPACE})

@@ -107,18 +107,18 @@ class ClaimQueue:
 
         `first` is the first block of its new lookups. If the claim starts with another block, the
         device cache changed meanwhile. Blocks before `first` are then no longer wanted. A claim
-        without `first` is dropped.
+        without `first` is dropped, unless it was made by lookups from there on.
         """
         request = claim.request
         if claim.is_admitted:
             return bool(request.pending)
-        if first not in claim.wanted:
+        if first not in claim.wanted and first != claim.first:
             self.release(request)
             return False
-        if first != next(iter(claim.wanted)):
+        if first in claim.wanted and first != next(iter(claim.wanted)):
             at = list(claim.wanted).index(first)
             claim.wanted = dict(islice(claim.wanted.items(), at, None))
-            claim.new_slots = None
+            claim.first, claim.new_slots = first, None
             self._look_again_s = -math.inf
         self._asked.append(claim)
         return True
@@ -138,7 +138,7 @@ class ClaimQueue:
                     return PENDING
                 self.admitted.pop(claim, None)  # its pins last until the end of the step
             hits = dict.fromkeys(self._answers.of_request(), 0)
-            claim = request.claim = Claim(request, self._flow.clock(), hits)
+            claim = request.claim = Claim(request, self._flow.clock(), request.first, hits)
             self._queue[claim] = None
             self._asked.append(claim)
             self._look_again_s = -math.inf

@@ -32,6 +32,9 @@ class Claim:
 
     request: Request
     since_s: float
+    first: BlockHash | None = None
+    """First block of the lookups that made the claim. It may be in no tier: if all layers have a
+    sliding window, the engine asks from the end of the prompt on."""
     wanted: dict[BlockHash, int] = field(default_factory=dict)
     """Blocks of the prefix in lookup order, with the tier that holds each. 0 means the first tier,
     or a block in flight to it."""

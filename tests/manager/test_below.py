@@ -10,8 +10,11 @@ from support.keys import key, keys
 from support.twin_engine import DEADLINE_S, TwinEngine
 
 from kvcascade.config.schema import WriteMode
+from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.port import Put
+from kvcascade.manager.below.single_tier import PUTS_AT_MOST
+from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.counters import Reason
 from kvcascade.manager.promotion.claim_queue import HOLD_DEADLINES
 from kvcascade.manager.request import Request
@@ -303,3 +306,35 @@ def test_a_read_of_before_a_reset_makes_no_later_one_late() -> None:
     engine.twin._queued.append(old)
     engine.step()
     assert engine.manager.counters.recomputed_blocks[Reason.DEADLINE] == 0
+
+
+def test_a_slow_second_tier_takes_reads_and_resets_while_its_writes_wait() -> None:
+    """Writes filled its node: reads were misses, and a reset had to wait."""
+    cascade = Cascade((1024, 1024, 4096), ManagerOptions(write_mode=WriteMode.THROUGH))
+    manager, (near, far), old = cascade.manager, cascade.nodes, keys(4)
+    cascade.store(old)
+    manager.end_step()
+    cascade.run_transfers()
+    for policy, backend in zip(cascade.policies[:2], cascade.backends[:2], strict=True):
+        for each in old:
+            status = policy.remove(each)
+            assert status is not None
+            backend.free(status)
+    for each in old:
+        del near.presence.slots[each]
+    for number in range(10, 10 + JOBS_AT_MOST + 8):
+        cascade.store([key(number)])
+        manager.end_step()
+        near.down.wait(set(near.down.queued))
+        manager.maintain()
+    assert len(far.down.queued) == PUTS_AT_MOST
+    request = Request()
+    assert manager.lookup(old, request) is None
+    manager.end_step()
+    far.up.wait(set(far.up.queued))
+    manager.maintain()
+    assert manager.lookup(old, request) == len(old)
+    epoch = far.presence.epoch
+    manager.reset_cache()
+    assert far.presence.epoch == epoch + 1
+    assert manager.counters.links[1].demote_openings == 0

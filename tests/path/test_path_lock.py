@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import subprocess
@@ -14,12 +13,7 @@ from support.forks import idle_fork, said_by_fork
 from support.memory_file_system import MemoryFileSystem
 
 from kvcascade.errors import ConfigError
-from kvcascade.tiers.nvme.disk.filesystem import (
-    FileLock,
-    FileSystem,
-    RealFileLock,
-    RealFileSystem,
-)
+from kvcascade.tiers.nvme.disk.filesystem import FileSystem, RealFileLock, RealFileSystem
 from kvcascade.tiers.nvme.path.path_lock import LOCK_NAME, PathDoor, try_lead
 from kvcascade.tiers.nvme.path.writer.path_options import PATH_FOLDER
 
@@ -66,19 +60,6 @@ def test_a_killed_process_leads_no_more(tmp_path: Path) -> None:
         child.kill()
         child.communicate(timeout=30)
     assert try_lead(RealFileSystem(), tmp_path) is not None
-
-
-def test_nobody_leads_on_a_read_only_disk() -> None:
-    """It is no fault that passes, so an engine that starts is refused."""
-
-    class ReadOnly(MemoryFileSystem):
-        def lock(self, path: Path, *, shared: bool = False, wait_s: float = 0.0) -> FileLock:
-            raise OSError(errno.EROFS, "Read-only file system")
-
-    fs, root = ReadOnly(), Path("/tier")
-    fs.make_dir(root)
-    with pytest.raises(ConfigError, match="'/tier' cannot be written by this user: .* read-only"):
-        try_lead(fs, root)
 
 
 def test_a_leader_sees_that_its_tier_was_replaced(tmp_path: Path) -> None:

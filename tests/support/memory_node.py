@@ -12,6 +12,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST
 from kvcascade.handlers.node.path_wire import (
     GetJob,
     JobDone,
@@ -98,6 +99,8 @@ class MemoryNode:
 
     def submit(self, order: Callable[[int], Any], on_end: OnEnd) -> bool:
         """See `NodeClient`."""
+        if len(self._ends) >= JOBS_AT_MOST:
+            return False
         ticket = next(self._tickets)
         message = order(ticket)
         match message:

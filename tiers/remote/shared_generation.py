@@ -76,6 +76,8 @@ class _Counters:
         self._on_asked = on_asked
         self._requests = 0
         """Number of requests since the last report."""
+        self.has_lost_mark = False
+        """True from a mark that the server lost until the generation is raised."""
 
     def report(self, outcome: RemoteOutcome, took_s: float) -> None:
         """Report the end of an exchange with the server, and its requests."""
@@ -92,7 +94,9 @@ class _Counters:
 
     def raise_generation(self, least: int, limit_s: float) -> CounterAnswer:
         """Raise the counter of generations, to `least` or more."""
-        return self._sent(self._engine.advance(self._name, least, limit_s))
+        raised = self._sent(self._engine.advance(self._name, least, limit_s))
+        self.has_lost_mark &= raised.outcome is not RemoteOutcome.OK
+        return raised
 
     def last_mark(self, limit_s: float) -> CounterAnswer:
         """Read the mark of the last reset; 0 if there is none."""
@@ -102,6 +106,7 @@ class _Counters:
 
     def restore_mark(self, known: int, limit_s: float) -> CounterAnswer:
         """Bring back a mark that the server lost. Return it, or a later one of another host."""
+        self.has_lost_mark = True
         marked = self._sent(self._engine.counter(self._marks_name, known, limit_s))
         is_older = marked.outcome is RemoteOutcome.OK and marked.value < known
         return self.raise_mark(known, limit_s) if is_older else marked
@@ -151,8 +156,6 @@ class SharedGeneration:
         self._newest = 0
         """Greatest value of the counter that was read."""
         self._was_reset = was_reset
-        self._has_lost_mark = False
-        """True from a mark that the server lost until the generation is raised."""
         self.own_mark: int | None = None
         """Mark of the last reset of this host, or else of the one before its start.
 
@@ -263,14 +266,12 @@ class SharedGeneration:
         """
         marked = self._counters.last_mark(limit_s)
         if marked.outcome is RemoteOutcome.OK and marked.value < self.mark:
-            self._has_lost_mark = True
             marked = self._counters.restore_mark(self.mark, limit_s)
         if marked.outcome is not RemoteOutcome.OK:
             return marked, 0
-        if self._has_lost_mark or answer.value < max(self._newest, marked.value):
+        if self._counters.has_lost_mark or answer.value < max(self._newest, marked.value):
             least = max(now, marked.value, self._newest + 1)
             answer = self._counters.raise_generation(least, limit_s)
-            self._has_lost_mark &= answer.outcome is not RemoteOutcome.OK
         return answer, marked.value
 
     def _raise(self, reset: _Reset, now: int, limit_s: float) -> CounterAnswer:
@@ -288,7 +289,7 @@ class SharedGeneration:
         last = self._counters.last_mark(limit_s)
         if last.outcome is not RemoteOutcome.OK:
             return last
-        self._has_lost_mark |= last.value < self.mark
+        self._counters.has_lost_mark |= last.value < self.mark
         mark = max(last.value, self.mark)
         is_foreign = mark > reset.known and mark != reset.mark
         reset.is_raised = reset.is_new or mark < reset.mark

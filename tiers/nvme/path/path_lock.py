@@ -35,19 +35,14 @@ def try_lead(fs: FileSystem, root: Path) -> FileLock | None:
     """Become the writer of a path. Return None if another process is.
 
     The holder checks `FileLock.is_in_place` now and then, and stops to write if it is False: the
-    tier was unmounted or replaced. Raises `ConfigError` if the path does not exist, is read-only or
-    belongs to another user, or `TierIOError`.
+    tier was unmounted or replaced. Raises `ConfigError` if the path does not exist or belongs to
+    another user, or `TierIOError`.
     """
     if not fs.exists(root):
         raise ConfigError(f"path {str(root)!r} does not exist; create it")
     try:
         return lock_path(fs, root)
     except TierIOError as error:
-        if error.errno == errno.EROFS:
-            raise ConfigError(
-                f"path {str(root)!r} cannot be written by this user: its file system is read-only; "
-                "mount it for writing, or give another path"
-            ) from error
         if error.errno not in (errno.EPERM, errno.EACCES):
             raise
         folder = root / PATH_FOLDER
