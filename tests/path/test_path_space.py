@@ -248,6 +248,8 @@ def test_a_smaller_capacity_holds_from_the_next_writer_on() -> None:
     node = RigNode(rig, "m", less)
     rig.step(20, seconds=1.0)
     assert 1 <= segments(rig)["m"] <= 4
+    figures = rig.take(node.client, TierFigures)[-1]
+    assert figures.capacity_blocks == 4 * home.layout.slots < home.slots
     assert bytes_of(rig) <= less.capacity_bytes
     assert node.store([500]) == [Committed.OK]
 

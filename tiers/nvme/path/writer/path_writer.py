@@ -388,7 +388,7 @@ class PathWriter:
                 client = self._clients[number]
                 figures = TierFigures(
                     namespace.space.used,
-                    namespace.home.slots,
+                    namespace.home.slots_within(self.path.space.capacity.share_bytes),
                     namespace.evicted_blocks,
                     left,
                     (int(day.is_whole_day), day.written, day.read),

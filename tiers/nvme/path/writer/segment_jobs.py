@@ -23,7 +23,6 @@ from ...segments.segment_files import SegmentFiles
 from .namespace.namespace_home import NamespaceHome
 from .namespace.namespace_writer import NamespaceWriter
 from .path_capacity import RETRY_AFTER_S, PathCapacity
-from .path_plan import fixed_bytes
 
 _log = get_logger(__name__)
 
@@ -126,8 +125,7 @@ class SegmentJobs:
     def bytes_in(self, name: str, path: int) -> int:
         """Return the bytes of a namespace in a path, all that it may take without asking."""
         home = self._files[name].namespace.home
-        more = home.unplanned_bytes if path == 0 else 0
-        return self.segment_bytes(name, path) + fixed_bytes(home.slots, path) + more
+        return self.segment_bytes(name, path) + home.bytes_beside_segments(path)
 
     def segment_bytes(self, name: str, path: int) -> int:
         """Return the bytes of the segments of a namespace in a path."""

@@ -36,7 +36,7 @@ from ....segments.format import (
 from ....segments.segment_files import SegmentFiles
 from ...block_table import block_table_bytes
 from ...path_messages import NamespaceSpec
-from ..path_plan import SegmentPlan, plan_segments, slots_of_segment
+from ..path_plan import SegmentPlan, fixed_bytes, plan_segments, slots_of_segment
 
 BLOCKS, STATE, SEGMENTS = "blocks", "state", "segments"
 LOCK_WAIT_S = 5.0
@@ -89,6 +89,20 @@ class NamespaceHome:
         """
         first = self.locks[:1]
         return bool(first) and first[0].is_in_place() and self.segments.has_folder
+
+    def bytes_beside_segments(self, path: int) -> int:
+        """Return the most bytes in a path beside the segments."""
+        return fixed_bytes(self.slots, path) + (self.unplanned_bytes if path == 0 else 0)
+
+    def slots_within(self, share_bytes: int) -> int:
+        """Return the number of slots, of a segment at least, for which paths of this capacity have
+        room.
+
+        It is less than `slots` after the capacity was lowered: the tables keep their size.
+        """
+        rooms = (share_bytes - self.bytes_beside_segments(p) for p in range(len(self.folders)))
+        segments = sum(max(0, room) // self.layout.file_bytes for room in rooms)
+        return min(self.slots, max(1, segments) * self.layout.slots)
 
     def measure_index(self, fs: FileSystem) -> None:
         """Measure the open index. One that was larger once may keep pages at the end of its file.
