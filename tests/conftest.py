@@ -113,3 +113,19 @@ def caplog(
         if name.startswith("kvcascade.") and isinstance(logger, logging.Logger):
             monkeypatch.setattr(logger, "filters", [])
     return caplog
+
+
+@pytest.fixture(autouse=True)
+def _no_order_fails(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Only damage makes an order of eviction fail. The writer goes on, so no test would see it."""
+    if request.path.parent.name not in ("path", "model") or request.path.name == "test_recency.py":
+        yield
+        return
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("kvcascade.tiers.nvme.path.writer.namespace.recency")
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
+    assert not [text for text in said if "order of eviction" in text]

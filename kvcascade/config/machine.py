@@ -1,8 +1,8 @@
 """Check that a configuration fits this machine, before anything is allocated or created.
 
 `check_machine` compares a parsed configuration with the memory, disks and folders of a `Machine`.
-It raises a `ConfigError` of one sentence for the first option that does not fit. It never creates,
-changes or removes anything. Tests pass a twin of `Machine`.
+It raises a `ConfigError` of one sentence for the first option that does not fit. It leaves nothing
+behind. Tests pass a twin of `Machine`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class PathKind(Enum):
 
 
 class Machine:
-    """Read-only view of the machine that this process runs on; tests pass a twin.
+    """The machine that this process runs on; tests pass a twin.
 
     Methods raise `OSError` if the machine cannot answer.
     """

@@ -11,7 +11,11 @@ import pytest
 from support.keys import key
 
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
-from kvcascade.tiers.nvme.path.writer.namespace.recency import RESTORE_REST_S, Recency
+from kvcascade.tiers.nvme.path.writer.namespace.recency import (
+    CHECKED_PER_SEARCH,
+    RESTORE_REST_S,
+    Recency,
+)
 from kvcascade.tiers.policies import ORDERS
 
 BEFORE, AFTER = 400, 300
@@ -114,6 +118,10 @@ def words(path: Path) -> np.memmap[tuple[int, ...], np.dtype[np.int64]]:
     return np.memmap(path, np.int64, "r+", HEADER_BYTES)
 
 
+def bytes_in(path: Path) -> np.memmap[tuple[int, ...], np.dtype[np.uint8]]:
+    return np.memmap(path, np.uint8, "r+", HEADER_BYTES)
+
+
 @pytest.mark.parametrize("policy", ORDERS)
 def test_a_position_that_is_damaged_in_use_hides_no_slot(tmp_path: Path, policy: str) -> None:
     """Neither from the next search, which may remember positions, nor after more uses."""
@@ -137,11 +145,58 @@ def test_damage_in_use_costs_recency_only(tmp_path: Path, policy: str, seed: int
     """No damage to any array hides a slot, gives one that is not used, or ends the writer."""
     namespace = Namespace(tmp_path, policy, seed)
     rng = namespace.rng
-    damaged = np.memmap(rng.choice(namespace.files("*.arr")), np.uint8, "r+", HEADER_BYTES)
+    damaged = bytes_in(rng.choice(namespace.files("*.arr")))
     at = rng.randrange(len(damaged)) // 8 * 8
     part = damaged[at : at + rng.choice([1, 8, 512, 4096])]
     part[:] = rng.choice([part * 0, part | 255, part ^ (1 << rng.randrange(8))])
     namespace.check()
+
+
+@pytest.mark.parametrize("policy", ORDERS)
+def test_slots_that_searches_do_not_miss_are_found_hidden_after_a_while(
+    tmp_path: Path, policy: str
+) -> None:
+    """Searches for a few victims find others. A clean close seals the damage."""
+    namespace = Namespace(tmp_path, policy, 1)
+    for pattern in ("*_stamp.arr", "*_kind.arr", "*_segment.arr", "*_run_of.arr"):
+        for path in namespace.files(pattern):
+            bytes_in(path)[: path.stat().st_size * 8 // 10] = 0
+    namespace.recency.close(is_clean=True)
+    namespace.recency = opened(tmp_path, policy, namespace.is_used)
+    for _ in range(BEFORE // CHECKED_PER_SEARCH + 1):
+        namespace.store(12)
+    assert all(slot in namespace.recency._order for slot in namespace.used())
+    namespace.recency.close(is_clean=False)
+
+
+def test_an_order_that_fails_again_and_again_is_restored_once_in_a_while(tmp_path: Path) -> None:
+    """It takes time, and may not help."""
+    now_s = [1000.0]
+    recency = Recency(
+        RealFileSystem(False), tmp_path, "lru", np.ones(BEFORE, np.bool_), lambda: now_s[0]
+    )
+    recency.remove([3])
+    assert len(recency.victims(BEFORE)) == BEFORE
+    recency.remove([3])
+    assert len(recency.victims(BEFORE)) == BEFORE - 1
+    now_s[0] += RESTORE_REST_S
+    assert len(recency.victims(BEFORE)) == BEFORE
+    recency.close(is_clean=False)
+
+
+def test_slots_that_no_entry_names_are_no_victims(tmp_path: Path) -> None:
+    """Their eviction would free nothing. They come back with a block that is stored there."""
+    clock = count(1000.0, RESTORE_REST_S)
+    recency = Recency(
+        RealFileSystem(False), tmp_path, "lru", np.ones(BEFORE, np.bool_), lambda: next(clock)
+    )
+    assert 3 in recency.victims(BEFORE)
+    recency.set_aside([3])
+    for _ in range(3):
+        assert sorted(recency.victims(BEFORE)) == [slot for slot in range(BEFORE) if slot != 3]
+    recency.insert(keys(range(3, 4)), [3])
+    assert recency.victims(BEFORE)[-1] == 3
+    recency.close(is_clean=False)
 
 
 @pytest.mark.parametrize("policy", ORDERS)

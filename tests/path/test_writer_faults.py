@@ -252,7 +252,7 @@ def test_a_reset_after_one_that_the_disk_refused_keeps_out_what_was_stored_betwe
 
 
 def test_a_reset_that_is_asked_for_twice_begins_one_epoch() -> None:
-    """Its engine joined again, or another writer passed it on."""
+    """Several tiers of its engine forward it."""
     rig = PathRig()
     node = RigNode(rig)
     (disk,) = rig.disks.values()

@@ -598,9 +598,13 @@ class TestResets:
         rig.clock.advance(6.0)
         missed.look(keys(1))
         own_mark = missed.store.state().mark
-        rig.store.reset(WALL_MARK, is_new=is_new)
-        rig.look(keys(1))
-        rig.twin.counters.pop(rig.objects.marks_name)
+        knows = rig.host()
+        for host in (knows, rig):
+            host.store.reset(WALL_MARK, is_new=is_new)
+            host.look(keys(1))
+        rig.clock.advance(6.0)
+        knows.look(keys(1))
+        mark = rig.twin.counters.pop(rig.objects.marks_name)
         if loses_generation:
             rig.twin.counters.clear()
         rig.clock.advance(6.0)
@@ -613,12 +617,12 @@ class TestResets:
             rig.twin.fails["advance"] = RemoteOutcome.IO_ERROR
             assert rig.read(keys(3)) == [RemoteOutcome.IO_ERROR] * 3
             rig.twin.fails.clear()
+            assert knows.read(keys(3)) == [ABSENT] * 3
             rig.clock.advance(60.0)
         assert rig.look(keys(3)) == [ABSENT] * 3 and rig.read(keys(3)) == [ABSENT] * 3
-        assert rig.twin.counters[rig.objects.marks_name] == WALL_MARK
         rig.clock.advance(6.0)
         missed.look(keys(1))
-        assert missed.store.state().mark == WALL_MARK
+        assert missed.store.state().mark == rig.twin.counters[rig.objects.marks_name] == mark
 
     def test_a_mark_that_was_lost_is_no_new_reset(self) -> None:
         rig = RemoteRig()

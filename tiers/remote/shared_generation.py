@@ -21,7 +21,8 @@ counter raises it.
 
 A mark below a known one, or none, means that the server lost it. A host that missed the reset may
 have stored older blocks since then, in any generation up to the present one. So a host that knows
-the mark restores it and then raises the generation.
+the mark raises the generation, restores the mark, and raises the generation again: for others that
+know the mark, and ask before it is back; and for blocks that were stored before it was.
 
 While requests use the generation, it is read again in the background before it is too old for them.
 So a request waits for it only after a pause.
@@ -264,14 +265,18 @@ class SharedGeneration:
 
         The mark is read after the counter, so that it is no older.
         """
-        marked = self._counters.last_mark(limit_s)
+        counters = self._counters
+        marked = counters.last_mark(limit_s)
+        least = max(now, marked.value, self._newest + 1)
         if marked.outcome is RemoteOutcome.OK and marked.value < self.mark:
-            marked = self._counters.restore_mark(self.mark, limit_s)
+            raised = counters.raise_generation(least, limit_s)
+            if raised.outcome is not RemoteOutcome.OK:
+                return raised, 0
+            marked = counters.restore_mark(self.mark, limit_s)
         if marked.outcome is not RemoteOutcome.OK:
             return marked, 0
-        if self._counters.has_lost_mark or answer.value < max(self._newest, marked.value):
-            least = max(now, marked.value, self._newest + 1)
-            answer = self._counters.raise_generation(least, limit_s)
+        if counters.has_lost_mark or answer.value < max(self._newest, marked.value):
+            answer = counters.raise_generation(least, limit_s)
         return answer, marked.value
 
     def _raise(self, reset: _Reset, now: int, limit_s: float) -> CounterAnswer:

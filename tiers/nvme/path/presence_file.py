@@ -173,8 +173,8 @@ def map_last_presence(fs: FileSystem, folder: Path) -> PresenceTable | None:
         file = _open_if_whole(fs, path, slots) if slots else None
         if file is None:
             return None
-        memory = file.map(0, file.size(), writable=False)
-        file.close()
+        with closing(file):
+            memory = file.map(0, file.size(), writable=False)
     return PresenceTable(memory, slots)
 
 

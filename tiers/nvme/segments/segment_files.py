@@ -50,7 +50,8 @@ class SegmentFiles:
     def create(self, numbers: Sequence[int]) -> None:
         """Create segments of one folder with all their disk blocks, or none of them.
 
-        Raises `NoSpaceError` or `TierIOError`.
+        Raises `NoSpaceError` or `TierIOError`. A device that fails may then keep files, which the
+        next attempt makes whole.
         """
         made: list[Path] = []
         try:

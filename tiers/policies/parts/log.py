@@ -327,7 +327,7 @@ class RecencyLog:
     def to_array(self) -> npt.NDArray[np.int32]:
         """Return all slots, coldest first: int32, shape `(len(self),)`."""
         self._check_ends()
-        head, tail = self._bounds()
+        head, tail = self._end[_HEAD], self._end[_TAIL]
         parts = [
             self.between(start, min(start + COMPACT_CHUNK, tail))
             for start in range(head, tail, COMPACT_CHUNK)
@@ -362,7 +362,7 @@ class RecencyLog:
     def _skip_dead(self) -> int:
         """Advance the head to the coldest live slot and return its position."""
         self._check_ends()
-        head, tail = self._bounds()
+        head, tail = self._end[_HEAD], self._end[_TAIL]
         few = min(head + SCAN_FEW, tail)
         while head < few:
             if self._stamp_of[self._log_at[head % self._length]] == head + 1:

@@ -47,7 +47,7 @@ class _Files:
     """Paths in which the last attempt failed for another reason than room, to the time of the next
     one; each is logged once."""
     mending: Future[list[int]] | None = None
-    """Attempt to open them whose result is not taken in."""
+    """Attempt to open the segments that are left out, whose result is not taken in."""
 
 
 class SegmentJobs:

@@ -95,10 +95,9 @@ class NamespaceHome:
         return fixed_bytes(self.slots, path) + (self.unplanned_bytes if path == 0 else 0)
 
     def slots_within(self, share_bytes: int) -> int:
-        """Return the number of slots, of a segment at least, for which paths of this capacity have
-        room.
+        """Return the slots that fit into paths of this capacity each: those of a segment at least.
 
-        It is less than `slots` after the capacity was lowered: the tables keep their size.
+        It is less than `slots` after the capacity was lowered, because the tables keep their size.
         """
         rooms = (share_bytes - self.bytes_beside_segments(p) for p in range(len(self.folders)))
         segments = sum(max(0, room) // self.layout.file_bytes for room in rooms)

@@ -318,8 +318,8 @@ class NamespaceWriter:
         self.recency.remove(other)
         self.space.unuse([slot for _, slot in gone])
         nameless = victims - {slot for _, slot in gone}
-        if nameless:  # the index does not say whose they are: they stay in use, and out of order
-            self.recency.remove(sorted(nameless))
+        if nameless:
+            self.recency.set_aside(sorted(nameless))
         result.removed.extend(key for key, _ in gone)
 
 

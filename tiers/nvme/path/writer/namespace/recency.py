@@ -4,8 +4,9 @@ Both are arrays in `<namespace>/state/`, so they survive restarts and `kill -9`.
 writer's thread only; nothing waits for a file.
 
 Damage to these files costs recency only. `victims` trusts no answer of the order: each slot must be
-in use, and none may be missing. Otherwise, or after an exception, the order is fitted to the used
-slots.
+in use, and none may be missing. Each search also looks for a few of the used slots, in turn: slots
+may be hidden while enough others are found. After a wrong answer, or an exception, the order is
+fitted to the used slots.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ MAX_SESSION_DIGITS = 18
 COLDEST_SAMPLE = 64
 """Number of next victims whose mean last use stands for a namespace's coldest blocks."""
 
+CHECKED_PER_SEARCH = 4
+"""Number of slots that each search looks for, at 0.2 µs each."""
 RESTORE_REST_S = 10.0
 """Time from one restoration of the order to the next: one takes tenths of a second."""
 
@@ -66,6 +69,10 @@ class Recency:
         self._is_used_at = scalars(is_used)
         self._damage = _Damage(folder)
         self._restored_s = -RESTORE_REST_S
+        self._nameless: set[int] = set()
+        """Used slots that are in no order."""
+        self._checked = 0
+        """Slot before which the slots were looked for in this turn."""
         self._order = order_class(policy)(len(is_used), self._arrays)
         was_other_policy = self._arrays.was_unused
         self._usage = SlotUsage(len(is_used), self._arrays, wall_clock)
@@ -88,6 +95,7 @@ class Recency:
 
     def insert(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """Add blocks in prefix order; the first is the most recent afterwards."""
+        self._nameless.difference_update(slots)
         with self._damage:
             self._order.insert(slots[::-1], self._tags(keys[::-1]))
         self._usage.note_insert(slots)
@@ -113,6 +121,11 @@ class Recency:
         with self._damage:
             self._order.remove(slots)
 
+    def set_aside(self, slots: Sequence[int]) -> None:
+        """Never evict these used slots: the index does not say whose they are."""
+        self._nameless.update(slots)
+        self.remove(slots)
+
     def evicted(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """Forget blocks because they were evicted."""
         with self._damage:
@@ -124,12 +137,14 @@ class Recency:
         There are fewer only if no more are used, or if the order was restored a short time ago.
         """
         found = self._search(n, mask)
-        if (self._damage.is_seen or self._hides_some(found, n, mask)) and self._restore():
+        is_wrong = self._hides_next() or self._hides_some(found, n, mask)
+        if (is_wrong or self._damage.is_seen) and self._restore():
             found = self._search(n, mask)
         return found
 
     def clear(self) -> None:
         """Forget all blocks."""
+        self._nameless.clear()
         self._order.clear()
 
     def coldest_age_s(self, mask: SlotMask | None = None) -> float | None:
@@ -170,12 +185,30 @@ class Recency:
         self._damage.is_seen |= len(right) < len(found)
         return right
 
+    def _hides_next(self) -> bool:
+        """Return True if one of the next slots is used, and not in the order."""
+        first, is_used, order = self._checked, self._is_used_at, self._order
+        end = min(first + CHECKED_PER_SEARCH, len(is_used))
+        self._checked = end % len(is_used)
+        with self._damage:
+            return any(
+                is_used[slot] and slot not in order and slot not in self._nameless
+                for slot in range(first, end)
+            )
+        return False
+
     def _hides_some(self, found: list[int], n: int, mask: SlotMask | None) -> bool:
-        """Return True if fewer than `n` victims were found although more slots are used."""
+        """Return True if fewer than `n` victims were found although more slots are in the order."""
         if len(found) >= n:
             return False
-        is_open = self._is_used if mask is None else self._is_used & mask
-        return len(found) < min(n, int(np.count_nonzero(is_open)))
+        present = self._present()
+        evictable = present if mask is None else present[mask[present]]
+        return len(found) < min(n, len(evictable))
+
+    def _present(self) -> npt.NDArray[np.intp]:
+        """Return the slots that belong into the order, ascending."""
+        present = np.flatnonzero(self._is_used)
+        return np.setdiff1d(present, [*self._nameless]) if self._nameless else present
 
     def _restore(self) -> bool:
         """Fit the order to the used slots. Return False if that was done a short time ago."""
@@ -186,7 +219,7 @@ class Recency:
         _log.warning("%s is damaged; the order of eviction is restored", self._folder)
         self._damage.is_seen = False
         with self._damage:
-            self._order.reconcile(np.flatnonzero(self._is_used))
+            self._order.reconcile(self._present())
         return True
 
     def _order_by_last_use(self) -> None:
