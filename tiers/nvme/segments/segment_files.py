@@ -59,8 +59,9 @@ class SegmentFiles:
                 path = self.path_of(number)
                 with os_errors(f"creating {path}"):
                     self._create(path, number, made)
-            with os_errors(f"creating {path}"):
-                self._fs.sync_dir(path.parent)
+            folder = self.path_of(numbers[0]).parent
+            with os_errors(f"creating files in {folder}"):
+                self._fs.sync_dir(folder)
         except BaseException:
             for path in made:
                 with suppress(OSError):  # it is mended by the next attempt
