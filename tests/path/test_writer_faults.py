@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
+import msgspec
+import numpy as np
 import pytest
 from support.path_rig import PathRig, RigNode, int32, key_of, slots_in, uint64
 
@@ -43,6 +45,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
 )
 from kvcascade.tiers.nvme.path.writer.namespace.waiting_grants import MAX_WAITING_PER_CLIENT
 from kvcascade.tiers.nvme.path.writer.path_capacity import PATH_REST_S
+from kvcascade.tiers.policies import ORDERS
 
 
 class LmdbRig(PathRig):
@@ -249,6 +252,21 @@ def test_a_reset_after_one_that_the_disk_refused_keeps_out_what_was_stored_betwe
     assert other.outcomes() == [[Committed.STALE]]
     assert other.held([3]) == []
     assert other.store([3]) == [Committed.OK]
+
+
+@pytest.mark.parametrize("policy", ORDERS)
+@pytest.mark.parametrize("is_settle", [True, False])
+def test_a_use_that_names_a_block_twice_counts_once(policy: str, is_settle: bool) -> None:
+    rig = PathRig()
+    rig.close()
+    rig.start(msgspec.structs.replace(rig.options, policy=policy))
+    node = RigNode(rig)
+    node.store([1, 2, 3])
+    rig.send(node.client, Touch([key_of(1), key_of(2), key_of(1)], is_settle=is_settle))
+    rig.step()
+    (namespace,) = rig.writer.namespaces.values()
+    victims = namespace.recency._order.victims(9, lambda slot: True)
+    assert sorted(victims) == [*np.flatnonzero(namespace.space.is_used)]
 
 
 def test_a_reset_that_is_asked_for_twice_begins_one_epoch() -> None:

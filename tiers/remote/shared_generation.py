@@ -276,7 +276,7 @@ class SharedGeneration:
         if marked.outcome is not RemoteOutcome.OK:
             return marked, 0
         if counters.has_lost_mark or answer.value < max(self._newest, marked.value):
-            answer = counters.raise_generation(least, limit_s)
+            answer = counters.raise_generation(max(least, marked.value), limit_s)
         return answer, marked.value
 
     def _raise(self, reset: _Reset, now: int, limit_s: float) -> CounterAnswer:

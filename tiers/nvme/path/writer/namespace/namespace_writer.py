@@ -138,7 +138,7 @@ class NamespaceWriter:
             here = list(takewhile(self._holds, found))
             self.recency.chain(here, len(message.keys))
             return
-        slots = [slot for slot in found if self._holds(slot)]
+        slots = list(dict.fromkeys(filter(self._holds, found)))
         if slots:
             self.recency.settle(slots) if message.is_settle else self.recency.touch(slots)
 

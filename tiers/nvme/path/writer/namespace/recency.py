@@ -102,6 +102,7 @@ class Recency:
 
     def touch(self, slots: Sequence[int]) -> None:
         """Note a use of blocks in prefix order."""
+        slots = self._named(slots)
         with self._damage:
             self._order.touch(slots[::-1])
         self._usage.note_use(slots)
@@ -109,12 +110,12 @@ class Recency:
     def settle(self, slots: Sequence[int]) -> None:
         """Put blocks that were stored in parts into prefix order; this is no use."""
         with self._damage:
-            self._order.settle(slots[::-1])
+            self._order.settle(self._named(slots)[::-1])
 
     def chain(self, slots: Sequence[int], blocks: int) -> None:
         """Note the end of a request of `blocks` blocks; `slots` ends before the first absent."""
         with self._damage:
-            self._order.chain(slots, blocks)
+            self._order.chain(self._named(slots), blocks)
 
     def remove(self, slots: Sequence[int]) -> None:
         """Forget blocks that are gone for other reasons than eviction."""
@@ -123,6 +124,7 @@ class Recency:
 
     def set_aside(self, slots: Sequence[int]) -> None:
         """Never evict these used slots: the index does not say whose they are."""
+        slots = self._named(slots)
         self._nameless.update(slots)
         self.remove(slots)
 
@@ -137,8 +139,9 @@ class Recency:
         There are fewer only if no more are used, or if the order was restored a short time ago.
         """
         found = self._search(n, mask)
-        is_wrong = self._hides_next() or self._hides_some(found, n, mask)
-        if (is_wrong or self._damage.is_seen) and self._restore():
+        self._look_for_next()
+        self._damage.is_seen |= self._hides_some(found, n, mask)
+        if self._damage.is_seen and self._restore():
             found = self._search(n, mask)
         return found
 
@@ -185,17 +188,16 @@ class Recency:
         self._damage.is_seen |= len(right) < len(found)
         return right
 
-    def _hides_next(self) -> bool:
-        """Return True if one of the next slots is used, and not in the order."""
+    def _look_for_next(self) -> None:
+        """Note damage if one of the next slots belongs into the order, and is not there."""
         first, is_used, order = self._checked, self._is_used_at, self._order
         end = min(first + CHECKED_PER_SEARCH, len(is_used))
         self._checked = end % len(is_used)
         with self._damage:
-            return any(
+            self._damage.is_seen |= any(
                 is_used[slot] and slot not in order and slot not in self._nameless
                 for slot in range(first, end)
             )
-        return False
 
     def _hides_some(self, found: list[int], n: int, mask: SlotMask | None) -> bool:
         """Return True if fewer than `n` victims were found although more slots are in the order."""
@@ -204,6 +206,11 @@ class Recency:
         present = self._present()
         evictable = present if mask is None else present[mask[present]]
         return len(found) < min(n, len(evictable))
+
+    def _named(self, slots: Sequence[int]) -> Sequence[int]:
+        """Return the slots without those that are set aside."""
+        nameless = self._nameless
+        return [slot for slot in slots if slot not in nameless] if nameless else slots
 
     def _present(self) -> npt.NDArray[np.intp]:
         """Return the slots that belong into the order, ascending."""
