@@ -425,17 +425,22 @@ class _Connection(RespConnection):
 def test_a_password_is_read_for_each_connection() -> None:
     """A password that is rotated is used from the next connection on."""
     said: list[bytes] = []
+    has_hung_up = threading.Event()
 
     def serve(connection: socket.socket) -> None:
         said.append(connection.recv(65536))
         connection.sendall(b"+OK\r\n")
         connection.recv(65536)
         connection.sendall(b":2\r\n")
+        connection.close()
+        has_hung_up.set()
 
     passwords = iter(["old", "new"])
     with peer(serve, Login(5.0, 5.0, password=lambda: next(passwords))) as engine:
         for _ in range(2):
             assert engine.exist_many(["a"], 2.0) == [RemoteOutcome.OK]
+            assert has_hung_up.wait(10.0)  # else the second call may use the first connection
+            has_hung_up.clear()
     assert [b"old" in said[0], b"new" in said[1]] == [True, True]
 
 
