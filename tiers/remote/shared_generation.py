@@ -294,7 +294,6 @@ class SharedGeneration:
         last = self._counters.last_mark(limit_s)
         if last.outcome is not RemoteOutcome.OK:
             return last
-        self._counters.has_lost_mark |= last.value < self.mark
         mark = max(last.value, self.mark)
         is_foreign = mark > reset.known and mark != reset.mark
         reset.is_raised = reset.is_new or mark < reset.mark
