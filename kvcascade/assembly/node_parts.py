@@ -34,7 +34,7 @@ from ..tiers.nvme.path.path_messages import PROTOCOL, Hello, PathOptions, chain_
 from ..tiers.nvme.path.presence_file import map_presence
 from ..tiers.nvme.path.presence_table import PresenceTable
 from ..tiers.nvme.path.writer.namespace.namespace_home import spec_of
-from ..tiers.nvme.path.writer.path_plan import plan_segments, slots_of_segment
+from ..tiers.nvme.path.writer.path_plan import plan_namespace
 from ..tiers.policies import order_class
 from .named import admission_rule
 from .path_parts import make_folders, path_options
@@ -140,8 +140,7 @@ def open_node_tier(name: str, options: NvmeTierOptions, engine: EngineFacts) -> 
     make_folders(options.path, f"{options.key}.path")
     asked = path_options(options, Machine())
     block_bytes = engine.memory.slot_bytes
-    slots = slots_of_segment(asked.segment_bytes, block_bytes)
-    plan = plan_segments(asked.capacity_bytes, block_bytes, len(options.path), slots)
+    plan = plan_namespace(asked, block_bytes, len(options.path))
     mapper = started_pool(1, "kvcascade-map")
     nodes: list[NodeKeeper] = []
 

@@ -48,7 +48,7 @@ def fill_index(root: Path, entries: int) -> None:
     options, fs = options_for(entries), RealFileSystem()
     spec = namespace_spec(BLOCK)
     name = key_of(spec).directory_name
-    home = make_home(fs, [root], name, spec, options.capacity_bytes, options.segment_bytes)
+    home = make_home(fs, [root], name, spec, options)
     for number in range(SEGMENTS):
         home.segments.create([number])
     table = StartMeans(fs, time.time, open_block_table, boot_id()).table_of(home, is_durable=False)

@@ -12,6 +12,7 @@ import pytest
 from support.executors import SteppingExecutor
 from support.path_rig import ROOT, PathRig, RigNode, key_of, slots_in
 
+from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.path.block_table import BlockTable
 from kvcascade.tiers.nvme.path.path_messages import (
     Ask,
@@ -115,6 +116,26 @@ def test_a_label_does_not_part_those_whose_fields_are_equal() -> None:
     assert after.held([1]) == [1], "it was found closed"
     assert RigNode(rig, "/d", fields=fields).held([1]) == [1], "it was open"
     assert RigNode(rig, "/a", fields={"weights": "files:2"}).held([1]) == []
+
+
+def test_a_node_is_told_which_options_began_another_cache_of_its_model() -> None:
+    rig = PathRig(WIDE)
+    facts = {"weights": "files:1", "dtype": "float16", "tokens": "16"}
+    newest = facts | {"dtype": "bfloat16", "rope": "yarn"}
+
+    def notes(fields: dict[str, str], label: str = "m") -> str:
+        welcome = RigNode(rig, label, fields=fields).welcome
+        assert welcome is not None
+        return "; ".join(welcome.notes)
+
+    assert notes(facts) == notes(facts | {"weights": "files:2"}, "other") == "", "another model"
+    assert "tokens" in notes(facts | {"weights": "files:3", "tokens": "32"})
+    told = notes(newest)
+    for there in (facts, newest):
+        assert NamespaceKey("m", there).directory_name in told
+    assert "dtype" in told and "rope" in told, "the former one has no `rope`"
+    assert "weights" not in told and "tokens" not in told, "these are equal in the most alike one"
+    assert notes(facts) == notes(newest) == "", "both are there already"
 
 
 def test_openings_run_one_after_the_other() -> None:

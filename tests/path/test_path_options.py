@@ -17,7 +17,7 @@ from kvcascade.tiers.nvme.path.writer.path_options import (
     differences,
     load_record,
 )
-from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
+from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of, plan_namespace
 from kvcascade.tiers.nvme.segments.chains import CHAINS
 
 
@@ -268,3 +268,15 @@ def test_another_policy_takes_the_room_of_the_arrays_of_the_former_one() -> None
         assert any(name.startswith(policy) for name in arrays) and f"{CHAINS}.arr" in arrays
     kinds = {name.split("_")[0].removesuffix(".arr") for name in arrays}
     assert kinds == {"lru", "use", CHAINS}
+
+
+def test_a_segment_that_does_not_fit_is_blamed_on_its_size_if_that_was_chosen() -> None:
+    def refusal(segment_bytes: int | None) -> str:
+        options = PathOptions(1 << 20, segment_bytes=segment_bytes)
+        with pytest.raises(ConfigError, match="at least") as refused:
+            plan_namespace(options, 1 << 20, 1)
+        return str(refused.value)
+
+    assert "segment_size" in refusal(4 << 20)
+    for segment_bytes in (None, 1 << 10, 1 << 20):
+        assert "segment_size" not in refusal(segment_bytes), "one block is the least"

@@ -77,6 +77,15 @@ class NamespaceKey:
         return name if name in same else min(same, default=name)
 
 
+def differing(
+    one: Mapping[str, object], other: Mapping[str, object]
+) -> dict[str, tuple[object, object]]:
+    """Return the fields of fingerprints that differ, with both values; None if a side lacks one."""
+    names = [*one, *(name for name in other if name not in one)]
+    pairs = {name: (one.get(name), other.get(name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
 @dataclass(frozen=True, slots=True)
 class FoundNamespace:
     """A namespace directory under a path, of any configuration."""

@@ -196,13 +196,6 @@ def choose_for_good(found: Sequence[NamespaceFolder], text: str) -> NamespaceFol
     )
 
 
-def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the fields that differ: name to both values, None if a side lacks the field."""
-    names = [*one, *(name for name in other if name not in one)]
-    pairs = {name: (one.get(name), other.get(name)) for name in names}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
 def parse_hash(text: str) -> bytes:
     """Return a block hash, or its beginning, from hexadecimal digits. Raises `ConfigError`."""
     try:

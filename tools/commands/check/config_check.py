@@ -25,7 +25,7 @@ from ....tiers.cpu.arena_limits import probe_machine
 from ....tiers.cpu.header import ArenaGeometry
 from ....tiers.cpu.huge_pages import address_of, gather, map_file
 from ....tiers.cpu.prefault import prefault
-from ....tiers.nvme.path.writer.path_plan import plan_segments, slots_of_segment
+from ....tiers.nvme.path.writer.path_plan import plan_namespace
 from ....tiers.nvme.segments.format import PAGE_BYTES
 from ....tiers.remote.remote_probe import probe_remote
 from ....vllm.scheduler_side import seconds_to_flush
@@ -276,8 +276,7 @@ def _nvme(
     where, asked = ", ".join(map(str, tier.path)), path_options(tier, machine)
     capacity = asked.capacity_bytes
     if block_bytes is not None:
-        slots = slots_of_segment(asked.segment_bytes, block_bytes)
-        plan = plan_segments(capacity, block_bytes, len(tier.path), slots)
+        plan = plan_namespace(asked, block_bytes, len(tier.path))
         blocks, segments = plan.slots, plan.segments
     tokens = _tokens(blocks, shape)
     share = share_of(tier.capacity)

@@ -159,8 +159,9 @@ def _with_dirty_share(reports: list[NamespaceReport], url: str) -> list[Namespac
 
 def _why(path: Path, also: list[Path] | None, why: tuple[str, str], as_json: bool) -> ExitCode:
     from ....tiers.nvme.disk.filesystem import RealFileSystem
+    from ....tiers.nvme.namespace import differing
     from .. import show
-    from ..path_folders import choose, differing, folders_in
+    from ..path_folders import choose, folders_in
     from .inspect_view import print_differences
 
     fs, sides = RealFileSystem(), []

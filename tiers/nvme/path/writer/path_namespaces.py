@@ -37,7 +37,6 @@ from .namespace.namespace_home import (
     key_of,
     make_home,
     open_home,
-    plan_of,
     remove_home,
 )
 from .namespace.namespace_openings import BeingOpenedError, NamespaceOpenings, NamespaceToOpen
@@ -54,7 +53,7 @@ from .path_options import (
     sync_blocks,
     was_reset,
 )
-from .path_plan import fixed_bytes
+from .path_plan import fixed_bytes, plan_namespace
 from .path_space import PathSpace
 
 _log = get_logger(__name__)
@@ -210,7 +209,11 @@ class PathNamespaces:
         notes = differences(hello.options, self.options)
         if notes:
             _log.warning("%s: %s", hello.name, notes[0])
-        name = namespace.home.name
+        home = namespace.home
+        name = home.name
+        if home.news:
+            notes.append(home.news)
+            home.news = ""
         if hello.epoch not in (None, namespace.epoch):
             notes.append(
                 f"other engines of {name} were reset, or started, while this node was away; all "
@@ -311,7 +314,7 @@ class PathNamespaces:
             self._record_removal(gone, day)
         is_known = name in self.space.idle.names
         if not (is_known and self.fs.exists(self.roots[0] / name / BLOCKS)):
-            plan = plan_of(spec, options.capacity_bytes, options.segment_bytes, paths)
+            plan = plan_namespace(options, spec.block_bytes, paths)
             sizes = [fixed_bytes(plan.slots, path) for path in range(paths)]
         self._begin_opening(name, partial(self._make_home, name, spec, options, sizes), sizes)
 
@@ -331,8 +334,7 @@ class PathNamespaces:
             if self.fs.exists(self.roots[path]):
                 with self.space.capacity.claim(path, size, 0):
                     pass
-        capacity_bytes, segment_bytes = options.capacity_bytes, options.segment_bytes
-        home = make_home(self.fs, self.roots, name, spec, capacity_bytes, segment_bytes)
+        home = make_home(self.fs, self.roots, name, spec, options)
         return _with_room(self.fs, home, self.space.capacity)
 
     def _lacking(self, opening: NamespaceToOpen) -> int | None:

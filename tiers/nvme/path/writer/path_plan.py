@@ -13,6 +13,7 @@ from ...segments.format import (
     SegmentLayout,
 )
 from ..block_table import block_table_bytes
+from ..path_messages import PathOptions
 from ..presence_table import presence_bytes
 
 SEGMENT_BYTES = 1 << 30
@@ -42,11 +43,6 @@ class SegmentPlan:
         return self.slots_per_segment * self.segments
 
 
-def slots_of_segment(segment_bytes: int | None, block_bytes: int) -> int | None:
-    """Return the slots of a segment of a chosen size; None if the size is not chosen."""
-    return None if segment_bytes is None else max(1, segment_bytes // max(1, block_bytes))
-
-
 def fixed_bytes(slots: int, path: int) -> int:
     """Return the most bytes of a namespace in a path beside its segments."""
     if path > 0:
@@ -62,13 +58,25 @@ def capacity_of(segments: int, slots_per_segment: int, block_bytes: int, paths: 
     return paths * (per_path * file_bytes + fixed_bytes(per_path * paths * slots_per_segment, 0))
 
 
+def plan_namespace(options: PathOptions, block_bytes: int, paths: int) -> SegmentPlan:
+    """Lay out a new namespace with the options of its path. Raises `ConfigError`."""
+    if options.segment_bytes is None:
+        return plan_segments(options.capacity_bytes, block_bytes, paths)
+    slots = max(1, options.segment_bytes // max(1, block_bytes))
+    try:
+        return plan_segments(options.capacity_bytes, block_bytes, paths, slots)
+    except ConfigError as error:
+        if slots == 1:
+            raise
+        raise ConfigError(f"{error}, or a smaller segment_size") from None
+
+
 def plan_segments(
     capacity_bytes: int, block_bytes: int, paths: int, slots_per_segment: int | None = None
 ) -> SegmentPlan:
     """Lay out a capacity over `paths`; no namespace may have more segments than that.
 
-    `slots_per_segment` is given for an existing namespace, or if the user chose a size. Raises
-    `ConfigError`.
+    `slots_per_segment` is given unless it is chosen here. Raises `ConfigError`.
     """
     if block_bytes <= 0 or block_bytes % PAGE_BYTES or block_bytes > MAX_BLOCK_BYTES:
         raise ConfigError(

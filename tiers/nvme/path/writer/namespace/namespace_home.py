@@ -24,6 +24,7 @@ from ....namespace import (
     LOCK,
     MAX_OPEN_TRIES,
     NamespaceKey,
+    differing,
     is_namespace_name,
     remove_namespace,
 )
@@ -35,8 +36,8 @@ from ....segments.format import (
 )
 from ....segments.segment_files import SegmentFiles
 from ...block_table import block_table_bytes
-from ...path_messages import NamespaceSpec
-from ..path_plan import SegmentPlan, fixed_bytes, plan_segments, slots_of_segment
+from ...path_messages import NamespaceSpec, PathOptions
+from ..path_plan import SegmentPlan, fixed_bytes, plan_namespace, plan_segments
 
 BLOCKS, STATE, SEGMENTS = "blocks", "state", "segments"
 LOCK_WAIT_S = 5.0
@@ -63,6 +64,8 @@ class NamespaceHome:
     """Final number of slots."""
     segments: SegmentFiles
     locks: list[FileLock] = field(default_factory=list)
+    news: str = ""
+    """Sentence for the log of the node that begins the namespace, if it changed some option."""
     unplanned_bytes: int = 0
     """Bytes of the index beyond its plan, once `measure_index` was called."""
 
@@ -148,15 +151,14 @@ def make_home(
     roots: Sequence[Path],
     name: str,
     spec: NamespaceSpec,
-    capacity_bytes: int,
-    segment_bytes: int | None,
+    options: PathOptions,
 ) -> NamespaceHome:
     """Open the namespace of a node in the directory `name`; create it if it does not exist.
 
     Raises `ConfigError`, `FormatError`, `CorruptionError`, `InUseError` or `TierIOError`.
     """
     key = key_of(spec)
-    home = open_home(fs, roots, name, capacity_bytes)
+    home = open_home(fs, roots, name, options.capacity_bytes)
     if home is not None:
         try:
             check_same(home, key, spec.block_bytes)
@@ -164,23 +166,33 @@ def make_home(
             home.close()
             raise
         return home
-    plan = plan_of(spec, capacity_bytes, segment_bytes, len(roots))
+    plan = plan_namespace(options, spec.block_bytes, len(roots))
     folders = tuple(root / name for root in roots)
     locks = _lock_folders(fs, roots, folders)
     try:
         document = _describe(fs, folders, key, spec.block_bytes, plan)
+        home = _home(fs, name, folders, document, plan, locks)
+        home.news = _news_of(name, key, homes_under(fs, roots[0]))
     except BaseException:
         _release(locks)
         raise
-    return _home(fs, name, folders, document, plan, locks)
+    return home
 
 
-def plan_of(
-    spec: NamespaceSpec, capacity_bytes: int, segment_bytes: int | None, paths: int
-) -> SegmentPlan:
-    """Return the shape of a new namespace. Raises `ConfigError`."""
-    slots = slots_of_segment(segment_bytes, spec.block_bytes)
-    return plan_segments(capacity_bytes, spec.block_bytes, paths, slots)
+def _news_of(name: str, key: NamespaceKey, there: Mapping[str, Mapping[str, Any]]) -> str:
+    """Name the fields in which a new namespace differs from the most alike one of its label.
+
+    The label is the model by default. Nothing otherwise says why its cache is empty.
+    """
+    found = {
+        other: differing(each["fields"], key.fields)
+        for other, each in there.items()
+        if other != name and each.get("label") == key.label
+    }
+    if not found:
+        return ""
+    alike = min(found, key=lambda other: (len(found[other]), other))
+    return f"{name} begins empty: it differs from {alike} in {', '.join(found[alike])}"
 
 
 def check_same(home: NamespaceHome, key: NamespaceKey, block_bytes: int) -> None:
