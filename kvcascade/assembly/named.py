@@ -6,7 +6,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ..config.environment import misspelt, naming_variables, unused, with_environment
+from ..config.environment import (
+    misspelt,
+    naming_variables,
+    of_lone_tier,
+    unused,
+    with_environment,
+)
 from ..config.machine import Machine, check_machine, check_nvme, settled
 from ..config.options import noting
 from ..config.schema import (
@@ -99,20 +105,26 @@ def checked_tier(
     machine: Machine,
     key: str = f"secondary_tiers.{TIER_NAME}",
     noted: list[str] | None = None,
+    environment: Mapping[str, str] = os.environ,
 ) -> CascadeConfig:
     """Return the options of `KVCascadeTier` as a configuration; its CPU tier stands for vLLM's.
 
-    `key`: place of the options, for messages. Raises `ConfigError` for the first problem, or
-    collects all in `noted`.
+    Variables of the environment complete them. `key`: place of the options, for messages. Raises
+    `ConfigError` for the first problem, or collects all in `noted`.
     """
     about = {name: options[name] for name in TIER_ABOUT if name in options}
     nvme = {name: options[name] for name in options if name not in (*TIER_ABOUT, "locality")}
     tiers = [{"type": "cpu", "capacity": 1}, {**nvme, "type": "nvme"}]
+    here, idle = of_lone_tier("nvme", TIER_ABOUT, environment)
+    for said in [*misspelt(environment), *idle]:
+        _log.warning("kvcascade: %s", said)
+    given, variables = with_environment({"tiers": tiers, **about}, here)
     found: list[str] = []
     try:
-        config = parse({"tiers": tiers, **about}, known_names(), found)
-        check_names(config, found)
-        check_nvme(config, machine, found)
+        with naming_variables(variables, found):
+            config = parse(given, known_names(), found)
+            check_names(config, found)
+            check_nvme(config, machine, found)
     finally:
         for problem in found:
             with noting(noted):

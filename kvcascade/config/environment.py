@@ -95,6 +95,27 @@ def with_environment(
     return found, used
 
 
+def of_lone_tier(
+    kind: str, top: Collection[str], environment: Mapping[str, str]
+) -> tuple[dict[str, str], list[str]]:
+    """Return the variables for a tier inside vLLM's tiering, and a sentence for each other one.
+
+    `kind`: type of the tier. `top`: options of the top level that it has.
+    """
+    known = TOP | {variable: name for variable, (of, name) in of_tier().items() if of == kind}
+    here: dict[str, str] = {}
+    said: list[str] = []
+    for variable in environment:
+        if variable in known and (variable not in TOP or TOP[variable] in top):
+            here[variable] = environment[variable]
+        elif variable in TOP or variable in of_tier():
+            said.append(
+                f"the environment variable {variable} has no effect inside vLLM's own tiering; "
+                "unset it"
+            )
+    return here, said
+
+
 @contextmanager
 def naming_variables(
     variables: Mapping[str, str], noted: list[str] | None = None

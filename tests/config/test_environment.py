@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvcascade.assembly.named import configured
+from kvcascade.assembly.named import checked_tier, configured
 from kvcascade.config.environment import (
     OF_VLLM,
     PREFIX,
@@ -17,6 +18,7 @@ from kvcascade.config.environment import (
     texts,
     with_environment,
 )
+from kvcascade.config.machine import Machine
 from kvcascade.config.schema import CascadeConfig, WriteMode, parse
 from kvcascade.config.sizes import Bytes, DeviceShare, FreeShare
 from kvcascade.errors import ConfigError
@@ -157,3 +159,26 @@ def test_an_option_of_a_tier_names_its_own_variable() -> None:
     environment = {"KVCASCADE_TIERS": '[{"type": "cpu"}]', "KVCASCADE_CPU_CAPACITY": "lots"}
     with pytest.raises(ConfigError, match="environment variable KVCASCADE_CPU_CAPACITY"):
         configured({}, None, environment)
+
+
+def test_a_tier_inside_vllms_tiering_is_completed(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    names = ("LABEL", "NVME_ADMISSION", "NVME_POLICY", "CPU_CAPACITY", "WRITE_MODE", "NVME_POLCY")
+    values = ("blue", "second_touch", "arc", "1GiB", "back", "lru")
+    environment = {f"{PREFIX}{name}": value for name, value in zip(names, values, strict=True)}
+    given = {"path": str(tmp_path), "capacity": "64MiB", "policy": "sieve"}
+    config = checked_tier(given, Machine(), environment=environment)
+    (tier,) = config.nvme
+    assert (config.label, tier.admission, tier.policy) == ("blue", "second_touch", "sieve")
+    said = "; ".join(record.getMessage() for record in caplog.records)
+    for name in names:
+        assert (f"variable {PREFIX}{name} " in said) == (name not in names[:3])
+
+
+def test_a_problem_of_that_tier_names_the_variable(tmp_path: Path) -> None:
+    environment = {"KVCASCADE_NVME_CAPACITY": "lots"}
+    with pytest.raises(ConfigError) as caught:
+        checked_tier({"path": str(tmp_path)}, Machine(), "here", environment=environment)
+    assert str(caught.value).startswith("here.capacity")
+    assert "KVCASCADE_NVME_CAPACITY" in str(caught.value)
