@@ -283,11 +283,13 @@ class BlockCache:
         self._is_closed = True
         if os.getpid() != self._pid:
             return
+        is_idle = False
         try:
-            self._calls.wait(self._options.timeout_s)
+            is_idle = self._calls.wait(self._options.timeout_s)
         finally:
             self._has_left = True
-            self._client.close()
+            if self._client.close() and is_idle:
+                self._moves.give_back()  # else the caller's reference would keep it
 
     def __enter__(self) -> BlockCache:
         return self

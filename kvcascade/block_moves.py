@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .block_buffers import Bytes
-from .handlers.node.bounce import huge_pages
+from .handlers.node.bounce import give_back, huge_pages
 from .handlers.node.node_keeper import WAIT_SLICE_S, NodeKeeper
 from .handlers.node.path.path_jobs import PART_BYTES
 from .handlers.node.path_wire import GetJob, JobDone, PutJob, pack_slots, unpack_outcomes
@@ -195,11 +195,15 @@ class RunningCalls:
             with self._lock:
                 self._changed.notify_all()
 
-    def wait(self, limit_s: float) -> None:
-        """Wait until the calls of other threads have ended, or the time is over."""
+    def wait(self, limit_s: float) -> bool:
+        """Wait until the calls of other threads have ended, or the time is over.
+
+        Return True if no call is left, this thread's neither.
+        """
         thread = threading.get_ident()
         with self._lock:
             _wait_until(lambda: set(self._threads.values()) <= {thread}, self._changed, limit_s)
+            return not self._threads
 
 
 class BlockMoves:
@@ -229,17 +233,23 @@ class BlockMoves:
         `check` raises an error if it is of no use to go on.
         """
         try:
-            while (move.todo or move.jobs) and self._has_turn(move):
-                check()
-                self._step(move, client)
-                if not move.left_s:
-                    return
+            if move.todo and self._has_turn(move):
+                self._count_free(client)
+                while move.todo or move.jobs:
+                    check()
+                    self._step(move, client)
+                    if not move.left_s:
+                        return
         finally:
             if self._mover is move:
                 self._left += move.jobs
                 self._mover = None  # first: an interrupt may end the wait for the lock
                 with self._lock:
                     self._changed.notify_all()
+
+    def give_back(self) -> None:
+        """Free the memory of the arena before its last user is gone. No call may follow."""
+        give_back(self.memory)
 
     # -- inside, for the call that has its turn ------------------------------------------------
 
@@ -250,12 +260,17 @@ class BlockMoves:
                 self._mover = move
             return self._mover is move
 
-    def _step(self, move: Move, client: NodeKeeper) -> None:
-        """Send jobs, wait for an answer, and take the answers.
+    def _count_free(self, client: NodeKeeper) -> None:
+        """Begin a turn: all slots are free but those of jobs that the node has.
 
-        After an error while a block is copied, its job and those behind it are left like those of
-        a call that ran out of time.
+        An interrupt may have ended the last turn between any two instructions.
         """
+        self._left = [job for job in self._left if not job.has_ended and client.has_job(job.end)]
+        taken = {slot for job in self._left for slot in job.slots}
+        self._free = [slot for slot in range(self.slots) if slot not in taken]
+
+    def _step(self, move: Move, client: NodeKeeper) -> None:
+        """Send jobs, wait for an answer, and take the answers."""
         self._take_back()
         is_taken = True
         while move.todo and self._free and is_taken:
@@ -272,23 +287,17 @@ class BlockMoves:
             move.todo.extendleft(reversed(again))
 
     def _submit(self, move: Move, client: NodeKeeper) -> bool:
-        """Send the next blocks; return False if the node takes none now.
-
-        After an error, too, the slots are free again only if the node does not have the job.
-        """
+        """Send the next blocks; return False if the node takes none now."""
         count = min(len(move.todo), len(self._free), self._most)
         positions = [move.todo.popleft() for _ in range(count)]
         job = MoveJob(positions, [self._free.pop() for _ in range(count)])
-        is_taken = False
-        try:
-            is_taken = client.submit(move.order(job, self._arena), job.end)
-        finally:
-            if is_taken or client.has_job(job.end):
-                move.jobs.append(job)
-            else:
-                move.todo.extendleft(reversed(positions))
-                self._free += job.slots
-        return is_taken
+        move.jobs.append(job)  # first: after an interrupt, the node may have the job
+        if client.submit(move.order(job, self._arena), job.end):
+            return True
+        move.jobs.pop()
+        move.todo.extendleft(reversed(positions))
+        self._free += job.slots
+        return False
 
     @property
     def _has_back(self) -> bool:

@@ -135,3 +135,9 @@ def huge_pages(length: int) -> memoryview:
         room.madvise(mmap.MADV_HUGEPAGE)
     np.frombuffer(view, np.uint8)[:: mmap.PAGESIZE] = 0
     return view
+
+
+def give_back(memory: memoryview) -> None:
+    """Free memory of `huge_pages` that still has views; they read as zero from now on."""
+    assert isinstance(memory.obj, mmap.mmap), "it is a view of its mapping"
+    memory.obj.madvise(mmap.MADV_DONTNEED)

@@ -142,6 +142,11 @@ class StartLimits:
         self.fruitless += 1
         self.starts += 1
 
+    def forget_last(self) -> None:
+        """Do not count the last start: its process was ended for no fault of its own."""
+        self._starts_s.pop()
+        self.fruitless = max(0, self.fruitless - 1)
+
     @property
     def _pause_s(self) -> float:
         """Shortest time from the last start to the next one."""

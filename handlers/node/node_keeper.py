@@ -249,6 +249,7 @@ class NodeKeeper:
             except WireError as error:  # an answer that its job cannot understand
                 stream.error, stream.has_ended = error, True
             except BaseException:  # an interrupt: what was received may be lost
+                stream.was_interrupted = True
                 stream.close()
                 raise
             if stream.received_bytes > before:
@@ -362,6 +363,8 @@ class NodeKeeper:
                 return
         if stream.error is not None:
             _log.error("the process that moves blocks cannot be understood: %s", stream.error)
+        if stream.was_interrupted:
+            self._limits.forget_last()
         connection.socket.close()
         self._stream = None
         lost, self._jobs = self._jobs, {}

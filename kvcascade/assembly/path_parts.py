@@ -28,7 +28,7 @@ from ..tiers.nvme.namespace import DESCRIPTION, is_namespace_name
 from ..tiers.nvme.path.path_messages import NamespaceSpec, PathOptions
 from ..tiers.nvme.path.writer.namespace.namespace_home import read_description
 from ..tiers.nvme.path.writer.path_options import PathRecord, load_record
-from ..tiers.policies import known_names
+from ..tiers.policies import known_names, order_class
 
 GivenPath = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A folder, or a list or tuple with one folder for each device."""
@@ -82,6 +82,8 @@ def path_parts(fs: FileSystem, path: GivenPath, given: Mapping[str, object], key
         # A recorded policy may be unknown here: it is the writer's.
         asked = _as_configured(record.options) | asked
         tier = read_options(NvmeTierOptions, At(key), asked, also=())
+    if "policy" in given and (record is None or record.options.policy != tier.policy):
+        order_class(tier.policy)
     machine = Machine()
     if record is None or not given.keys().isdisjoint(SIZES):
         check_nvme(CascadeConfig("", (tier,)), machine)

@@ -342,6 +342,20 @@ def test_a_job_whose_answer_an_interrupt_loses_has_failed(stage: Stage, call: st
     assert len(stage.children) == 2 and stage.submit("c")
 
 
+def test_nodes_that_interrupts_end_do_not_count_in_the_limit_of_starts(stage: Stage) -> None:
+    for number in range(3 * start_limits.STARTS_PER_MINUTE):
+        call = ("send", "recv_into")[number % 2]
+        child = stage.children[-1]
+        child.ours.call = call
+        if call == "recv_into":
+            child.say(JobDone(0))
+        with pytest.raises(KeyboardInterrupt):
+            stage.submit("a") if call == "send" else stage.keeper.poll()
+        for _ in range(2):
+            stage.keeper.poll()
+        assert len(stage.children) == number + 2 and stage.keeper.is_up
+
+
 @pytest.mark.parametrize("nonsense", [b"\xff\xff\xff\xff", b"\1\0\0\0\xc1", frame(JobDone(77))])
 def test_nonsense_ends_the_connection(stage: Stage, nonsense: bytes) -> None:
     assert stage.submit("a")

@@ -8,12 +8,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
 
+import msgspec
 import numpy as np
+import psutil
 import pytest
 import torch
 from support.clock import ManualClock
@@ -34,7 +37,7 @@ from kvcascade.handlers.node.path_wire import NodeJoined
 from kvcascade.tiers.nvme.disk.filesystem import RealFile, RealFileSystem
 from kvcascade.tiers.nvme.path.path_lock import PathDoor, try_lead
 from kvcascade.tiers.nvme.path.path_messages import PathOptions, Removed, Stored, TierFigures
-from kvcascade.tiers.nvme.path.writer.path_options import load_record
+from kvcascade.tiers.nvme.path.writer.path_options import load_record, save_record
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 from kvcascade.tools.commands.path_session import open_session
 
@@ -220,6 +223,23 @@ def test_another_block_size_is_refused(open_cache: Open) -> None:
         open_cache(block_bytes=2 * BLOCK)
 
 
+def test_a_policy_that_cannot_be_imported_is_refused_unless_it_is_the_recorded_one(
+    open_cache: Open, tmp_path: Path
+) -> None:
+    asked: dict[str, Any] = {"policy": "no_such_module:Order", "timeout_s": 1.0}
+    with pytest.raises(ConfigError, match="no_such_module"):
+        new(open_cache, **asked)
+    new(open_cache)
+    with pytest.raises(ConfigError, match="no_such_module"):
+        open_cache(**asked)
+    fs, root = RealFileSystem(), tmp_path / "kv"
+    record = load_record(fs, root)
+    assert record is not None
+    options = msgspec.structs.replace(record.options, policy=asked["policy"])
+    save_record(fs, root, replace(record, options=options))
+    open_cache(**asked)
+
+
 def test_options_that_are_not_given_stay_as_recorded(open_cache: Open, tmp_path: Path) -> None:
     new(open_cache, policy="s3fifo").close()
     fs, root = RealFileSystem(), tmp_path / "kv"
@@ -353,6 +373,18 @@ def test_a_namespace_of_another_version_is_refused(open_cache: Open, tmp_path: P
     file.write_text(file.read_text().replace('"format_version": 3', '"format_version": 2'))
     with pytest.raises(FormatError, match="version 2"):
         open_cache()
+
+
+def test_a_closed_cache_keeps_no_memory_though_it_is_named(open_cache: Open) -> None:
+    def resident_bytes() -> int:
+        return int(psutil.Process().memory_info().rss)
+
+    before = resident_bytes()
+    cache = new(open_cache, buffer_size="128MiB")
+    assert cache.put([key(0)], [content(0)]) == [STORED]
+    assert resident_bytes() - before > 100 << 20
+    cache.close()
+    assert resident_bytes() - before < 64 << 20
 
 
 def test_the_next_one_writes_when_the_writer_leaves(open_cache: Open) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -98,16 +99,20 @@ def test_a_node_that_died_costs_its_blocks_and_refused_blocks_are_offered_again(
 
 
 class InterruptedClient(HeldClient):
-    """A node whose `submit` raises an error, before or after the job was sent."""
+    """A node whose first `submit` raises an error, before or after the job was sent."""
 
     def __init__(self, *, is_sent: bool) -> None:
         super().__init__()
         self._is_sent = is_sent
+        self._is_first = True
 
     def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
-        if self._is_sent:
+        was_first, self._is_first = self._is_first, False
+        if self._is_sent or not was_first:
             super().submit(order, on_end)
-        raise TimeoutError
+        if was_first:
+            raise TimeoutError
+        return True
 
 
 @pytest.mark.parametrize("is_sent", [False, True])
@@ -116,13 +121,57 @@ def test_an_error_frees_the_slots_of_a_job_unless_the_node_has_it(is_sent: bool)
     names, blocks = [key(n) for n in range(2)], [content(n) for n in range(2)]
     with pytest.raises(TimeoutError):
         moves.run(PutMove(names, [0, 1], 10.0, blocks, 0), client, lambda: None)
-    assert len(moves._free) == (0 if is_sent else 2)
-    client.answer(lambda message: JobDone(message.ticket))
-    again = HeldClient()
-    again.answers = lambda message: JobDone(message.ticket)
+    before = bytes(moves.memory)
+    other = [content(9)] * 2
+    moves.run(PutMove(names, [0, 1], 0.01, other, 0), client, lambda: None)
+    assert len(client.jobs) == 1, "the node has the first job, or else the second"
+    assert (bytes(moves.memory) == before) == is_sent, "it may still read the slots"
+    client.answers = lambda message: JobDone(message.ticket)
     put = PutMove(names, [0, 1], 10.0, blocks, 0)
-    moves.run(put, again, lambda: None)
+    moves.run(put, client, lambda: None)
     assert put.outcomes == [BlockOutcome.OK] * 2
+
+
+def opcodes_of(function: Any, at: int) -> Callable[[Any, str, Any], Any]:
+    """Return a tracer that raises an interrupt before the instruction `at` of a function."""
+    seen = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal seen
+        if frame.f_code is not function.__code__:
+            return trace
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            seen += 1
+            if seen == at:
+                raise KeyboardInterrupt
+        return trace
+
+    return trace
+
+
+@pytest.mark.parametrize("name", ["_submit", "_step", "_take_back", "_count_free"])
+def test_an_interrupt_at_any_instruction_loses_no_slot(name: str) -> None:
+    names, function, at = [key(n) for n in range(8)], getattr(BlockMoves, name), 0
+    has_raised = True
+    while has_raised:
+        at, has_raised = at + 1, False
+        moves, client = BlockMoves(BLOCK, 8 * BLOCK), HeldClient()
+        moves.run(PutMove(names, [*range(8)], 0.0, [content(0)] * 8, 0), client, lambda: None)
+        client.answers = lambda message: JobDone(message.ticket)
+        read = GetMove(names, [*range(8)], 10.0, None)
+        before = sys.gettrace()
+        sys.settrace(opcodes_of(function, at))
+        try:
+            moves.run(read, client, lambda: None)
+        except KeyboardInterrupt:
+            has_raised = True
+        finally:
+            sys.settrace(before)
+        after = GetMove(names, [*range(8)], 10.0, None)
+        moves.run(after, client, lambda: None)
+        assert len(after.read) == 8 and sorted(moves._free) == [*range(8)], at
+    assert at > 10
 
 
 class InterruptedRead(GetMove):

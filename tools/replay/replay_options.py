@@ -33,7 +33,7 @@ TierOption = Annotated[
         "--tier",
         metavar="NAME=SIZE[,POLICY][,KEY=VALUE]",
         help="A tier, top first (repeatable). Keys: read and write (bytes per second), latency "
-        "(seconds a batch), admission and write_budget as in the configuration.",
+        "(seconds a batch), admission and write_budget as in the configuration; one DWPD is SIZE.",
     ),
 ]
 ModelOption = Annotated[

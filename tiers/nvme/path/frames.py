@@ -100,6 +100,8 @@ class MessageStream:
         """Frames that `flush` sends."""
         self.has_ended = False
         """True once the other end closed the connection or sent nonsense."""
+        self.was_interrupted = False
+        """True if an interrupt of this process ended it."""
         self.error: Exception | None = None
         """Error of a message that could not be understood."""
         self.received_bytes = 0
@@ -127,7 +129,7 @@ class MessageStream:
                 self.has_ended = True
                 return
             except BaseException:  # an interrupt: what was sent would be sent again
-                self.has_ended = True
+                self.has_ended = self.was_interrupted = True
                 raise
 
     def receive(self, *, to_the_end: bool = False) -> Iterator[Any]:
