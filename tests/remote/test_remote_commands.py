@@ -595,7 +595,9 @@ def test_a_generation_that_cannot_be_read_is_an_error(
     assert place.call(command).code == ExitCode.CANNOT_OPEN and all(place.held(names))
 
 
-@pytest.mark.parametrize(("command", "method"), [("verify", "get_into"), ("gc", "remove")])
+@pytest.mark.parametrize(
+    ("command", "method"), [("verify", "get_into"), ("verify", "measure"), ("gc", "remove")]
+)
 def test_a_server_that_fails_all_the_time_is_given_up(
     command: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

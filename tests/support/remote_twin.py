@@ -167,6 +167,12 @@ class RemoteTwin(RemoteEngine):
         if "list_objects" in self.fails:
             yield Listing(self.fails["list_objects"])
 
+    def measure(self, entries: Sequence[RemoteEntry], limit_s: float) -> list[int | RemoteOutcome]:
+        self._called("measure")
+        if "measure" in self.fails:
+            return [self.fails["measure"]] * len(entries)
+        return super().measure(entries, limit_s)
+
     def explain(self, limit_s: float) -> Cause | None:
         self._called("explain")
         return self.cause

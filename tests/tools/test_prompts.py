@@ -25,7 +25,7 @@ from kvcascade.tiers.nvme.segments.chains import (
 )
 from kvcascade.tiers.nvme.segments.format import parse_record
 from kvcascade.tools.commands.command_line import ExitCode
-from kvcascade.tools.commands.prompt_chains import Chains
+from kvcascade.tools.commands.prompt_chains import Chains, Successors
 from kvcascade.tools.commands.saved_state import SavedState
 
 TOKENS = 32
@@ -126,10 +126,27 @@ def test_a_prompt_that_nobody_noted_is_refused(cache: Path) -> None:
 def test_a_prefix_is_cleared_with_all_that_follows(cache: Path) -> None:
     would = call("gc", cache, "--prefix", key(4).hex(), "--dry-run", "--json").one
     assert would["blocks_removed"] == len(DOCUMENT)
-    assert call("gc", cache, "--prefix", key(4).hex()).code == ExitCode.OK
+    answer = call("gc", cache, "--prefix", key(4).hex(), "--json")
+    assert answer.code == ExitCode.PROBLEMS and "4 other blocks may come" in answer.one["skipped"]
     assert exported(cache) == {*SYSTEM, *QUESTION, 12, 13, 14, 15}
-    call("gc", cache, "--prefix", key(0).hex())
-    assert exported(cache) == {12, 13, 14, 15}
+    for number in range(12, 16):
+        call("gc", cache, "--hash", key(number).hex())
+    assert call("gc", cache, "--prefix", key(0).hex()).code == ExitCode.OK, "all are known"
+    assert exported(cache) == set()
+
+
+def test_a_block_whose_beginning_is_not_known_may_come_after_any() -> None:
+    log, cells = new_log()
+    log.note([key(1), key(2)], b"", 0, TOKENS, now_s=100)
+    log.note([key(3)], key(2), 2, TOKENS, now_s=100)
+    log.note([key(6), key(7)], key(5), 1, TOKENS, now_s=100)
+    chains = Chains([cells])
+    rooted = set(chains.rooted().tolist())
+    assert rooted == {head_of(key(n)) for n in (1, 2, 3)}
+    after = Successors(chains, head_of(key(2)))
+    assert [n for n in range(1, 9) if after.has(head_of(key(n)))] == [2, 3]
+    assert after.count_unknown() == 5, "4, 5 and 8 are in no log, and nobody knows what begins 6"
+    assert not len(Chains([]).rooted())
 
 
 def test_several_engines_and_the_later_word_counts() -> None:

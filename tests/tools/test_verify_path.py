@@ -115,6 +115,23 @@ def test_an_engine_that_comes_meanwhile_makes_the_count_unknown(tmp_path: Path) 
     assert report.space_adds_up is None and report.is_clean and report.ok == BLOCKS
 
 
+def test_blocks_that_another_tool_removes_meanwhile_are_no_problem(tmp_path: Path) -> None:
+    folder = fill_path(tmp_path, BLOCKS)
+    slots = 0
+
+    def progress(blocks: int) -> None:
+        nonlocal slots
+        slots += blocks
+        if slots >= BLOCKS:  # all are read
+            path.drop(folder.name, [each for each in path.blocks(folder.name) if each.slot < 3])
+
+    with open_path(tmp_path) as path:
+        chosen, throttle = path.namespace(folder.name), Throttle(None)
+        report = verify_namespace(path, chosen, throttle, progress, may_repair=False)
+    assert report.is_clean and report.space_adds_up and report.ok == BLOCKS
+    assert not report.changed
+
+
 def writer_with(root: Path, segments: int) -> PathEngine:
     """An engine that writes a path of so many segments."""
     options = PathOptions(
@@ -182,6 +199,23 @@ def test_a_lost_segment_costs_its_blocks(tmp_path: Path) -> None:
         answer = call("verify", tmp_path, "--repair", "--json")
         assert set(problems(answer).values()) == {"no_segment"}
         assert answer.one["dropped"] == len(problems(answer)) == PER_SEGMENT
+    finally:
+        engine.close()
+
+
+def test_blocks_of_a_disk_that_is_not_mounted_are_not_removed(tmp_path: Path) -> None:
+    roots = [tmp_path / "a", tmp_path / "b"]
+    fill_path(roots, BLOCKS)
+    engine = engine_on(roots)
+    try:
+        roots[1].rename(tmp_path / "away")
+        roots[1].mkdir()
+        answer = call("verify", roots[0], "-n", folder_in(roots[0]).name, "--repair")
+        assert answer.code == ExitCode.CANNOT_OPEN and "mount its disk" in answer.err
+        roots[1].rmdir()
+        (tmp_path / "away").rename(roots[1])
+        assert engine.holds(range(BLOCKS)) == [*range(BLOCKS)]
+        assert call("verify", roots[0], "--json").one["ok"] == BLOCKS
     finally:
         engine.close()
 

@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ...errors import from_os_error
+from ...errors import TierIOError, from_os_error
 from ...tiers.nvme.path.block_reader import payload_checksum
 from ...tiers.nvme.path.payload_files import PayloadFiles
 from ...tiers.nvme.path.presence_table import PresenceTable
@@ -206,6 +206,9 @@ def _of_error(source: ScanSource, block: NamedBlock, error: OSError) -> BlockFin
     if not source.has_still(block):
         return BlockFinding.CHANGED
     if error.errno == errno.ENOENT:
+        file = source.files.path_of(block.slot)
+        if not source.files.has_folder(block.slot // source.files.layout.slots):
+            raise TierIOError(errno.ENOENT, f"{file.parent} is not there; mount its disk")
         return BlockFinding.NO_SEGMENT
     if error.errno in DEVICE_ERRNOS:
         return BlockFinding.UNREADABLE

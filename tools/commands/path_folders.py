@@ -198,12 +198,11 @@ def choose_for_good(found: Sequence[NamespaceFolder], text: str) -> NamespaceFol
 
 def parse_hash(text: str) -> bytes:
     """Return a block hash, or its beginning, from hexadecimal digits. Raises `ConfigError`."""
-    try:
-        return bytes.fromhex(text.removeprefix("0x"))
-    except ValueError:
-        raise ConfigError(
-            f"{text!r} is not a block hash; give an even number of hexadecimal digits"
-        ) from None
+    digits = text.removeprefix("0x")
+    with suppress(ValueError):
+        if digits.strip():
+            return bytes.fromhex(digits)
+    raise ConfigError(f"{text!r} is not a block hash; give an even number of hexadecimal digits")
 
 
 def _roots(fs: FileSystem, root: Path, also: Sequence[Path]) -> list[Path]:

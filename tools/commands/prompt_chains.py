@@ -93,9 +93,43 @@ class Chains:
             frontier = np.array(sorted(new), dtype=np.uint64)
         return found
 
+    def rooted(self) -> Cells:
+        """Return the blocks of which every block before them is known, ascending."""
+        n = len(self._keys)
+        unknown, root = n, n + 1
+        at = np.minimum(np.searchsorted(self._keys, self._parent), max(0, n - 1))
+        up = np.where(self._keys[at] == self._parent, at, unknown) if n else at
+        up = np.append(np.where(self._parent == 0, root, up), [unknown, root])
+        for _ in range(MAX_CHAIN_BLOCKS.bit_length()):
+            up = up[up]  # twice as many blocks up
+        found: Cells = self._keys[up[:n] == root]
+        return found
+
     def _find(self, head: int) -> int:
         at = int(np.searchsorted(self._keys, np.uint64(head)))
         return at if at < len(self._keys) and int(self._keys[at]) == head else -1
+
+
+class Successors:
+    """A block and every block after it in any prompt, among blocks of the index."""
+
+    def __init__(self, chains: Chains, first: int) -> None:
+        """`first`: head of the block."""
+        self._chains = chains
+        self._heads = chains.from_on(first)
+        self._others: list[int] = []
+
+    def has(self, head: int) -> bool:
+        """Return True if a block of the index is known to be one of them."""
+        if head in self._heads:
+            return True
+        self._others.append(head)
+        return False
+
+    def count_unknown(self) -> int:
+        """Return how many others may be one of them: no log has all blocks before them."""
+        others = np.array(self._others, dtype=np.uint64)
+        return len(np.setdiff1d(others, self._chains.rooted()))
 
 
 def _runs(cells: Cells) -> Iterable[_Runs]:

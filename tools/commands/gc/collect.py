@@ -30,11 +30,13 @@ from ..inspect.namespace_report import slots_in_use
 from ..path_blocks import OpenPath
 from ..path_folders import NamespaceFolder
 from ..path_session import AnswerError
+from ..prompt_chains import Successors
 
 MAX_NAMES_IN_USE = 3
 """Most engines that are named when a namespace cannot be removed."""
 NOT_NOTED = (
-    "no engine has recorded the blocks after {}: only it is removed; select others by --hash"
+    "{:,} other blocks may come after {}, because no engine has recorded their order: select them "
+    "by --hash, or remove the namespace"
 )
 TOO_LARGE = (
     "--max-size is not reached: {} are left in indexes and in namespaces that cannot be read; "
@@ -247,27 +249,30 @@ class Collector:
         """Yield the blocks that are removed individually."""
         assert self._opened is not None
         wish = self._wish
-        heads = self._heads_from(plan) if wish.prompt else None
+        after: Successors | None = None
+        if wish.prompt:
+            after = self._successors(plan)
+            if after is None:
+                return
         before_s = None if wish.older_than_s is None else self._now_s - wish.older_than_s
         for block in self._opened.blocks(plan.folder.name, wish.hash_start):
             is_old = before_s is None or 0 < block.used_s < before_s
-            if is_old and (heads is None or head_of(block.key) in heads):
+            if is_old and (after is None or after.has(head_of(block.key))):
                 yield block
+        unknown = 0 if after is None else after.count_unknown()
+        if unknown:
+            plan.report.skipped = NOT_NOTED.format(unknown, wish.prompt)
+            plan.report.is_incomplete = True
 
-    def _heads_from(self, plan: _Plan) -> set[int]:
-        """Return the hash heads of the block of the prompt and its successors; empty if this
-        namespace lacks the block."""
+    def _successors(self, plan: _Plan) -> Successors | None:
+        """Return the blocks of the prompt to remove; None if this namespace lacks the first."""
         assert self._opened is not None
         name, prompt = plan.folder.name, self._wish.prompt
-        if not self._opened.has_block(name, prompt):
-            return set()
-        plan.has_prompt = True
+        plan.has_prompt = self._opened.has_block(name, prompt)
+        if not plan.has_prompt:
+            return None
         first = head_of(self._opened.only_block(name, prompt, "--prefix").key)
-        chains = self._opened.state(name).chains()
-        heads = chains.from_on(first)
-        if len(heads) == 1 and chains.end_of(first) is None:
-            plan.report.skipped, plan.report.is_incomplete = NOT_NOTED.format(prompt), True
-        return heads
+        return Successors(self._opened.state(name).chains(), first)
 
     def _segment_uses(self, plan: _Plan) -> list[_SegmentUse]:
         """Take the segments that lose all their blocks; return the others with their blocks."""

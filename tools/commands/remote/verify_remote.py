@@ -121,6 +121,7 @@ def _verify(tier: RemoteServer, batch: list[RemoteEntry], report: RemoteVerified
     measured = tier.engine.measure(batch, CALL_LIMIT_S)
     sizes = {entry.name: size for entry, size in zip(batch, measured, strict=True)}
     said = {name: Verdict.CORRUPT.value for name in sizes}
+    failed = [size for size in measured if isinstance(size, RemoteOutcome)]
     whole: dict[str, PrivateBuffer] = {}
     for name, size in sizes.items():
         if isinstance(size, RemoteOutcome):
@@ -128,7 +129,7 @@ def _verify(tier: RemoteServer, batch: list[RemoteEntry], report: RemoteVerified
         elif HEADER_BYTES < size <= MAX_OBJECT_BYTES:
             whole[name] = PrivateBuffer(size - HEADER_BYTES)
     outcomes = tier.engine.get_into([*whole], [*whole.values()], CALL_LIMIT_S)
-    tier.note(outcomes)
+    tier.note([*failed, *outcomes])
     for (name, buffer), outcome in zip(whole.items(), outcomes, strict=True):
         said[name] = outcome.value
         if outcome is RemoteOutcome.OK:
