@@ -326,9 +326,9 @@ class Demoter:
 
     @property
     def _counted_jobs(self) -> int:
-        """Number of writes in flight that count against the limit. A slow tier far below must not
-        hold up the nearest one."""
-        return len(self.jobs) - self._below.late_puts
+        """Number of writes in flight that count against the limit. A slow tier must hold up no
+        other one, nor must the nearest one while it hangs."""
+        return 0 if self._below.has_stand_in else len(self.jobs) - self._below.late_puts
 
     def _retry_later(self, block_hashes: Sequence[BlockHash]) -> None:
         if self.aging is not None:

@@ -458,7 +458,9 @@ class BelowChain(Below):
                 self._resets.note(number)
                 was_reset = True
         self._resets.proceed()
-        self._absence.look(self._nearest.takes_puts)
+        takes_puts = self._nearest.takes_puts
+        self._absence.look(takes_puts)
+        self.has_stand_in = not takes_puts and bool(self._stand_ins())
         return was_reset
 
     def reset(self, mark: int = 0) -> None:

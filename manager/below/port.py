@@ -115,6 +115,8 @@ class Below(ABC):
     """Traffic of each tier. The port counts what transfers do; the manager adds its decisions."""
     late_puts = 0
     """Number of puts in flight that only tiers below tier 1 still write."""
+    has_stand_in = False
+    """True while tier 1 rests, and a lower tier takes every block in its place."""
 
     # -- keys ------------------------------------------------------------------------------
 

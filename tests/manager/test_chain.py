@@ -325,6 +325,30 @@ def test_a_slow_tier_far_below_does_not_hold_up_the_nearest() -> None:
     assert len(engine.manager._demoter.jobs) == blocks // LOWER_SHARE
 
 
+def test_a_nearest_tier_that_hangs_does_not_hold_up_a_lower_one() -> None:
+    hanging = MAX_JOBS_IN_FLIGHT
+    engine = TwinEngine(slots=4 * hanging, below=64, lower=64)
+    engine.twin.is_stalled = True
+    for number in range(hanging):
+        assert engine.offer([key(number)]) == [key(number)]
+        assert engine.manager._demoter.demote([key(number)]) == 0
+    engine.step()
+    engine.twin.answer, engine.twin.reads_rest = Put.RESTING, True
+    for number in range(hanging, 40):
+        engine.step()
+        assert engine.offer([key(number)]) == [key(number)], "the older ones were written below"
+    assert engine.lower.state()[0].blocks > 40 - 4 * hanging
+    assert len(engine.manager._demoter.jobs) >= hanging, "their slots keep their bytes"
+    for _ in range(3):
+        request, asked = Request(), keys(hanging, 2 * hanging)
+        engine.ask(request, asked)
+        for _ in range(4):
+            engine.step()
+        assert engine.ask(request, asked) == [LookupState.HIT] * hanging
+        engine.loads(request, asked)
+        engine.manager.finish_request(request)
+
+
 def test_a_damaged_block_comes_from_the_next_tier() -> None:
     engine, request = TwinEngine(SLOTS, lower=64), Request()
     engine.below_only(keys(2))
