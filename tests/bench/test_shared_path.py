@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvcascade.tools.dev.bench import shared_path
+from kvcascade.tools.dev.bench.shared_path import PhaseEnd, span_s
 
 BLOCK = 64 << 10
 
@@ -16,3 +17,8 @@ def test_two_engines_move_their_shares_and_one_of_them_writes(tmp_path: Path) ->
     all_nodes, writer = figures[shared_path.ENGINES_CPU], figures[shared_path.WRITER_CPU]
     assert all_nodes is not None and writer is not None and writer < all_nodes
     assert not list(tmp_path.iterdir())
+
+
+def test_the_time_of_a_phase_is_from_the_first_begin_to_the_last_end() -> None:
+    ends = [PhaseEnd(10.0, 12.0, 0.0, True), PhaseEnd(11.5, 14.0, 0.0, False)]
+    assert span_s(ends) == 4.0 and [end.time_s for end in ends] == [2.0, 2.5]

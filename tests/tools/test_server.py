@@ -44,6 +44,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if len(body["prompt"]) > 10:
             self.send_error(500)
             return
+        if len(body["prompt"]) > 5:  # it fails in the middle, or just ends
+            events = [{"choices": [{"token_ids": [7]}]}]
+            events += [{"error": {"message": "it broke"}}] * (len(body["prompt"]) > 6)
+            self.answer("".join(f"data: {json.dumps(event)}\\n\\n" for event in events))
+            return
         events = [{"choices": [{"token_ids": [7]}]}, {"choices": [{"token_ids": [8, 9]}]},
                   {"choices": [], "usage": {"prompt_tokens": len(body["prompt"]),
                    "prompt_tokens_details": {"cached_tokens": 1}}}]
@@ -120,6 +125,10 @@ def test_a_question_that_fails(tmp_path: Path) -> None:
         server.ready()
         with pytest.raises(ServerError, match="status 500"):
             server.complete(list(range(20)), 1)
+        with pytest.raises(ServerError, match="it broke"):
+            server.complete(list(range(7)), 1)
+        with pytest.raises(ServerError, match="ended early"):
+            server.complete(list(range(6)), 1)
 
 
 @pytest.mark.parametrize(

@@ -266,10 +266,14 @@ class ServerProcess:
         usage: dict[str, Any] = {}
         try:
             for event in self._stream("/v1/completions", body):
+                if "error" in event:  # vLLM reports what fails in the middle with status 200
+                    raise OSError(str(event["error"])[:400])
                 for choice in event.get("choices", ()):
                     first_s = first_s or time.monotonic()
                     tokens += choice.get("token_ids") or ()
                 usage = event.get("usage") or usage
+            if not (tokens and usage):
+                raise OSError("the answer ended early")
         except (OSError, http.client.HTTPException) as error:
             raise self.failure(f"it did not answer ({error})") from None
         details = usage.get("prompt_tokens_details") or {}

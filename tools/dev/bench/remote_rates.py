@@ -116,7 +116,12 @@ class RatedBlocks:
     def read(self, ours: Ours) -> Figures:
         """Read all blocks and compare them; return the figures."""
         targets = self.targets()
-        figures = self.figures(lambda: ours.read(self.keys, targets))
+        return self.filled(lambda: ours.read(self.keys, targets))
+
+    def filled(self, work: Callable[[], None]) -> Figures:
+        """Have any contender fill the arena, and compare; return the figures."""
+        self.arena[:] = 1
+        figures = self.figures(work)
         self.check()
         return figures
 
@@ -289,10 +294,10 @@ def _valkey_cases(
 
     def other_write(work: Callable[[range], None]) -> Figures:
         _flush(port, ours)
-        return other_read(work)
+        return blocks.figures(lambda: in_parts(pool, count, PIPELINE, work))
 
     def other_read(work: Callable[[range], None]) -> Figures:
-        return blocks.figures(lambda: in_parts(pool, count, PIPELINE, work))
+        return blocks.filled(lambda: in_parts(pool, count, PIPELINE, work))
 
     writes: Contenders = {OURS: ours_write, LIMIT: partial(other_write, bare_write)}
     reads: Contenders = {OURS: partial(blocks.read, ours), LIMIT: partial(other_read, bare_read)}
