@@ -62,6 +62,9 @@ def test_a_committed_run_makes_a_page_with_every_row(path: Path) -> None:
     for row in rows:
         section = text.partition(f"### {row['case']}\n")[2]
         assert f"| {row['quantity']} |" in section
+        counts = {len(samples) for samples in row["samples"].values()}
+        if counts == {1}:
+            assert section.lstrip().startswith("One sample.")
 
 
 def test_every_committed_run_is_listed_for_readers_of_the_repository() -> None:
@@ -79,10 +82,11 @@ def test_a_page_names_run_figures_and_goals() -> None:
     begin = lines.index("## Transfers")
     assert lines[begin + 2] == "How."
     assert lines[begin + 4] == "### 64 KiB | two paths"
-    assert lines[begin + 6] == "| quantity | ours | limit | ours / limit | unit | goal |"
-    assert lines[begin + 8] == ("| rate | 1.50 ±33% | 3.00 ±33% | 0.500× | GB/s | ≥ 0.9× limit ✗ |")
-    assert lines[begin + 10] == "### nothing"
-    assert lines[begin + 14] == "| rate | GB/s |  |"
+    assert lines[begin + 6] == "Medians of 2 samples."
+    assert lines[begin + 8] == "| quantity | ours | limit | ours / limit | unit | goal |"
+    assert lines[begin + 10] == ("| rate | 1.50 ±33% | 3.00 ±33% | 0.500× | GB/s | ≥ 0.9× limit ✗ |")
+    assert lines[begin + 12] == "### nothing"
+    assert lines[begin + 16] == "| rate | GB/s |  |"
     assert not any(VLLM in line for line in lines[begin:]), "it has no figure, and no column"
 
 

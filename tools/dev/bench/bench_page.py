@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -36,7 +36,6 @@ def page(name: str, document: dict[str, Any]) -> str:
                 ["kernel", machine["kernel"]],
                 ["load average at the start (1, 5, 15 min)", load],
                 ["versions", versions],
-                ["repetitions", str(document["repeats"])],
                 ["duration", f"{document['seconds']:.0f} s"],
             ],
         ),
@@ -45,8 +44,22 @@ def page(name: str, document: dict[str, Any]) -> str:
     for measurement in document["measurements"]:
         parts += [f"## {measurement['title']}", measurement["note"]]
         for case, rows in groupby(measurement["rows"], key=itemgetter("case")):
-            parts += [f"### {case}", _table(*table_cells(list(rows)))]
+            found = list(rows)
+            parts += [f"### {case}", samples_of(found), _table(*table_cells(found))]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def samples_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return in words how often rows were measured; nothing if they were not.
+
+    A case may have a number of its own.
+    """
+    counts = sorted({len(each) for row in rows for each in row["samples"].values()})
+    if not counts:
+        return ""
+    if counts[-1] == 1:
+        return "One sample."
+    return f"Medians of {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} samples."
 
 
 def _table(head: list[str], lines: Iterable[list[str]]) -> str:

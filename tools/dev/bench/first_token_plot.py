@@ -10,6 +10,7 @@ from typing import Any
 from ...commands.bench.bench_results import LMCACHE, NONE, OURS, VLLM
 from ...commands.bench.machine_facts import headline
 from ...commands.picture import DARK, DIM, INK, LIGHT, MIDDLE, PALE, head, new_figure, save, tidy
+from .bench_page import samples_of
 from .engine.first_token import MOMENTS, NAME, TTFT
 
 BARS = (
@@ -19,6 +20,7 @@ BARS = (
     (OURS, "kvcascade", DARK),
 )
 """Contenders, their names, and their colours; those without figures are left out."""
+_SHOWN = frozenset(f"{moment}: {TTFT}" for moment in MOMENTS)
 GROUP_WIDTH, GAP = 0.87, 0.02
 """Width of the bars of one moment with their gaps, and of a gap."""
 FACTS_COLUMNS = 180
@@ -60,8 +62,9 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
         loc="lower left", bbox_to_anchor=(-0.008, 1.0), ncols=len(there), frameon=False,
         fontsize=10, handlelength=0.9, handleheight=0.9, columnspacing=1.6, handletextpad=0.5,
     )  # fmt: skip
-    repeats = f"median of {document['repeats']}" if document["repeats"] > 1 else "one run"
-    head(figure, TITLE, f"{case}; {repeats}; the device's cache holds a third of them")
+    rows = [row for each in document["measurements"] for row in each["rows"]]
+    shown = samples_of([row for row in rows if row["quantity"] in _SHOWN])
+    head(figure, TITLE, f"{case}; the device's cache holds a third of them. {shown}")
     load = document["machine"]["load_average"][0]
     facts = f"{document['command']}: load {load:.1f} at the start; {headline(dict(document))}"
     facts = fill(facts, FACTS_COLUMNS)
