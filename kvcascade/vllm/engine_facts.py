@@ -294,6 +294,15 @@ def pools_whole_prompts(config: Any) -> bool:
 def pipeline_depth(config: Any | None) -> int:
     """Return the number of steps after which all transfers from before a reset have ended."""
     stages = 1 if config is None else int(config.parallel_config.pipeline_parallel_size)
+    return steps_until_flushed(stages)
+
+
+def steps_until_flushed(stages: int) -> int:
+    """Return `pipeline_depth` of an engine with so many pipeline stages.
+
+    In the first step after a reset, every worker ends its earlier transfers before it computes.
+    vLLM has at most `stages + 1` steps in flight, so this step has ended that many steps later.
+    """
     return max(3, stages + 2) + 1
 
 
