@@ -477,12 +477,16 @@ def replicated_facts(config: OffloadingConfig, engine_config: Any | None) -> dic
 
 
 def to_vllm_event(event: BlockEvent) -> OffloadingEvent:
-    """Translate an event of the manager to the installed vLLM."""
+    """Translate an event of the manager to the installed vLLM.
+
+    vLLM keeps the tokens of a block until all expected removals are published. A remote tier
+    publishes none.
+    """
     medium, locality = _MEDIA[event.medium]
     about: dict[str, Any] = {
         "locality": locality,
         "ownership": None if medium is Medium.CPU else event.tier,
-        "removal_expected": True,
+        "removal_expected": locality is Locality.LOCAL,
     }
     return OffloadingEvent(
         keys=cast(list[OffloadKey], list(event.block_hashes)),
