@@ -62,6 +62,10 @@ _NUMBERS = (
     "VLLM_DEEPEPLL_NVFP4_DISPATCH",
     "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
     "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16",
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_ROCM_USE_AITER_MOE_SITUV2",
+    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
 )
 """Environment variables that quantise weights or activations, or their way between ranks. Some name
 a file."""

@@ -241,6 +241,10 @@ def test_a_named_file_counts_by_its_content(name: str, tmp_path: Path) -> None:
         "VLLM_DEEPEPLL_NVFP4_DISPATCH",
         "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
         "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16",
+        "VLLM_CPU_INT4_W4A8",
+        "VLLM_ROCM_USE_AITER_MOE_SITUV2",
+        "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
+        "VLLM_B12X_MOE_FP4_FORCE_A16",
     ],
 )
 def test_numbers_that_only_the_environment_names_are_another_namespace(
