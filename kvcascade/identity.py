@@ -54,19 +54,21 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _EMBEDDING = re.compile(r"emb|wte")
 
 
-def weights_identity(model: str, revision: str | None, is_real: bool) -> str:
+def weights_identity(
+    model: str, revision: str | None, is_real: bool, download_dir: str | None = None
+) -> str:
     """Return a word that is equal only for equal weights.
 
     `model`: hub name or local path. `is_real`: False if the weights are not those of `model`; they
-    then get an identity that no other process has. Raises `ConfigError` if local files cannot be
-    read.
+    then get an identity that no other process has. `download_dir`: the directory that the engine
+    downloads weights to; None: the hub's cache. Raises `ConfigError` if local files cannot be read.
     """
     if not is_real:
         return private_identity()
     path = Path(model)
     if path.is_file():
         return f"files:{_digest_files([path], path.parent)}"
-    folder = path if path.is_dir() else _cached_snapshot(model, revision)
+    folder = path if path.is_dir() else _hub_snapshot(model, revision, download_dir)
     if folder is None:
         return private_identity()
     commit = _snapshot_commit(folder)
@@ -86,35 +88,40 @@ def is_shareable(identity: str) -> bool:
     return not identity.startswith("process:")
 
 
-_noted: dict[tuple[str, str | None], list[tuple[str, int, int]]] = {}
-"""Weight files of models and revisions as they were when the process began."""
+_noted: dict[tuple[str, str | None, str | None], list[tuple[str, int, int]]] = {}
+"""Weight files of models as they were when the process began, by name, revision and download
+directory."""
 
 
-def note_files(model: str, revision: str | None = None) -> None:
+def note_files(model: str, revision: str | None = None, download_dir: str | None = None) -> None:
     """Note the weight files of a model before they are loaded; the first time counts.
 
     Of a model of the hub the commit is noted, if there is a local copy: a name may lead to another
     commit later.
     """
-    state = _state_of(model, revision) if model else []
+    state = _state_of(model, revision, download_dir) if model else []
     if state:
-        _noted.setdefault((model, revision), state)
+        _noted.setdefault((model, revision, download_dir), state)
 
 
-def have_files_changed(model: str, revision: str | None = None) -> bool:
+def have_files_changed(
+    model: str, revision: str | None = None, download_dir: str | None = None
+) -> bool:
     """Return True if weight files were replaced since they were noted.
 
     The weights that were loaded may then be older than the files, or a mixture.
     """
-    noted = _noted.get((model, revision))
-    return noted is not None and noted != _state_of(model, revision)
+    noted = _noted.get((model, revision, download_dir))
+    return noted is not None and noted != _state_of(model, revision, download_dir)
 
 
-def _state_of(model: str, revision: str | None) -> list[tuple[str, int, int]]:
+def _state_of(
+    model: str, revision: str | None, download_dir: str | None
+) -> list[tuple[str, int, int]]:
     """Return name, size and time of change of every weight file, or the commit of a hub's copy."""
     path = Path(model)
     if not path.exists():
-        snapshot = _cached_snapshot(model, revision)
+        snapshot = _hub_snapshot(model, revision, download_dir)
         return [] if snapshot is None else [(snapshot.name, 0, 0)]
     found = []
     for file in _weights_in(path) if path.is_dir() else [path]:
@@ -134,6 +141,27 @@ def _snapshot_commit(path: Path) -> str | None:
     model = resolved.parent.parent.name
     is_cached = resolved.parent.name == "snapshots" and model.startswith("models--")
     return f"{model}@{resolved.name}" if is_cached and _COMMIT.fullmatch(resolved.name) else None
+
+
+def _hub_snapshot(model: str, revision: str | None, download_dir: str | None) -> Path | None:
+    """Return the local folder with the weights of a model and revision on the hub."""
+    if download_dir is None:
+        return _cached_snapshot(model, revision)
+    return _downloaded_snapshot(model, revision, Path(download_dir).expanduser())
+
+
+def _downloaded_snapshot(model: str, revision: str | None, download_dir: Path) -> Path | None:
+    """Return the folder with the weights of a model and revision in a directory of downloads.
+
+    vLLM downloads weights there, and configuration to the hub's cache. That cache may hold another
+    commit, so only a folder with weights counts.
+    """
+    folder = download_dir / f"models--{model.replace('/', '--')}"
+    commit = revision or "main"
+    with suppress(OSError, ValueError):  # there is no such reference if it is a commit itself
+        commit = (folder / "refs" / commit).read_text("utf-8")
+    snapshot = folder / "snapshots" / commit
+    return snapshot if _COMMIT.fullmatch(commit) and _weights_in(snapshot) else None
 
 
 def _cached_snapshot(model: str, revision: str | None) -> Path | None:

@@ -62,6 +62,10 @@ _NUMBERS = (
     "VLLM_DEEPEPLL_NVFP4_DISPATCH",
     "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
     "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16",
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_ROCM_USE_AITER_MOE_SITUV2",
+    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
 )
 """Environment variables that quantise weights or activations, or their way between ranks. Some name
 a file."""
@@ -212,7 +216,7 @@ def reasons_not_to_share(config: Any) -> dict[str, str]:
             "vLLM knows a LoRA adapter by its name and path, whatever is in its files; set "
             "weights_id to a word that you change with the weights and with the files of an adapter"
         )
-    if have_files_changed(*weights_facts(config)[:2]):
+    if _have_weights_changed(config):
         found["files"] = (
             "files of the model were replaced while the engine started, so its weights are not "
             "known; start it again"
@@ -234,35 +238,49 @@ def reasons_not_to_share(config: Any) -> dict[str, str]:
     return found
 
 
-def weights_facts(config: Any) -> tuple[str, str | None, bool]:
-    """Return (model path or hub name, revision, whether the weights are those of that name).
+def _have_weights_changed(config: Any) -> bool:
+    model, revision, _, download_dir = weights_facts(config)
+    return have_files_changed(model, revision, download_dir)
+
+
+def weights_facts(config: Any) -> tuple[str, str | None, bool, str | None]:
+    """Return the arguments of `weights_identity` for the engine's model.
 
     If the weights lie in an object store, their place there is the name; the local path holds only
     the other files. A name at ModelScope says nothing about the cache of the Hugging Face hub.
     """
     model = config.model_config
-    load_format = str(getattr(config.load_config, "load_format", "auto")).rpartition(".")[2].lower()
     name = str(getattr(model, "model_weights", None) or model.model)
+    return _loaded(name, getattr(model, "revision", None), config.load_config)
+
+
+def _loaded(
+    name: str, revision: str | None, load_config: Any
+) -> tuple[str, str | None, bool, str | None]:
+    """Return the arguments of `weights_identity` for a model that is loaded in this way."""
+    load_format = str(getattr(load_config, "load_format", "auto")).rpartition(".")[2].lower()
     is_elsewhere = _asks_modelscope() and not os.path.exists(name)
     is_real = load_format in _READ_THE_MODEL and not is_elsewhere
-    return name, getattr(model, "revision", None), is_real
+    return name, revision, is_real, getattr(load_config, "download_dir", None)
 
 
 def _asks_modelscope() -> bool:
     return os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true")
 
 
-def draft_facts(config: Any) -> tuple[str, str | None] | None:
-    """Return (path or hub name, revision) of the draft model for speculative decoding, if any.
+def draft_facts(config: Any) -> tuple[str, str | None, bool, str | None] | None:
+    """Return the arguments of `weights_identity` for the draft model, if there is one.
 
-    Blocks contain its layers beside the model's own.
+    Blocks contain its layers beside the model's own. It may be loaded in another way.
     """
-    model = config.model_config
-    draft = getattr(getattr(config, "speculative_config", None), "draft_model_config", None)
+    model, speculative = config.model_config, getattr(config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
     if draft is None or draft is model:
         return None
-    found = str(draft.model), getattr(draft, "revision", None)
-    return None if found == (str(model.model), getattr(model, "revision", None)) else found
+    own = _loaded(str(model.model), getattr(model, "revision", None), config.load_config)
+    load_config = getattr(speculative, "draft_load_config", None) or config.load_config
+    found = _loaded(str(draft.model), getattr(draft, "revision", None), load_config)
+    return None if found == own else found
 
 
 def continues_prefixes(config: Any) -> bool:
@@ -294,6 +312,15 @@ def pools_whole_prompts(config: Any) -> bool:
 def pipeline_depth(config: Any | None) -> int:
     """Return the number of steps after which all transfers from before a reset have ended."""
     stages = 1 if config is None else int(config.parallel_config.pipeline_parallel_size)
+    return steps_until_flushed(stages)
+
+
+def steps_until_flushed(stages: int) -> int:
+    """Return `pipeline_depth` of an engine with so many pipeline stages.
+
+    In the first step after a reset, every worker ends its earlier transfers before it computes.
+    vLLM has at most `stages + 1` steps in flight, so this step has ended that many steps later.
+    """
     return max(3, stages + 2) + 1
 
 

@@ -81,6 +81,18 @@ def groups_offered_once(config: OffloadingConfig, kv_config: Any | None) -> list
     ]
 
 
+def groups_of_windows(config: OffloadingConfig, kv_config: Any | None) -> list[int]:
+    """Return the KV groups of which only the last blocks of a prefix are loaded; empty if not
+    known."""
+    if kv_config is None:
+        return []
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    walked = list(walk_layers(config, kv_config))
+    full = {group_id for group_id, _, spec in walked if isinstance(spec, FullAttentionSpec)}
+    return sorted({group_id for group_id, _, _ in walked} - full)
+
+
 def numbered_groups(config: OffloadingConfig) -> dict[int, Any]:
     """Return the KV groups that are offloaded, by their number in the engine."""
     return {getattr(group, "group_id", i): group for i, group in enumerate(config.groups)}

@@ -32,8 +32,8 @@ MAX_FRAMES = 12
 
 def register() -> None:
     """Entry point in `vllm.general_plugins`. Raises `ConfigError` if the configuration is wrong."""
-    extra_config, model, revision = _find_engine(inspect.currentframe())
-    note_files(model, revision)
+    extra_config, weights = _find_engine(inspect.currentframe())
+    note_files(*weights)
     if extra_config.get("spec_name") == SPEC_NAME:
         refuse_platform()
         for folder in _arena_folders(extra_config):  # of killed engines: they would count as taken
@@ -70,9 +70,11 @@ def _arena_folders(extra_config: Mapping[str, Any]) -> list[str]:
     return sorted({DEFAULT_ARENA_DIR, *(str(tier.get("arena_dir", "")) for tier in named)} - {""})
 
 
-def _find_engine(frame: FrameType | None) -> tuple[Mapping[str, Any], str, str | None]:
-    """Return `kv_connector_extra_config`, model and revision of the engine that a frame up the
-    stack makes; empty if there is none."""
+def _find_engine(
+    frame: FrameType | None,
+) -> tuple[Mapping[str, Any], tuple[str, str | None, str | None]]:
+    """Return `kv_connector_extra_config` of the engine that a frame up the stack makes, and its
+    model, revision and download directory; empty if there is none."""
     for _ in range(MAX_FRAMES):
         if frame is None:
             break
@@ -85,9 +87,11 @@ def _find_engine(frame: FrameType | None) -> tuple[Mapping[str, Any], str, str |
                 extra = _own(transfer, "kv_connector_extra_config")
             if isinstance(extra, Mapping):
                 about = _own(engine, "model_config") or engine
-                return extra, str(_own(about, "model") or ""), _own(about, "revision")
+                name = str(_own(about, "model") or "")
+                load = _own(engine, "load_config") or engine
+                return extra, (name, _own(about, "revision"), _own(load, "download_dir"))
         frame = frame.f_back
-    return {}, "", None
+    return {}, ("", None, None)
 
 
 def _own(thing: object, name: str) -> Any:

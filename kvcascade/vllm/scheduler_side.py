@@ -75,11 +75,11 @@ def namespace_facts(
     if engine_config is None:
         return facts | {"weights": settings.weights_id or private_identity()}
     facts.update(engine_facts.model_facts(engine_config))
-    model, revision, is_real = engine_facts.weights_facts(engine_config)
-    facts["weights"] = settings.weights_id or weights_identity(model, revision, is_real)
+    weights = engine_facts.weights_facts(engine_config)
+    facts["weights"] = settings.weights_id or weights_identity(*weights)
     draft = engine_facts.draft_facts(engine_config)
     if draft is not None and not settings.weights_id:
-        facts["draft_weights"] = weights_identity(*draft, is_real)
+        facts["draft_weights"] = weights_identity(*draft)
     return facts | {name: private_identity() for name in _private(settings, engine_config)}
 
 

@@ -89,6 +89,11 @@ class KVCascadeTier(SecondaryTierManager):
         settings = checked_tier(options, Machine())
         key = _namespace_key(offloading_spec.config, settings, self._row_bytes)
         self._on_reset = settings.on_reset
+        self._steps_until_flushed = engine_facts.steps_until_flushed(
+            offloading_spec.config.parallel.pp_size
+        )
+        self._flush_steps_left = 0
+        """Number of steps in which workers may still write rows from before a reset."""
         with_events = bool(offloading_spec.kv_events_config.enable_kv_cache_events)
         with ExitStack() as undo:
             self._jobs, folder = self._open(settings.nvme[0], key, with_events, undo)
@@ -108,8 +113,15 @@ class KVCascadeTier(SecondaryTierManager):
         close_at_exit(self.shutdown)  # vLLM may do so only after thread pools have stopped
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Return RETRY for the first steps after a reset.
+
+        vLLM regards all its rows as free then, but workers may still write stores from before the
+        reset into them. A read into such a row could be overwritten.
+        """
         if not self._jobs.has(BlockHash(key)):
             return LookupResult.MISS
+        if self._flush_steps_left:
+            return LookupResult.RETRY
         _used_by(req_context).setdefault(BlockHash(key), False)
         return LookupResult.HIT
 
@@ -167,6 +179,7 @@ class KVCascadeTier(SecondaryTierManager):
         used.clear()
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._flush_steps_left = max(0, self._flush_steps_left - 1)
         with self._lock:
             self._jobs.maintain()
 
@@ -175,6 +188,7 @@ class KVCascadeTier(SecondaryTierManager):
 
         The weights may have been updated in place, so no older block may be a hit afterwards.
         """
+        self._flush_steps_left = self._steps_until_flushed
         with self._lock:
             self._jobs.drain()
             if self._jobs.is_busy:

@@ -55,6 +55,7 @@ from .generation import (
 from .kv_layers import (
     about_blocks,
     full_attention_group,
+    groups_of_windows,
     groups_offered_once,
     layer_names,
     numbered_groups,
@@ -93,8 +94,11 @@ class CascadeLoadStoreSpec(BlockIDsLoadStoreSpec):
 class CascadeManager(OffloadingManager):
     """vLLM's manager interface over the cascade. Called by the scheduler thread."""
 
-    def __init__(self, cascade: Cascade, tokens_per_block: float = 0.0) -> None:
-        """`tokens_per_block`: prompt tokens that one served block saves."""
+    def __init__(
+        self, cascade: Cascade, tokens_per_block: float = 0.0, window_ends: Collection[bytes] = ()
+    ) -> None:
+        """`tokens_per_block`: prompt tokens that one served block saves. `window_ends`: ends of the
+        keys of groups with a window or states."""
         self._cascade = cascade
         self._manager = cascade.manager
         self._metrics = offload_metrics.MetricsReader(
@@ -112,7 +116,7 @@ class CascadeManager(OffloadingManager):
         """True while lookups are for a request that the engine must look up again later."""
         self._deferred_group = b""
         """KV group of the last key that was looked up for such a request."""
-        self._served_end = cascade.manager.options.served_end
+        self._window_ends = frozenset(window_ends)
         self._was_reset = False
         """True in the first step after a reset that keeps the blocks."""
 
@@ -160,13 +164,14 @@ class CascadeManager(OffloadingManager):
         """Return the answer that makes the engine retry the request after the fewest lookups.
 
         One RETRY in each KV group is enough. After it, the search for a prefix ends with the first
-        miss. The search for a window ends once all of its blocks are present or in flight.
+        miss. The search for a window or a state ends once all of its blocks are present or in
+        flight. Once it got a RETRY, it retries the request whatever the other answers are.
         """
         group = key[-GROUP_BYTES:]
         if group != self._deferred_group:
             self._deferred_group = group
             return LookupResult.RETRY
-        return _PENDING if self._served_end and group != self._served_end else _MISS
+        return _PENDING if group in self._window_ends else _MISS
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
         """Called from 0.32 on, after `prepare_load`; earlier versions lack the module."""
@@ -378,7 +383,12 @@ class CascadeOffloadingSpec(OffloadingSpec):
             )
             # vLLM closes an engine in the process of its script after thread pools have stopped.
             close_at_exit(cascade.close)
-            self._manager = self.manager_type(cascade, self._geometry.tokens_per_block)
+            windows = groups_of_windows(config, self._kv_config)
+            self._manager = self.manager_type(
+                cascade,
+                self._geometry.tokens_per_block,
+                [make_offload_key(b"", number) for number in windows],
+            )
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
@@ -477,12 +487,16 @@ def replicated_facts(config: OffloadingConfig, engine_config: Any | None) -> dic
 
 
 def to_vllm_event(event: BlockEvent) -> OffloadingEvent:
-    """Translate an event of the manager to the installed vLLM."""
+    """Translate an event of the manager to the installed vLLM.
+
+    vLLM keeps the tokens of a block until all expected removals are published. A remote tier
+    publishes none.
+    """
     medium, locality = _MEDIA[event.medium]
     about: dict[str, Any] = {
         "locality": locality,
         "ownership": None if medium is Medium.CPU else event.tier,
-        "removal_expected": True,
+        "removal_expected": locality is Locality.LOCAL,
     }
     return OffloadingEvent(
         keys=cast(list[OffloadKey], list(event.block_hashes)),

@@ -241,6 +241,10 @@ def test_a_named_file_counts_by_its_content(name: str, tmp_path: Path) -> None:
         "VLLM_DEEPEPLL_NVFP4_DISPATCH",
         "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
         "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16",
+        "VLLM_CPU_INT4_W4A8",
+        "VLLM_ROCM_USE_AITER_MOE_SITUV2",
+        "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
+        "VLLM_B12X_MOE_FP4_FORCE_A16",
     ],
 )
 def test_numbers_that_only_the_environment_names_are_another_namespace(
@@ -275,14 +279,14 @@ def test_no_other_model_reads_its_generation_config() -> None:
 def test_weights_elsewhere_are_not_those_of_the_local_folder() -> None:
     config = engine(model="/local", model_weights="s3://bucket/llama", revision=None)
     config.load_config = Stub(load_format="runai_streamer")
-    assert engine_facts.weights_facts(config) == ("s3://bucket/llama", None, True)
+    assert engine_facts.weights_facts(config) == ("s3://bucket/llama", None, True, None)
 
 
 @pytest.mark.parametrize("name", ["tensorizer", "ipc_cache", "modelexpress", "dummy", "a-plugin"])
 def test_files_vouch_for_no_weights_that_come_from_elsewhere(name: str) -> None:
     config = engine(model="/local", revision=None)
     config.load_config = Stub(load_format=name)
-    assert engine_facts.weights_facts(config) == ("/local", None, False)
+    assert engine_facts.weights_facts(config) == ("/local", None, False, None)
 
 
 def test_every_format_of_vllm_that_reads_the_model_is_known() -> None:
@@ -323,7 +327,18 @@ def test_a_model_that_drafts_has_an_identity_of_its_own() -> None:
     config.speculative_config = Stub(draft_model_config=config.model_config)
     assert engine_facts.draft_facts(config) is None, "the model drafts for itself"
     config.speculative_config = Stub(draft_model_config=Stub(model="/models/eagle", revision=None))
-    assert engine_facts.draft_facts(config) == ("/models/eagle", None)
+    assert engine_facts.draft_facts(config) == ("/models/eagle", None, True, None)
+
+
+def test_a_model_that_drafts_may_be_loaded_in_another_way() -> None:
+    config = engine(model="org/llama", revision=None)
+    config.load_config = Stub(load_format="auto", download_dir="/models")
+    draft, dummy = Stub(model="org/eagle", revision=None), Stub(load_format="dummy")
+    config.speculative_config = Stub(draft_model_config=draft, draft_load_config=None)
+    assert engine_facts.draft_facts(config) == ("org/eagle", None, True, "/models")
+    config.speculative_config = Stub(draft_model_config=draft, draft_load_config=dummy)
+    assert engine_facts.draft_facts(config) == ("org/eagle", None, False, None)
+    assert engine_facts.weights_facts(config) == ("org/llama", None, True, "/models")
 
 
 def test_where_the_model_lies_is_no_part_of_it() -> None:
@@ -414,6 +429,23 @@ class TestNamespaceFacts:
         (Path(self.model) / "model.safetensors").write_bytes(b"x" * 999)
         assert not self.is_shared(engine())
         assert not self.is_shared(engine(), weights_id="mine"), "which ones were loaded is unknown"
+
+    def test_weights_in_a_download_directory_are_those_of_the_namespace(
+        self, tmp_path: Path
+    ) -> None:
+        common = pytest.importorskip("kvcascade.vllm.scheduler_side")
+        for name, commit in (("llama", "a" * 40), ("eagle", "b" * 40)):
+            snapshot = tmp_path / f"models--org--{name}" / "snapshots" / commit
+            snapshot.mkdir(parents=True)
+            (snapshot / "model.safetensors").write_text("{}")
+        config = engine(model="org/llama", revision="a" * 40)
+        config.load_config = Stub(load_format="auto", download_dir=str(tmp_path))
+        draft = Stub(model="org/eagle", revision="b" * 40)
+        config.speculative_config = Stub(draft_model_config=draft)
+        given = parse({"tiers": [{"type": "cpu", "capacity": "1GiB"}]})
+        found = common.namespace_facts(given, config, "org/llama", {})
+        assert found["weights"] == f"hub:models--org--llama@{'a' * 40}"
+        assert found["draft_weights"] == f"hub:models--org--eagle@{'b' * 40}"
 
     def test_without_the_engines_configuration_nothing_is_shared(self) -> None:
         assert not self.is_shared(None)

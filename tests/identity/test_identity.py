@@ -225,6 +225,30 @@ def test_a_hub_snapshot_is_named_by_its_commit(
     assert weights_identity("org/name", COMMIT, is_real=True) == identity(snapshot)
 
 
+def test_a_download_directory_is_asked_instead_of_the_hubs_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM downloads weights there, and the configuration to the hub's cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    cached, loaded = "a" * 40, "b" * 40
+    hub, own = (tmp_path / name / "models--org--name" for name in ("hub", "own"))
+    for folder, commit, file in ((hub, cached, "config.json"), (own, loaded, "model.safetensors")):
+        (folder / "snapshots" / commit).mkdir(parents=True)
+        (folder / "snapshots" / commit / file).write_text("{}")
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text(commit)
+    assert weights_identity("org/name", None, is_real=True).endswith(cached)
+    for revision in (None, "main", loaded):
+        for folder in (str(tmp_path / "own"), "~/own"):
+            found = weights_identity("org/name", revision, True, folder)
+            assert found == f"hub:models--org--name@{loaded}"
+    for revision in (cached, "a-branch", "../../hub"):
+        assert not is_shareable(weights_identity("org/name", revision, True, folder))
+    (own / "snapshots" / loaded / "model.safetensors").unlink()
+    assert not is_shareable(weights_identity("org/name", None, True, folder)), "nothing is there"
+
+
 def test_a_folder_that_only_looks_like_a_snapshot_is_read(model: Path, tmp_path: Path) -> None:
     """Of training, say, which writes new weights into it."""
     snapshot = tmp_path / "run 7" / "snapshots" / COMMIT

@@ -24,7 +24,12 @@ from vllm.v1.kv_offload.config import (
 )
 
 from kvcascade.vllm import generation
-from kvcascade.vllm.kv_layers import about_blocks, full_attention_group, groups_offered_once
+from kvcascade.vllm.kv_layers import (
+    about_blocks,
+    full_attention_group,
+    groups_of_windows,
+    groups_offered_once,
+)
 from kvcascade.vllm.v0_26 import _geometry
 
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
@@ -94,9 +99,12 @@ def test_tokens_are_counted_by_the_group_whose_every_block_is_loaded() -> None:
     )
     groups = [KVCacheGroupSpec(["l0"], window), KVCacheGroupSpec(["l1"], SPEC)]
     assert full_attention_group(config, KVCacheConfig(BLOCKS, [], groups)) == (1, 32)
+    assert groups_of_windows(config, KVCacheConfig(BLOCKS, [], groups)) == [0]
     groups[1] = KVCacheGroupSpec(["l1"], window)
     assert full_attention_group(config, KVCacheConfig(BLOCKS, [], groups)) is None
+    assert groups_of_windows(config, KVCacheConfig(BLOCKS, [], groups)) == [0, 1]
     assert full_attention_group(config, None) is None
+    assert groups_of_windows(config, None) == []
 
 
 def test_a_block_of_that_group_stands_for_its_tokens_whatever_the_others_are() -> None:

@@ -105,6 +105,27 @@ def test_a_name_of_the_hub_that_leads_to_another_commit_is_noticed(
     assert not have_files_changed("org/another"), "without a copy, nothing can be told"
 
 
+@pytest.mark.parametrize("is_config", [False, True])
+def test_weights_in_a_download_directory_are_noticed_too(is_config: bool, tmp_path: Path) -> None:
+    model = tmp_path / "models--org--name"
+    for commit in ("a" * 40, "b" * 40):
+        (model / "snapshots" / commit).mkdir(parents=True)
+        (model / "snapshots" / commit / "model.safetensors").write_text("{}")
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("a" * 40)
+    engine, place = holder(GOOD), str(tmp_path)
+    named = SimpleNamespace(model="org/name", revision=None)
+    load = SimpleNamespace(download_dir=place)
+    if is_config:
+        engine.model_config, engine.load_config = named, load
+    else:
+        engine.__dict__.update(named.__dict__ | load.__dict__)
+    load_with(**{"vllm_config" if is_config else "self": engine})
+    assert not have_files_changed("org/name", None, place)
+    (model / "refs" / "main").write_text("b" * 40)
+    assert have_files_changed("org/name", None, place)
+
+
 def test_memory_of_a_killed_engine_counts_as_free(tmp_path: Path) -> None:
     """Else it could hold up every later start: nothing else removes it before the check."""
     geometry = ArenaGeometry(slots=2, rank_bytes=4096, world_size=1)

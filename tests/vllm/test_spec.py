@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +16,15 @@ from support.kv_bytes import Shape, damage, tiers
 from support.open_tiers import nodes_of
 from support.spec_driver import Driver
 from support.waiting import wait_until
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -418,6 +427,36 @@ def test_served_tokens_are_those_of_the_prompt_with_several_groups() -> None:
         assert driver.metrics["vllm:kvcascade_served_tokens['cpu']"] == 8 * 16
         options = driver.cascade.manager.options
         assert (options.tokens_per_block, options.served_end) == (16, b"\0" * 4)
+
+
+@pytest.mark.parametrize(("window", "n_lookups"), [(None, 64), (64, 5)])
+def test_a_request_that_waits_is_looked_up_no_further_than_its_window(
+    window: int | None, n_lookups: int
+) -> None:
+    """vLLM looks up each waiting request at every step. A search for a prefix ends at a miss."""
+    about: Any = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    full = FullAttentionSpec(**about)
+    spec = full if window is None else SlidingWindowSpec(**about, sliding_window=window)
+    groups = [KVCacheGroupSpec(["layer.0.0", "layer.0.1"], spec)]
+    kv_cache_config = KVCacheConfig(64, [], groups)  # found on the stack, as in the connector
+    shape, n = Shape(), 0
+    with Driver(shape, tiers(shape, None, cpu=8), on_reset="keep") as driver:
+        assert kv_cache_config.num_blocks == 64
+        driver.manager.reset_cache()  # requests are deferred in the step after it
+        request = driver.request("text", 64)
+
+        def lookup(*about: Any) -> Any:
+            nonlocal n
+            n += 1
+            return driver.manager.lookup(*about)
+
+        scheduler = cast(Any, SimpleNamespace(manager=SimpleNamespace(lookup=lookup)))
+        search = OffloadingConnectorScheduler._sliding_window_lookup
+        assert search(scheduler, request.keys[0], 4, request.context) is None
+        assert n == n_lookups
+        driver.manager.on_schedule_end()
+        answers = [driver.manager.lookup(key, request.context) for key in request.keys[0][:2]]
+        assert answers == [LookupResult.MISS] * 2
 
 
 def test_a_prompt_whose_store_was_put_off_to_its_end_is_recorded_whole(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from support.cache_rig import call
@@ -30,13 +31,23 @@ from support.remote_hosts import (
 from support.remote_servers import HOST, GuardedS3Server, ServerProcess, redis_server
 from support.spec_driver import Driver
 from support.waiting import wait_until
-from vllm.v1.kv_offload.base import Locality, Medium
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
+from vllm.v1.kv_offload.base import (
+    Locality,
+    Medium,
+    OffloadingEvent,
+    OffloadingKVEventsConfig,
+    make_offload_key,
+)
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvcascade.config.options import At
 from kvcascade.config.remote import parse_remote
 from kvcascade.errors import ConfigError
+from kvcascade.manager.base import BlockEvent
+from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.remote.remote_options import open_remote_engine
+from kvcascade.vllm.v0_26 import to_vllm_event
 
 DEADLINE_S = 1.0
 LIST_S = 10.0
@@ -145,6 +156,34 @@ def test_events_tell_local_blocks_from_remote_ones(redis: ServerProcess, tmp_pat
             (Medium.STORAGE, Locality.REMOTE, "remote"),
         }
         assert driver.seen["nvme"] == driver.seen["remote"] == driver.seen["CPU"]
+
+
+@pytest.mark.skipif(
+    not hasattr(OffloadingEvent, "removal_expected"), reason="vLLM expects none up to 0.28"
+)
+@pytest.mark.parametrize("below", ["REMOTE", "NVME"])
+def test_vllm_keeps_no_tokens_of_blocks_that_left_the_host(below: str) -> None:
+    """With self-describing events it keeps them until the last removal that is expected."""
+    tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, True))
+    about = {"kv_cache_spec_kind": "full", "kv_cache_spec_sliding_window": None}
+    group = SimpleNamespace(
+        sliding_window_size_in_chunks=None,
+        hashes_per_chunk=1,
+        tokens_per_chunk=16,
+        tokens_per_block=16,
+        group_idx=0,
+        kv_event_group_spec=SimpleNamespace(**about),
+    )
+    prompt = {"block_hashes": [bytes(32)], "all_token_ids": [*range(16)], "lora_request": None}
+    key = make_offload_key(bytes(32), 0)
+    tracker.record_store(cast(Any, SimpleNamespace(**prompt)), cast(Any, group), 0, key)
+    block = (BlockHash(key),)
+    stored = [BlockEvent(block, "CPU", False, "cpu"), BlockEvent(block, below, False, "below")]
+    told: list[Any] = [*tracker.take_events(map(to_vllm_event, stored))]
+    assert [event.token_ids for event in told] == [[*range(16)]] * 2
+    removed = [replace(event, removed=True) for event in stored if event.medium != "REMOTE"]
+    assert [*tracker.take_events(map(to_vllm_event, removed))]
+    assert not tracker._pending_event_metadata
 
 
 def test_a_stopped_server_costs_one_deadline(

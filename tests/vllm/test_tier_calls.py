@@ -30,6 +30,7 @@ from kvcascade.handlers.node.path_wire import ResetJob
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.path_lock import try_lead
+from kvcascade.vllm.generation import chunk_rows
 from kvcascade.vllm_tier import KVCascadeTier
 
 ROW_BYTES, ROWS = 4096, 32
@@ -223,17 +224,25 @@ def test_transfers_end_under_the_lock_at_the_end(rig: Rig, monkeypatch: pytest.M
     assert was_held == [True]
 
 
+STEPS_UNTIL_FLUSHED = 4
+"""Steps after a reset in which workers may still write, without pipeline stages."""
+
+
+def their_manager(rig: Rig) -> TieringOffloadingManager:
+    region = SimpleNamespace(create_kv_memoryview=lambda: rig.memory.data, cleanup=lambda: None)
+    primary = CPUPrimaryTierOffloadingManager(ROWS, cast(Any, region))
+    return TieringOffloadingManager(primary, [rig.tier])
+
+
 @pytest.mark.parametrize(
-    ("on_reset", "found"), [("invalidate", LookupResult.MISS), ("keep", LookupResult.HIT)]
+    ("on_reset", "found"), [("invalidate", LookupResult.MISS), ("keep", LookupResult.RETRY)]
 )
 def test_a_reset_of_their_manager_reaches_the_tier(
     tmp_path: Path, on_reset: str, found: LookupResult
 ) -> None:
     """It resets no tier but its own: after an update of the weights ours would serve the old."""
     rig = Rig(tmp_path, on_reset=on_reset)
-    region = SimpleNamespace(create_kv_memoryview=lambda: rig.memory.data, cleanup=lambda: None)
-    primary = CPUPrimaryTierOffloadingManager(ROWS, cast(Any, region))
-    theirs = TieringOffloadingManager(primary, [rig.tier])
+    theirs = their_manager(rig)
     old = rig.request("old", [1])
     theirs.on_new_request(old)
     rig.memory[:] = 7
@@ -245,5 +254,42 @@ def test_a_reset_of_their_manager_reaches_the_tier(
     new = rig.request("new", [1])
     assert rig.tier.lookup(okey(1), new) is found
     rig.store(new, [1])
+    for _ in range(STEPS_UNTIL_FLUSHED):
+        assert rig.tier.lookup(okey(1), new) is LookupResult.RETRY
+        theirs.on_schedule_end(ScheduleEndContext((), ()))
     rig.load(new, [1])
+    rig.tier.shutdown()
+
+
+def test_a_worker_that_still_writes_after_a_reset_damages_no_block(tmp_path: Path) -> None:
+    """vLLM's primary tier takes the row for free, and the worker's copy is only queued."""
+    rig = Rig(tmp_path, on_reset="keep")
+    context = rig.request("first", [1])
+    rig.memory[:] = 7
+    rig.store(context, [1])
+    rig.finish(context, [1])
+    rig.memory[:] = 0
+    theirs, end = their_manager(rig), ScheduleEndContext((), ())
+    running = rig.request("running", [2])
+    theirs.on_new_request(running)
+    prepared = theirs.prepare_store([okey(2)], running)
+    assert prepared is not None
+    (row,) = chunk_rows(prepared.store_spec)
+    theirs.on_schedule_end(end)
+    theirs.reset_cache()
+    new = rig.request("new", [1])
+    theirs.on_new_request(new)
+    assert theirs.lookup(okey(1), new) is not LookupResult.MISS
+    theirs.on_schedule_end(end)
+    wait_until(lambda: not rig.tier.has_pending_work() or rig.memory[row][0] == 7)
+    rig.memory[row] = 99  # what the worker had queued for block 2; the disk was faster
+
+    def is_there() -> bool:
+        found = theirs.lookup(okey(1), new)
+        theirs.on_schedule_end(end)
+        return found is LookupResult.HIT
+
+    wait_until(is_there)
+    (row,) = chunk_rows(theirs.prepare_load([okey(1)], new))
+    assert (rig.memory[row] == 7).all()
     rig.tier.shutdown()

@@ -87,7 +87,7 @@ RELEASES: tuple[VllmRelease, ...] = (
     VllmRelease("0.18.1", Proof.ENGINE, _CPU_2_10, _SEED, _OLD),
     VllmRelease("0.19.1", Proof.ENGINE, _CPU_2_10, _SEED, _OLD),
     VllmRelease("0.20 to 0.23", Proof.NONE, "", _REFUSED, _NO_ADAPTER),
-    VllmRelease("0.24.0", Proof.ENGINE, _CPU_2_11, _BETWEEN, _NEEDS_SEED),
+    VllmRelease("0.24.0", Proof.ENGINE, _CPU_2_11, _BETWEEN, _RESETS),
     VllmRelease("0.25.1", Proof.ENGINE, _CPU_2_11, _BETWEEN, _RESETS),
     VllmRelease(
         "0.26.0", Proof.ENGINE, _CPU_2_11, _BETWEEN, f"{_NEEDS_SEED}; {_ANSWERS}; {_ABORTS}"
