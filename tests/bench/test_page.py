@@ -84,7 +84,8 @@ def test_a_page_names_run_figures_and_goals() -> None:
     assert lines[begin + 4] == "### 64 KiB | two paths"
     assert lines[begin + 6] == "Medians of 2 samples."
     assert lines[begin + 8] == "| quantity | ours | limit | ours / limit | unit | goal |"
-    assert lines[begin + 10] == ("| rate | 1.50 ±33% | 3.00 ±33% | 0.500× | GB/s | ≥ 0.9× limit ✗ |")
+    row = "| rate | 1.50 ±33% | 3.00 ±33% | 0.500× | GB/s | ≥ 0.9× limit ✗ |"
+    assert lines[begin + 10] == row
     assert lines[begin + 12] == "### nothing"
     assert lines[begin + 16] == "| rate | GB/s |  |"
     assert not any(VLLM in line for line in lines[begin:]), "it has no figure, and no column"
