@@ -240,13 +240,13 @@ def test_a_download_directory_is_asked_instead_of_the_hubs_cache(
         (folder / "refs" / "main").write_text(commit)
     assert weights_identity("org/name", None, is_real=True).endswith(cached)
     for revision in (None, "main", loaded):
-        for folder in (str(tmp_path / "own"), "~/own"):
-            found = weights_identity("org/name", revision, True, folder)
+        for place in (str(tmp_path / "own"), "~/own"):
+            found = weights_identity("org/name", revision, True, place)
             assert found == f"hub:models--org--name@{loaded}"
     for revision in (cached, "a-branch", "../../hub"):
-        assert not is_shareable(weights_identity("org/name", revision, True, folder))
+        assert not is_shareable(weights_identity("org/name", revision, True, place))
     (own / "snapshots" / loaded / "model.safetensors").unlink()
-    assert not is_shareable(weights_identity("org/name", None, True, folder)), "nothing is there"
+    assert not is_shareable(weights_identity("org/name", None, True, place)), "nothing is there"
 
 
 def test_a_folder_that_only_looks_like_a_snapshot_is_read(model: Path, tmp_path: Path) -> None:
