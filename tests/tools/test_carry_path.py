@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import safe_open
@@ -18,6 +20,7 @@ from support.path_cache import (
     fill_path,
     folder_in,
     held_in,
+    note_use,
     running_engine,
     segment,
 )
@@ -36,7 +39,8 @@ from kvcascade.tools.commands.carry.carried import CarriedReader
 from kvcascade.tools.commands.carry.export_writer import whole_or_nothing
 from kvcascade.tools.commands.carry.import_path import import_into_path
 from kvcascade.tools.commands.command_line import ExitCode
-from kvcascade.tools.commands.path_blocks import OpenPath
+from kvcascade.tools.commands.path_blocks import OpenPath, open_path
+from kvcascade.tools.commands.path_session import PathSession
 
 BLOCKS = 20
 FS = RealFileSystem()
@@ -155,6 +159,87 @@ def test_blocks_that_an_engine_stores_meanwhile_are_not_evicted(
         assert engine.holds(range(100, 116)) == list(range(100, 116))
     finally:
         engine.close()
+
+
+LARGE = 16 << 10
+"""Bytes of a block: its segments of 1 MiB are not much smaller than the tables."""
+
+
+def cache_on(
+    paths: Path | list[Path], namespace: str, blocks: range, mib: int, policy: str | None = None
+) -> tuple[str, int]:
+    """Store large blocks in a closed cache; return its name, and the number of blocks it holds."""
+    for path in [paths] if isinstance(paths, Path) else paths:
+        path.mkdir(parents=True, exist_ok=True)
+    with kvcascade.open(
+        paths,
+        namespace=namespace,
+        block_bytes=LARGE,
+        capacity=mib << 20,
+        segment_size=1 << 20,
+        min_free=0,
+        policy=policy,
+    ) as cache:
+        cache.put([key(n) for n in blocks], [bytes(LARGE)] * len(blocks))
+        return cache.name, sum(cache.exists([key(n) for n in blocks]))
+
+
+@pytest.fixture
+def large_file(tmp_path: Path) -> Path:
+    """An export of 1200 blocks of the namespace "mine"."""
+    cache_on(tmp_path / "from", "mine", range(1200), 64)
+    path = tmp_path / "large.safetensors"
+    assert call("export", tmp_path / "from", path).code == ExitCode.OK
+    return path
+
+
+def blocks_in(root: Path) -> dict[str, int]:
+    """Number of blocks by the name of the namespace."""
+    with open_path(root) as opened:
+        return {name: int(opened.facts(name)["blocks"]) for name in opened.names}
+
+
+@pytest.mark.parametrize("mib", [27, 33, 35])
+def test_no_block_is_evicted_in_a_tier_of_two_folders_and_namespaces(
+    large_file: Path, tmp_path: Path, mib: int
+) -> None:
+    """Each folder has a share of its own: what is left of both makes no segment together."""
+    paths = [tmp_path / "a", tmp_path / "b"]
+    mine, held = cache_on(paths, "mine", range(2000, 2300), mib)
+    other, others = cache_on(paths, "other", range(3000, 3330), mib)
+    document = call("import", paths[0], large_file, "--json").document
+    assert document["failed"] and document["imported"] + document["failed"] == 1200
+    assert blocks_in(paths[0]) == {mine: held + document["imported"], other: others}
+
+
+def test_no_segment_of_a_colder_namespace_is_taken_for_an_import(
+    large_file: Path, tmp_path: Path
+) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    other, others = cache_on(paths, "other", range(3000, 3330), 30)
+    note_use(paths[0] / other, range(3000, 3330), at_s=time.time() - 3600)
+    mine, held = cache_on(paths, "mine", range(2000, 2300), 30)
+    document = call("import", paths[0], large_file, "--json").document
+    assert document["failed"]
+    assert blocks_in(paths[0]) == {mine: held + document["imported"], other: others}
+
+
+def test_a_tier_of_an_older_writer_evicts_nothing_for_an_import(
+    large_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not tell what is left of each path."""
+    ask = PathSession.ask
+
+    def older(session: PathSession, what: str, *limit: float, **body: Any) -> dict[str, Any]:
+        answer = ask(session, what, *limit, **body)
+        return {name: value for name, value in answer.items() if name != "left_bytes"}
+
+    monkeypatch.setattr(PathSession, "ask", older)
+    paths = [tmp_path / "a", tmp_path / "b"]
+    mine, held = cache_on(paths, "mine", range(2000, 2300), 33)
+    document = call("import", paths[0], large_file, "--json").document
+    assert document["imported"] and document["failed"]
+    assert blocks_in(paths[0]) == {mine: held + document["imported"]}
 
 
 def test_a_tier_that_is_too_small_keeps_what_was_imported(file: Path, tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ blocks than there is free room for when it begins.
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ....assembly.path_parts import PathParts, described, existing_names, path_parts
 from ....block_cache import BlockCache, CacheOptions, PutOutcome
@@ -152,15 +153,26 @@ def _free_slots(opened: OpenPath, name: str) -> int:
     """Return the number of blocks that a namespace can take without any eviction."""
     fs, namespace = RealFileSystem(), opened.namespace(name)
     facts, stat = opened.facts(name), opened.session.ask("stat")
-    layout, options = namespace.layout, stat["options"]
+    layout, reserve = namespace.layout, int(stat["options"]["min_free_bytes"])
+    paths, more = len(opened.roots), 0
     with os_errors(f"listing {name}"):
         files = [file for folder in namespace.folders for file in fs.list_dir(folder / SEGMENTS)]
-        free = [fs.free_bytes(root) - int(options["min_free_bytes"]) for root in opened.roots]
-    segments = sum(segment_number(file) is not None for file in files)
-    share = (int(options["capacity_bytes"]) - int(stat["bytes"])) // len(free)
-    more = sum(max(0, min(share, disk)) // layout.file_bytes for disk in free)
-    segments += min(more, int(facts["slots"]) // layout.slots - segments)
-    return segments * layout.slots - int(facts["blocks"]) - int(facts["granted_slots"])
+        disk = [fs.free_bytes(root) - reserve for root in opened.roots]
+    made = [number for number in map(segment_number, files) if number is not None]
+    for path, left in enumerate(_left_bytes(stat, paths)):
+        lacking = len(range(path, int(facts["slots"]) // layout.slots, paths))
+        lacking -= sum(number % paths == path for number in made)
+        more += max(0, min(lacking, min(left, disk[path]) // layout.file_bytes))
+    free = (len(made) + more) * layout.slots - int(facts["blocks"]) - int(facts["granted_slots"])
+    # If less than half a segment would be left, the writer takes one of a colder namespace.
+    return free if len(opened.names) == 1 else free - layout.slots // 2
+
+
+def _left_bytes(stat: Mapping[str, Any], paths: int) -> list[int]:
+    """Return what is left of the capacity of each path; at least so much for an older writer."""
+    capacity = int(stat["options"]["capacity_bytes"])
+    least = capacity - int(stat["bytes"]) - (paths - 1) * (capacity // paths)
+    return list(map(int, stat.get("left_bytes", [least] * paths)))
 
 
 def _store(

@@ -2,13 +2,16 @@
 
 | question | body | answer |
 | --- | --- | --- |
-| `stat` | | `options`, `bytes` that all namespaces take, `budget_left_bytes` |
+| `stat` | | `options`, `bytes` that all namespaces take, `left_bytes`, `budget_left_bytes` |
 | `list` | | `namespaces`: `name`, `clients`, `is_open` |
 | `remove` | `name` | `is_removed`, or `error` |
 | `hand_over` | | the writer closes the path cleanly, so that the asker may lead |
 
 `block_questions` has the questions about the blocks of one namespace, `segment_questions` the one
 that takes segments.
+
+`left_bytes` has what is left of the capacity of each path, which may be negative. Older writers do
+not tell it.
 
 An answer with `error` says in one sentence what to do.
 """
@@ -89,9 +92,11 @@ class WriterQuestions:
 
     def _stat(self, _: Answer) -> Answer:
         writer, space = self._writer, self._writer.path.space
+        own_bytes = [space.own_bytes(path) for path in range(space.capacity.paths)]
         return {
             "options": msgspec.to_builtins(writer.path.options),
-            "bytes": sum(map(space.own_bytes, range(space.capacity.paths))),
+            "bytes": sum(own_bytes),
+            "left_bytes": [space.capacity.left_bytes(*each) for each in enumerate(own_bytes)],
             "budget_left_bytes": writer.path.budget_left_bytes(),
         }
 
