@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cache_rig import call
@@ -25,11 +28,14 @@ from support.path_cache import (
 )
 from support.path_engine import PathEngine
 
+from kvcascade.errors import InUseError
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.namespace import NamespaceKey, lock_namespace
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
+from kvcascade.tools.commands import path_blocks
 from kvcascade.tools.commands.command_line import ExitCode
+from kvcascade.tools.commands.path_session import PathSession
 
 BLOCKS = 24
 FS = RealFileSystem()
@@ -335,6 +341,63 @@ def test_a_closed_namespace_leaves_beside_an_engine_of_another(
         assert list(engine.get(range(BLOCKS))) == [BlockOutcome.OK] * BLOCKS
         again = fill_path(tmp_path / "kv", 20, NamespaceKey("other", {"n": 1}))
         assert again == other
+
+
+@contextmanager
+def on_question(
+    patch: pytest.MonkeyPatch, what: str, number: int, act: Callable[[], None]
+) -> Iterator[None]:
+    """Questions have few blocks or segments, and `act` is called before one of them."""
+    ask, asked = PathSession.ask, count(1)
+
+    def counted(session: PathSession, asks: str, *limit: float, **body: Any) -> dict[str, Any]:
+        if asks == what and next(asked) == number:
+            act()
+        return ask(session, asks, *limit, **body)
+
+    with patch.context() as patched:
+        patched.setattr(path_blocks, "SEGMENTS_PER_QUESTION", 1)
+        patched.setattr(path_blocks, "MAX_BLOCKS_PER_ANSWER", 4)
+        patched.setattr(PathSession, "ask", counted)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "blocks", "segments"),
+    [
+        (["--max-size", "1"], "take", PER_SEGMENT, 1),
+        (["--older-than", "2h", "--max-size", "1"], "take", 2 * PER_SEGMENT, 2),
+        (["--older-than", "2h"], "drop", 4, 0),
+        (["--remove-namespace"], "take", PER_SEGMENT, 1),
+    ],
+)
+def test_a_fault_midway_leaves_the_report_of_what_was_done(
+    tmp_path: Path,
+    engine: PathEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    what: str,
+    blocks: int,
+    segments: int,
+) -> None:
+    root, key_of_other = tmp_path / "kv", NamespaceKey("other", {"n": 1})
+    other = fill_path(root, BLOCKS, key_of_other)
+    aged(other)
+    before = len(files_of(other))
+    ahead = before - len(_used(other)) if "--max-size" in words else 0  # the empty ones go first
+
+    def fails() -> None:
+        raise InUseError("the writer closed the connection; try again")
+
+    with on_question(monkeypatch, what, ahead + segments + 1 + (what == "drop"), fails):
+        answer = call("gc", root, "-n", other.name, *words, "--json")
+    report = answer.one
+    assert answer.code == (ExitCode.PROBLEMS if len(words) > 1 else ExitCode.IN_USE)
+    assert "try again" in report["skipped"] and not report["was_removed"]
+    assert (report["blocks_removed"], report["segments_removed"]) == (blocks, ahead + segments)
+    assert (report["bytes_freed"] > 0) == (segments > 0)
+    left = call("inspect", root, "-n", other.name, "--json").one["blocks"]
+    assert left == BLOCKS - blocks and len(files_of(other)) == before - ahead - segments
 
 
 def test_a_stopped_writer_is_one_sentence(tmp_path: Path, engine: PathEngine) -> None:

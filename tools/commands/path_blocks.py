@@ -159,28 +159,28 @@ class OpenPath:
         """Return the saved arrays of a namespace."""
         return SavedState(self.roots[0] / name / STATE)
 
-    def take(
-        self, name: str, segments: Sequence[int], *, is_if_empty: bool = False
-    ) -> tuple[list[int], int]:
+    def take_in_parts(
+        self,
+        name: str,
+        segments: Sequence[int],
+        *,
+        is_if_empty: bool = False,
+    ) -> Iterator[tuple[list[int], int]]:
         """Delete segments with their blocks; with `is_if_empty` only those without any.
 
-        Return the numbers of those that were deleted, and how many blocks they had.
+        Yield after every few segments the numbers of those that were deleted, and how many blocks
+        they had. So the caller knows what was done if an error ends it.
         """
-        taken: list[int] = []
-        blocks = 0
         for start in range(0, len(segments), SEGMENTS_PER_QUESTION):
-            some = list(segments[start : start + SEGMENTS_PER_QUESTION])
             answer = self.session.ask(
                 "take",
                 DELETE_LIMIT_S,
                 may_repeat=is_if_empty,  # a segment that was taken may have new blocks
                 name=name,
-                segments=some,
+                segments=list(segments[start : start + SEGMENTS_PER_QUESTION]),
                 if_empty=is_if_empty,
             )
-            taken += answer["taken"]
-            blocks += int(answer["blocks"])
-        return taken, blocks
+            yield answer["taken"], int(answer["blocks"])
 
     def remove(self, name: str) -> bool:
         """Delete a namespace that no engine has open. Return False if its files could not be
@@ -191,12 +191,17 @@ class OpenPath:
 
     def drop(self, name: str, blocks: Sequence[NamedBlock]) -> int:
         """Remove those of the blocks that are still as they were named; return their number."""
-        dropped = 0
+        return sum(self.drop_in_parts(name, blocks))
+
+    def drop_in_parts(self, name: str, blocks: Sequence[NamedBlock]) -> Iterator[int]:
+        """Remove those of the blocks that are still as they were named.
+
+        Yield the number of those that were removed after every `MAX_BLOCKS_PER_ANSWER` blocks.
+        """
         for start in range(0, len(blocks), MAX_BLOCKS_PER_ANSWER):
             some = blocks[start : start + MAX_BLOCKS_PER_ANSWER]
             rows = [[each.key.hex(), each.slot, each.checksum] for each in some]
-            dropped += int(self.session.ask("drop", name=name, blocks=rows)["dropped"])
-        return dropped
+            yield int(self.session.ask("drop", name=name, blocks=rows)["dropped"])
 
     @contextmanager
     def source(self, namespace: NamespaceFolder) -> Iterator[ScanSource]:

@@ -114,6 +114,12 @@ class _Plan:
         self.report.blocks_removed = (self.report.blocks_removed or 0) + blocks
         self.last_use = max(self.last_use, last_use)
 
+    def count_taken(self, numbers: Sequence[int], blocks: int) -> None:
+        """Count segments that the writer has deleted with their blocks."""
+        self.report.segments_removed += len(numbers)
+        self.report.bytes_freed += sum(self.sizes[number] for number in numbers)
+        self.report.blocks_removed = (self.report.blocks_removed or 0) + blocks
+
 
 @dataclass(frozen=True, slots=True)
 class _SegmentUse:
@@ -299,43 +305,48 @@ class Collector:
     # -- doing ---------------------------------------------------------------------------------
 
     def _carry_out(self, plan: _Plan) -> None:
+        """Do what is planned. The report has what was done if a fault ends it."""
         report = plan.report
+        planned = report.blocks_removed, report.segments_removed, report.bytes_freed
+        report.blocks_removed = report.segments_removed = report.bytes_freed = 0
         try:
             if report.was_removed:
-                self._remove(plan.folder)
+                self._remove(plan)
+                report.blocks_removed, report.segments_removed, report.bytes_freed = planned
             elif plan.drops or plan.chosen:
                 self._remove_blocks(plan)
         except KVCascadeError as error:  # continue with the other namespaces
             report.skipped, report.is_incomplete = str(error), not report.was_removed
             if report.was_removed:
                 self.has_fault |= isinstance(error, TierIOError)
-                report.blocks_removed = report.segments_removed = report.bytes_freed = 0
             report.was_removed, report.hottest_idle_s = False, None
 
     def _remove_blocks(self, plan: _Plan) -> None:
-        """Remove blocks and segments. The report has what was done if a fault ends it."""
+        """Remove blocks and segments."""
         assert self._opened is not None
         report, name = plan.report, plan.folder.name
-        report.blocks_removed = report.segments_removed = report.bytes_freed = 0
-        report.blocks_removed += self._opened.drop(name, plan.drops)
-        emptied, _ = self._opened.take(name, plan.emptied, is_if_empty=True)
-        report.segments_removed += len(emptied)
-        report.bytes_freed += sum(plan.sizes[number] for number in emptied)
-        taken, blocks = self._opened.take(name, plan.chosen)
-        report.blocks_removed += blocks
-        report.segments_removed += len(taken)
-        report.bytes_freed += sum(plan.sizes[number] for number in taken)
-        left = len(plan.chosen) - len(taken)
+        for dropped in self._opened.drop_in_parts(name, plan.drops):
+            report.blocks_removed = (report.blocks_removed or 0) + dropped
+        for taken, _ in self._opened.take_in_parts(name, plan.emptied, is_if_empty=True):
+            plan.count_taken(taken, 0)
+        before = report.segments_removed
+        for taken, blocks in self._opened.take_in_parts(name, plan.chosen):
+            plan.count_taken(taken, blocks)
+        left = len(plan.chosen) - (report.segments_removed - before)
         if left:
             report.skipped, report.is_incomplete = WRITTEN_TO.format(left), True
 
-    def _remove(self, folder: NamespaceFolder) -> None:
+    def _remove(self, plan: _Plan) -> None:
         """Remove a namespace, by its writer if that knows it."""
+        folder = plan.folder
         if self._opened is not None and folder.name in self._opened.names:
             if not self._opened.session.is_writer and folder.is_readable:
                 # So that nobody waits for the writer while it deletes many files.
+                plan.sizes = folder.segment_sizes(self._fs)
+                numbers = list(plan.sizes)
                 with suppress(AnswerError):  # one that cannot be opened is removed as it is
-                    self._opened.take(folder.name, list(folder.segment_files()))
+                    for part in self._opened.take_in_parts(folder.name, numbers):
+                        plan.count_taken(*part)
             if not self._opened.remove(folder.name):
                 raise TierIOError(
                     errno.EIO, "its files could not be deleted; see the log of the writer"
