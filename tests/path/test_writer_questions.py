@@ -269,6 +269,22 @@ class TestTake:
         (told,) = rig.take(tool.client, Told)
         assert json.loads(told.body) == {"taken": [], "blocks": 0}
 
+    def test_a_node_that_comes_keeps_the_rest(self, rig: PathRig, node: RigNode) -> None:
+        assert self.take(rig, node, 0, 1, if_unused=True) == {"taken": [], "blocks": 0}
+        rig.writer.disconnect(node.client)
+        tool = Tool(rig)
+        name = node.welcome.folder  # type: ignore[union-attr]
+        body = json.dumps({"name": name, "segments": [0, 1, 2], "if_unused": True}).encode()
+        rig.send(tool.client, Ask(1, "take", body))
+        rig.step()
+        again = RigNode(rig)
+        rig.step(20)
+        (told,) = rig.take(tool.client, Told)
+        assert json.loads(told.body) == {"taken": [0], "blocks": 8}
+        assert len(again.held(list(range(24)))) == 16
+        rig.writer.disconnect(again.client)
+        assert self.take(rig, node, 1, 2, if_unused=True) == {"taken": [1, 2], "blocks": 16}
+
     def test_a_tool_that_goes_is_forgotten(self, rig: PathRig, node: RigNode) -> None:
         tool = Tool(rig)
         body = {"name": node.welcome.folder, "segments": [0, 1, 2]}  # type: ignore[union-attr]

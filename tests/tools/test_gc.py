@@ -362,6 +362,30 @@ def on_question(
         yield
 
 
+def test_a_namespace_that_comes_into_use_keeps_what_is_left(
+    tmp_path: Path, engine: PathEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, key_of_other = tmp_path / "kv", NamespaceKey("other", {"n": 1})
+    other = fill_path(root, BLOCKS, key_of_other)
+    files = files_of(other)
+    came: list[PathEngine] = []
+
+    def comes() -> None:
+        came.append(engine_on(root, namespace=key_of_other))
+
+    with on_question(monkeypatch, "take", 2, comes):
+        answer = call("gc", root, "-n", other.name, "--remove-namespace", "--json")
+    try:
+        assert answer.code == ExitCode.IN_USE and "in use by 1 engines" in answer.one["skipped"]
+        report = answer.one
+        assert not report["was_removed"] and report["blocks_before"] == BLOCKS
+        assert (report["blocks_removed"], report["segments_removed"]) == (PER_SEGMENT, 1)
+        assert report["bytes_freed"] == files[segment(other)]
+        assert came[0].holds(range(BLOCKS)) == list(range(PER_SEGMENT, BLOCKS))
+    finally:
+        came[0].close()
+
+
 @pytest.mark.parametrize(
     ("words", "what", "blocks", "segments"),
     [

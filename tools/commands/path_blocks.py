@@ -165,11 +165,13 @@ class OpenPath:
         segments: Sequence[int],
         *,
         is_if_empty: bool = False,
+        is_if_unused: bool = False,
     ) -> Iterator[tuple[list[int], int]]:
         """Delete segments with their blocks; with `is_if_empty` only those without any.
 
-        Yield after every few segments the numbers of those that were deleted, and how many blocks
-        they had. So the caller knows what was done if an error ends it.
+        With `is_if_unused` the rest stays as soon as a node has the namespace open. Yield after
+        every few segments the numbers of those that were deleted, and how many blocks they had. So
+        the caller knows what was done if an error ends it.
         """
         for start in range(0, len(segments), SEGMENTS_PER_QUESTION):
             answer = self.session.ask(
@@ -179,6 +181,7 @@ class OpenPath:
                 name=name,
                 segments=list(segments[start : start + SEGMENTS_PER_QUESTION]),
                 if_empty=is_if_empty,
+                if_unused=is_if_unused,
             )
             yield answer["taken"], int(answer["blocks"])
 

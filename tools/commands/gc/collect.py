@@ -345,7 +345,7 @@ class Collector:
                 plan.sizes = folder.segment_sizes(self._fs)
                 numbers = list(plan.sizes)
                 with suppress(AnswerError):  # one that cannot be opened is removed as it is
-                    for part in self._opened.take_in_parts(folder.name, numbers):
+                    for part in self._opened.take_in_parts(folder.name, numbers, is_if_unused=True):
                         plan.count_taken(*part)
             if not self._opened.remove(folder.name):
                 raise TierIOError(

@@ -2,12 +2,13 @@
 
 | question | body | answer |
 | --- | --- | --- |
-| `take` | `name`, `segments`, `if_empty` | `taken`: numbers of the deleted, `blocks`: see below |
+| `take` | `name`, `segments`, flags | `taken`: numbers of the deleted, `blocks`: see below |
 
 Segments are taken one after the other, and other messages are served between. `take` passes over
 a segment that nodes write to for longer than `TAKE_WAIT_S`. With `if_empty` it passes over every
-one that has a block or is being written to. `blocks` is the number of blocks that were removed with
-their segments.
+one that has a block or is being written to. With `if_unused` it ends once a node has the namespace
+open; a segment that is being taken then is the last one. Older writers ignore that. `blocks` is the
+number of blocks that were removed with their segments.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class _Take:
     left: deque[int]
     """Numbers of the segments that are not taken yet, in order."""
     is_if_empty: bool
+    is_if_unused: bool
+    """True if the rest stays once a node has the namespace open."""
     current: tuple[int, int] | None = None
     """Number of the segment that is being taken, and of its blocks at the beginning."""
     waits_until_s: float | None = None
@@ -69,8 +72,8 @@ class SegmentQuestions:
         if not is_list or not all(type(number) is int for number in numbers or ()):
             raise ConfigError(f"give `segments`, at most {MAX_SEGMENTS_PER_TAKE} numbers")
         name = self._writer.path.look_at(str(body.get("name"))).home.name
-        is_if_empty = body.get("if_empty") is True
-        self._takes.append(_Take(client, request, name, deque(numbers or ()), is_if_empty))
+        flags = body.get("if_empty") is True, body.get("if_unused") is True
+        self._takes.append(_Take(client, request, name, deque(numbers or ()), *flags))
 
     def forget(self, client: int) -> None:
         """Drop the open questions of a client that is gone."""
@@ -98,6 +101,8 @@ class SegmentQuestions:
         """Begin with a segment, or go on waiting for one. Return False if none is left."""
         space, namespace = self._writer.path.space, self._writer.namespaces.get(job.name)
         while namespace is not None and job.left:
+            if job.is_if_unused and namespace.clients:
+                return False
             number = job.left[0]
             blocks = 0
             if number in namespace.space.segments or number in namespace.space.left_out:
