@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from safetensors import safe_open
-from support.cache_rig import call, call_outside, flip
+from support.cache_rig import Answer, call, call_outside, flip
 from support.keys import key
 from support.path_cache import (
     BLOCK,
@@ -240,6 +240,35 @@ def test_a_tier_of_an_older_writer_evicts_nothing_for_an_import(
     document = call("import", paths[0], large_file, "--json").document
     assert document["imported"] and document["failed"]
     assert blocks_in(paths[0]) == {mine: held + document["imported"]}
+
+
+def import_into_used_tier(root: Path, file: Path, policy: str) -> tuple[Answer, int]:
+    """Import with --make-room into a full tier of used blocks that has some of the file.
+
+    Return the answer, and how many blocks of the file the tier holds then.
+    """
+    cache_on(root, "mine", range(2000, 3300), 24, policy)
+    with kvcascade.open(root, namespace="mine", block_bytes=LARGE) as cache:
+        for _ in range(3):
+            cache.get([key(n) for n in range(2000, 3300)])
+        cache.put([key(n) for n in range(1160, 1200)], [bytes(LARGE)] * 40)
+    answer = call("import", root, file, "--make-room", "--json")
+    with kvcascade.open(root, namespace="mine", block_bytes=LARGE) as cache:
+        return answer, sum(cache.exists([key(n) for n in range(1200)]))
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "slru"])
+def test_blocks_that_leave_during_an_import_have_failed(
+    large_file: Path, tmp_path: Path, policy: str
+) -> None:
+    """Some policies evict new blocks before used ones."""
+    answer, held = import_into_used_tier(tmp_path / "to", large_file, policy)
+    document = answer.document
+    assert document["imported"] + document["already_there"] == held
+    assert document["failed"] == 1200 - held
+    assert (held == 1200) == (policy == "lru")
+    assert answer.code == (ExitCode.OK if held == 1200 else ExitCode.NO_SPACE)
+    assert (document["reason"] is None) == (held == 1200)
 
 
 def test_a_tier_that_is_too_small_keeps_what_was_imported(file: Path, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from .import_report import (
     DEVICE_REFUSED,
     DifferentNamespaceError,
     ImportReport,
+    StoredKeys,
     refuse_unless_equal,
     right_batches,
 )
@@ -42,8 +43,8 @@ NO_ROOM = (
     "coldest blocks with --make-room"
 )
 TOO_SMALL = "the tier is smaller than that; give it a larger capacity"
+LOST = "they left the tier again during the import; give it a larger capacity"
 _REASONS = {
-    PutOutcome.FULL: NO_ROOM,
     PutOutcome.OVER_BUDGET: "the write budget of the day is spent; import the rest tomorrow",
     PutOutcome.TIMED_OUT: "the writer of the path or its device is too slow; import again",
     PutOutcome.FAILED: DEVICE_REFUSED,
@@ -76,14 +77,15 @@ def import_into_path(
         _joined(fs, parts, spec) as cache,
         open_path(parts.roots[0]) as opened,
     ):
-        report = ImportReport(cache.name, head.blocks)
+        report, stored = ImportReport(cache.name, head.blocks), StoredKeys()
         for rows, good in right_batches(carried, report):
             if may_evict:
                 room = int(opened.facts(cache.name)["slots"]) - report.imported
             else:
                 room = _free_slots(opened, cache.name)
-            _store(cache, good, report, room, TOO_SMALL if may_evict else NO_ROOM)
+            _store(cache, good, report, stored, room, TOO_SMALL if may_evict else NO_ROOM)
             progress(rows)
+        _count_lost(cache, report, stored)
     return report
 
 
@@ -179,6 +181,7 @@ def _store(
     cache: BlockCache,
     blocks: dict[bytes, memoryview],
     report: ImportReport,
+    stored: StoredKeys,
     room: int,
     no_room: str,
 ) -> None:
@@ -186,6 +189,7 @@ def _store(
     held = [key for key, is_there in zip(blocks, cache.exists(blocks), strict=True) if is_there]
     cache.touch(held)  # none of them is evicted for another one
     report.already_there += len(held)
+    stored.already_there.extend(held)
     new = [key for key in blocks if key not in set(held)]
     keys = new[: max(0, room)]
     if len(keys) < len(new):
@@ -197,9 +201,24 @@ def _store(
             f"{cache.name} was reset meanwhile: its weights may have changed, and all older "
             "blocks are gone; import again only if the blocks belong to the new weights"
         )
-    for outcome in outcomes:
-        report.imported += outcome is PutOutcome.STORED
-        report.already_there += outcome is PutOutcome.HELD
-        if not outcome.is_there:
+    for key, outcome in zip(keys, outcomes, strict=True):
+        if outcome is PutOutcome.STORED:
+            report.imported += 1
+            stored.imported.append(key)
+        elif outcome is PutOutcome.HELD:
+            report.already_there += 1
+            stored.already_there.append(key)
+        else:
             report.failed += 1
-            report.reason = _REASONS[outcome]
+            report.reason = no_room if outcome is PutOutcome.FULL else _REASONS[outcome]
+
+
+def _count_lost(cache: BlockCache, report: ImportReport, stored: StoredKeys) -> None:
+    """Count the blocks as failed that left the tier again during the import."""
+    imported = cache.exists(stored.imported).count(False)
+    already_there = cache.exists(stored.already_there).count(False)
+    report.imported -= imported
+    report.already_there -= already_there
+    if imported + already_there:
+        report.failed += imported + already_there
+        report.reason = report.reason or LOST

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ....errors import ConfigError
@@ -32,9 +32,17 @@ class ImportReport:
     damaged: int = 0
     """Number of blocks whose payload and record do not match."""
     failed: int = 0
-    """Number of blocks that the device refused, or that found no room."""
+    """Number of blocks that the device refused, that found no room, or that were evicted again."""
     reason: str | None = None
     """Reason why blocks failed, with a remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKeys:
+    """Keys of the blocks that the tier had after their batch."""
+
+    imported: list[bytes] = field(default_factory=list)
+    already_there: list[bytes] = field(default_factory=list)
 
 
 def refuse_unless_equal(
