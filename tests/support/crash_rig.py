@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -381,11 +382,12 @@ class Engine:
             pass
 
     def finish(self) -> None:
-        """Take in what is left until every process is gone."""
+        """Take in what is left until every process is gone: killed, or closed without an error."""
         self.listen_to_the_end()
         for process in self.processes:
             process.join(GONE_LIMIT_S)
             assert process.exitcode is not None, "a process is stuck"
+            assert process.exitcode in (0, -signal.SIGKILL), "it failed while it closed"
         self._report.close()
 
     def assert_nobody_left(self) -> None:
