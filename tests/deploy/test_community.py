@@ -54,6 +54,13 @@ def test_the_job_that_runs_all_tests_has_the_history_that_upgrades_are_tested_wi
     assert steps[0]["with"]["fetch-depth"] == 0 and steps[-1]["run"] == "make test"
 
 
+@pytest.mark.parametrize("job", ["quick", "test"])
+def test_jobs_install_the_tools_without_which_tests_skip(job: str) -> None:
+    commands = "\n".join(step.get("run", "") for step in jobs()[job]["steps"])
+    assert "install --yes prometheus" in commands and "dclint" in commands
+    assert "pip install '.[checks]'" in commands
+
+
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.stem)
 def test_forms_have_what_the_forge_asks_for(form: Path) -> None:
     found = load(form)

@@ -192,8 +192,10 @@ class TestChart:
             return objects["StatefulSet"]["spec"]["template"]["spec"].get("securityContext")
 
         assert context() is None
-        user = "podSecurityContext.runAsUser=1000"
-        assert context("--set", user) == {"runAsUser": 1000}
+        page = (DEPLOY / "README.md").read_text()
+        (user,) = re.findall(r"`--set (podSecurityContext.runAsUser=\d+)`", page)
+        assert context("--set", user) == {"runAsUser": 2000}, "a user of vLLM's image"
+        assert "`chown -R 2000`" in page
 
     def test_every_value_is_in_the_schema_and_is_used(self) -> None:
         schema = json.loads((CHART / "values.schema.json").read_text())

@@ -218,7 +218,7 @@ def test_the_write_mode_and_what_a_stop_may_lose(config: Path) -> None:
     assert found["write_mode"] == "back" and "at least 2 times" in found["write_mode_reason"]
     assert "last 5 s" in found["stop_may_lose"] and found["shutdown_timeout_s"] == 22
     shown = " ".join(call("check", config).out.split())
-    for said in ("back", "at least 2 times", "last 5 s", "--shutdown-timeout 22"):
+    for said in ("back", "at least 2 times", "last 5 s", "5 s with 0.18", "--shutdown-timeout 22"):
         assert said in shown
     change(config, write_mode="demote", shutdown_flush_s=0)
     found = call("check", config, "--json").document

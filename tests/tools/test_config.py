@@ -10,6 +10,7 @@ import pytest
 from support.cache_rig import call
 
 from kvcascade.config.schema import parse
+from kvcascade.tools.commands import config
 from kvcascade.tools.commands.config import has_shutdown_timeout
 
 
@@ -55,6 +56,18 @@ def test_the_timeout_is_given_to_a_vllm_that_has_it(
     more = [] if flush_s is None else ["--set", f"shutdown_flush_s={flush_s}"]
     document = json.loads(call("config", "--path", "/mnt/nvme/kv", *more, "--json").out)
     assert document["shutdown_timeout"] == (timeout_s if has_shutdown_timeout() else None)
+
+
+@pytest.mark.parametrize(
+    ("vllm", "has_it"),
+    [("0.17.1", False), ("0.18.0", True), ("0.31.0+cpu", True), ("1.0", True), (None, True)],
+)
+def test_vllm_has_the_timeout_from_0_18_on(
+    vllm: str | None, has_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "installed_version", lambda *_: vllm)
+    assert has_shutdown_timeout() is has_it
+    assert ("shutdown-timeout: 22" in call("config", "--path", "/mnt", "--yaml").out) is has_it
 
 
 @pytest.mark.parametrize(

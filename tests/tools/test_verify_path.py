@@ -203,6 +203,40 @@ def test_a_lost_segment_costs_its_blocks(tmp_path: Path) -> None:
         engine.close()
 
 
+@pytest.mark.parametrize("options", [[], ["--repair"]], ids=["verify", "repair"])
+def test_what_the_opening_corrects_is_a_problem(tmp_path: Path, options: list[str]) -> None:
+    folder = fill_path(tmp_path, 3 * PER_SEGMENT)
+    flip(segment(folder, 0), 20)
+    os.truncate(segment(folder, 2), HEADER + BLOCK)
+    segment(folder, 1).unlink()
+    answer = call("verify", tmp_path, "--json", *options)
+    assert answer.code == ExitCode.PROBLEMS and not answer.one["is_clean"]
+    said = answer.one["segments_damaged"]
+    assert said[str(segment(folder, 0))] == "its header is damaged"
+    assert f"has {HEADER + BLOCK} of" in said[str(segment(folder, 2))] and len(said) == 2
+    assert answer.one["dropped_at_opening"] == PER_SEGMENT
+    assert answer.one["blocks"] == 2 * PER_SEGMENT
+
+
+def test_blocks_of_missing_segments_alone_are_a_problem_once(tmp_path: Path) -> None:
+    segment(fill_path(tmp_path, BLOCKS), 1).unlink()
+    answer = call("verify", tmp_path)
+    assert answer.code == ExitCode.PROBLEMS
+    assert f"{PER_SEGMENT} blocks were removed" in answer.out
+    answer = call("verify", tmp_path, "--json")
+    assert answer.code == ExitCode.OK and answer.one["dropped_at_opening"] == 0
+
+
+def test_blocks_that_an_engine_dropped_at_its_start_are_no_problem_any_more(tmp_path: Path) -> None:
+    segment(fill_path(tmp_path, BLOCKS), 1).unlink()
+    engine = engine_on(tmp_path)
+    try:
+        answer = call("verify", tmp_path, "--json")
+        assert answer.code == ExitCode.OK and answer.one["dropped_at_opening"] == 0
+    finally:
+        engine.close()
+
+
 def test_blocks_of_a_disk_that_is_not_mounted_are_not_removed(tmp_path: Path) -> None:
     roots = [tmp_path / "a", tmp_path / "b"]
     fill_path(roots, BLOCKS)

@@ -13,7 +13,7 @@ import typer
 from .command_line import CommandError, ExitCode, JsonOption, answering, emit, settings_of
 from .version import ENGINES, installed_version
 
-FIRST_WITH_TIMEOUT = (0, 32)
+FIRST_WITH_TIMEOUT = (0, 18)
 """First vLLM that has `--shutdown-timeout`."""
 
 FolderOption = Annotated[

@@ -45,8 +45,9 @@ def verify(
 ) -> None:
     """Check every block against its checksum, and check the index.
 
-    Without --repair it only reads. It works while engines run; the writer of the path then repairs
-    files itself. A lost index is an empty cache.
+    It works while engines run. Without --repair it drops no damaged block. If no process writes the
+    path, opening it corrects segment files and drops blocks of missing ones; both are reported.
+    A lost index is an empty cache.
 
     Examples:
 
@@ -86,15 +87,18 @@ def _verify_one(
     from time import perf_counter
 
     from ..progress import progress_of
-    from .verify_path import verify_namespace
+    from .verify_path import segments_damaged, verify_namespace
 
     if not one.is_readable:
         raise FormatError(one.reason)
     found = opened.namespace(one.name)
     began = perf_counter()
+    # The first question for its facts opens a namespace that no engine has open, and corrects it.
+    before = {} if opened.is_live(one.name) else segments_damaged(found)
     total = opened.facts(one.name)["blocks"]
     with progress_of(one.name, total, found.block_bytes, as_json) as advance:
         report = verify_namespace(opened, found, throttle, advance, may_repair=repair)
+    report.segments_damaged = before | report.segments_damaged
     report.seconds = perf_counter() - began
     return report
 

@@ -36,7 +36,10 @@ def verify_namespace(
     """
     name = namespace.name
     report = VerifyReport(name, path.is_live(name))
-    slots = int(path.facts(name)["slots"])
+    facts = path.facts(name)
+    slots = int(facts["slots"])
+    if path.session.is_writer:
+        report.dropped_at_opening = int(facts["dropped_at_opening"])
     damaged: list[NamedBlock] = []
     named = list(path.blocks(name))
     slots = max(slots, int(path.facts(name)["slots"]))  # a new writer may have more of them
@@ -56,9 +59,7 @@ def verify_namespace(
             report.bytes_read += len(findings) * namespace.block_bytes
             progress(len(findings))
     report.ok = report.blocks - report.changed - len(report.problems)
-    files = namespace.segment_files()
-    damage = damaged_segments(files, namespace.layout)
-    report.segments_damaged = {str(files[number]): problem for number, problem in damage}
+    report.segments_damaged = segments_damaged(namespace)
     _check_space(path, report, named)
     if may_repair and damaged:
         report.dropped = path.drop(name, damaged)
@@ -85,6 +86,13 @@ def _check_space(path: OpenPath, report: VerifyReport, named: list[NamedBlock]) 
         else f"{twice} slots are used twice; the index names {len(named)} blocks, and the presence "
         f"table {facts['blocks']}"
     )
+
+
+def segments_damaged(namespace: NamespaceFolder) -> dict[str, str]:
+    """Return the damaged segment files, each with the reason. Raises as `damaged_segments`."""
+    files = namespace.segment_files()
+    damage = damaged_segments(files, namespace.layout)
+    return {str(files[number]): problem for number, problem in damage}
 
 
 def damaged_segments(files: Mapping[int, Path], layout: SegmentLayout) -> Iterator[tuple[int, str]]:

@@ -35,7 +35,11 @@ class VerifyReport:
     seconds: float = 0.0
     problems: list[BlockProblem] = field(default_factory=list)
     segments_damaged: dict[str, str] = field(default_factory=dict)
-    """Mapping of damaged segment files to a description of the damage."""
+    """Mapping of damaged segment files to a description of the damage, as it was before a writer
+    of this process corrected them."""
+    dropped_at_opening: int = 0
+    """Number of blocks that a writer of this process removed when it opened the namespace, because
+    their segment files were missing."""
     space: str = ""
     """Result of the check of free space, in words."""
     space_adds_up: bool | None = None
@@ -47,8 +51,8 @@ class VerifyReport:
     def is_clean(self) -> bool:
         """Return True if no problem was found."""
         is_space_wrong = self.space_adds_up is False
-        is_damaged = bool(self.problems or self.segments_damaged or is_space_wrong)
-        return self.problem is None and not is_damaged
+        is_damaged = bool(self.problems or self.segments_damaged or self.dropped_at_opening)
+        return self.problem is None and not is_damaged and not is_space_wrong
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as a JSON object."""

@@ -30,6 +30,8 @@ def print_verified(report: VerifyReport) -> None:
         rows.append(("changed meanwhile", f"{report.changed:,} blocks"))
     if report.dropped:
         rows.append(("dropped", f"{report.dropped:,} blocks"))
+    if report.dropped_at_opening:
+        rows.append(("segments missing", f"{report.dropped_at_opening:,} blocks were removed"))
     console.print(show.facts("", rows))
     for path, problem in report.segments_damaged.items():
         console.print(Text(f"  {path}: {problem}", style="red"))

@@ -271,7 +271,8 @@ MEASUREMENT = Measurement(
     "Faults on disk: what is served afterwards",
     f"{BLOCKS} blocks of {BLOCK_BYTES // KIB} KiB are stored, the engine is closed, and a fault is "
     "made in its files; a new engine asks for every block. Then all blocks are offered again, and "
-    "a third engine asks. A wrong block is one whose bytes differ from those that were stored.",
+    "a third engine asks. A wrong block is one whose bytes differ from those that were stored. Of "
+    "other weights, kvcascade is told by `weights_id`; the others are told nothing.",
     QUANTITIES,
     cases,
 )

@@ -7,8 +7,9 @@
 | `drop` | `name`, `blocks` | `dropped`: number of these blocks whose entry still was the same |
 
 `namespace` is answered with `blocks`, `slots`, `epoch`, `written_bytes`, `read_bytes`, `day`
-(`written_bytes`, `read_bytes`), `granted_slots`, and `engines`: the names of the nodes that have
-joined, at most `MAX_ENGINES_NAMED`.
+(`written_bytes`, `read_bytes`), `granted_slots`, `dropped_at_opening`: number of blocks whose
+segment files were missing, and `engines`: the names of the nodes that have joined, at most
+`MAX_ENGINES_NAMED`.
 
 A block is its hash, slot, checksum and the time of its last use in seconds since 1970; `drop` needs
 the first three. Hashes are hexadecimal. `after` is the last `next`, or empty. With `start`, only
@@ -48,6 +49,7 @@ def describe(writer: PathWriter, body: Answer) -> Answer:
         "read_bytes": read,
         "day": {"written_bytes": day.written, "read_bytes": day.read},
         "granted_slots": namespace.space.granted,
+        "dropped_at_opening": namespace.space.dropped_at_opening,
         "engines": [c.name for c in writer.clients if c.namespace is namespace][:MAX_ENGINES_NAMED],
     }
 

@@ -96,8 +96,9 @@ def open_namespace_writer(
                 home.folders[0],
                 len(there),
             )
-        _drop_missing(home, table, presence, used)
+        dropped = _drop_missing(home, table, presence, used)
         space = SlotSpace(home.layout.slots, home.slots, len(home.folders))
+        space.dropped_at_opening = dropped
         space.is_used[:] = used
         space.used = int(np.count_nonzero(used))
         for number in there:
@@ -135,11 +136,15 @@ def _usable_segments(home: NamespaceHome) -> tuple[list[int], list[int]]:
 
 def _drop_missing(
     home: NamespaceHome, table: BlockTable, presence: OpenPresence, used: np.ndarray
-) -> None:
-    """Remove the blocks in segments that do not exist, and their marks in `used`."""
+) -> int:
+    """Remove the blocks in segments that do not exist, and their marks in `used`.
+
+    Return the number of these blocks; 0 if they stay for now.
+    """
     is_there = np.zeros(home.slots // home.layout.slots, dtype=np.bool_)
     is_there[home.segments.found()] = True
     lost = np.flatnonzero(used & ~np.repeat(is_there, home.layout.slots))
+    missing = len(lost)
     if table.count() > np.count_nonzero(used):
         lost = np.append(lost, _slots_beyond(table, home.slots)).astype(np.int64)
     for start in range(0, len(lost), MAX_COMMIT_BLOCKS):
@@ -147,12 +152,13 @@ def _drop_missing(
         applied = table.apply(Changes(table.epoch, cleared=slots.tolist()))
         if applied.outcome is not ApplyOutcome.DONE:
             _log.warning("%s: blocks of missing segments stay for now", home.name)
-            return
+            return 0
         if applied.journal is not None:
             presence.table.apply(applied.journal)
         used[slots[slots < home.slots]] = False
     if len(lost):
         _log.warning("%s: removed %d blocks whose segments are gone", home.name, len(lost))
+    return missing
 
 
 def _slots_beyond(table: BlockTable, slots: int) -> list[int]:

@@ -39,6 +39,8 @@ class SlotSpace:
         """One flag per slot; True if a committed block is in it."""
         self.used = 0
         """Number of used slots."""
+        self.dropped_at_opening = 0
+        """Number of blocks that the opening removed because their segment files were missing."""
         self._pools = [ExtentPool() for _ in range(paths)]
         self._grants: dict[int, HeldGrant] = {}
 
