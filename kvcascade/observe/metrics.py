@@ -287,7 +287,8 @@ _STATES: dict[str, tuple[str, Callable[[TierState], float | None]]] = {
     "pending_blocks": ("Blocks queued or on their way up from a tier.", lambda s: s.waiting_blocks),
     "demotion_jobs": ("Writes into a tier that are under way.", lambda s: s.demote_jobs),
     "tier_blocked": ("1 while a tier takes no writes: it failed or is full, or no writer serves "
-                     "the engine (see `kvcascade inspect`).", lambda s: s.is_blocked),
+                     "the engine (see `kvcascade inspect`), or its process is not there.",
+                     lambda s: s.is_blocked),
 }  # fmt: skip
 
 
@@ -329,7 +330,8 @@ METRICS: tuple[Metric, ...] = (
     *(Metric(Kind.COUNTER, name, text, ("tier", "verb"), _by_verb(value))
       for name, (text, value) in _REMOTE.items()),
     Metric(Kind.GAUGE, "remote_resting",
-           "1 while nothing of a kind is asked of a remote tier's server: it failed.",
+           "1 while nothing of a kind is asked of a remote tier's server: it failed, or the "
+           "process that moves the tier's blocks is not there.",
            ("tier", "verb"), _by_verb(lambda t: t.is_resting)),
     Metric(Kind.HISTOGRAM, "remote_latency_seconds",
            "Seconds of one call of a remote tier's server, without queues.",

@@ -39,8 +39,8 @@ class RemoteFeed(TierFeed):
         self._before = RemoteNote(None)
         """Totals of the nodes that died."""
         self._last = RemoteNote(None)
-        self.lookups_rest = False
-        """True while the node asks for no blocks, because the server failed."""
+        self.is_up = False
+        """True from the first note of a node until that node dies."""
         self.has_failed = False
         """True after the server failed, until it answers a question. No request waits for it."""
         self.latency_s = 0.0
@@ -58,6 +58,12 @@ class RemoteFeed(TierFeed):
         self._newest: int | None = None
         """Mark of a reset by another host that was not taken in yet; None: there was none."""
         self._is_resetting = False
+
+    @property
+    def lookups_rest(self) -> bool:
+        """True while the node asks for no blocks, because the server failed."""
+        looked = self._last.verbs.get(Verb.LOOKUP)
+        return looked is not None and looked.is_resting
 
     def begin_reset(self) -> None:
         """Ignore what the node says of resets until `end_reset`."""
@@ -81,10 +87,13 @@ class RemoteFeed(TierFeed):
         return True
 
     def totals(self) -> RemoteNote:
-        """Return the totals since the start of the engine."""
+        """Return the totals since the start of the engine. Without a node all verbs rest."""
         found = self._of_nodes()
         unsent = Counter(found.unsent) + self.unsent
-        return msgspec.structs.replace(found, unsent=dict(unsent))
+        verbs = found.verbs
+        if not self.is_up:
+            verbs = {v: msgspec.structs.replace(n, is_resting=True) for v, n in verbs.items()}
+        return msgspec.structs.replace(found, verbs=verbs, unsent=dict(unsent))
 
     def _of_nodes(self) -> RemoteNote:
         last = self._last
@@ -96,9 +105,9 @@ class RemoteFeed(TierFeed):
         return RemoteNote(last.mark, verbs, dict(unsent))
 
     def take(self, note: Any) -> None:
+        self.is_up = note is not None
         if note is None:
             self._before, self._last = self._of_nodes(), RemoteNote(None)
-            self.lookups_rest = False
         elif isinstance(note, RemoteNote):
             self._take_in(note)
 
@@ -106,8 +115,6 @@ class RemoteFeed(TierFeed):
         if _openings(note) > _openings(self._last):
             self.note_failure()
         self._last = note
-        looked = note.verbs.get(Verb.LOOKUP)
-        self.lookups_rest = looked is not None and looked.is_resting
         self.latency_s = note.latency_s or self.latency_s
         for verb, samples_s in note.samples_s.items():
             self.calls_s[verb].extend(samples_s)

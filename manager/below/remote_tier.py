@@ -192,7 +192,7 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
                 dirty_blocks=0,
                 waiting_blocks=sum(len(job.keys) for job in self.reads.jobs.values()),
                 demote_jobs=len(self.writes.jobs),
-                is_blocked=self.writes.breaker.is_open,
+                is_blocked=self.writes.breaker.is_open or not self.feed.is_up,
                 is_reporter=False,  # nobody knows how many blocks a server holds
                 remote=self.feed.totals(),
                 remote_calls_s=self.feed.calls_s,

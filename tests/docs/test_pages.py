@@ -25,7 +25,7 @@ OVERVIEW_LINES_MAX = 200
 README_WORDS_MAX = 600
 INDEXES = {"decisions": "docs/decisions/README.md", "extending": "ARCHITECTURE.md"}
 """Folders of docs, and the page that lists what is in each."""
-NOT_OURS = {"Too many open files"}
+NOT_OURS = {"Too many open files", "Read-only file system"}
 """Messages of the system's."""
 
 

@@ -13,24 +13,26 @@ from kvcascade.handlers.node.remote.remote_loop import (
     FIRST_QUESTION_S,
     Complaints,
 )
+from kvcascade.tiers.remote.remote_probe import ServerFinding
 
 NAME = "tiers[1].url"
 SAID = f"{NAME}: the server has no such bucket; create it."
+HINT = f"{NAME}: the server removes no old blocks; set maxmemory."
 
 
 class Asked:
     """A server, as far as somebody asks why it is of no use."""
 
     def __init__(self) -> None:
-        self.said: str | None = SAID
+        self.found: ServerFinding | None = ServerFinding(SAID)
         self.times = 0
         self.fails = False
 
-    def __call__(self) -> str | None:
+    def __call__(self) -> ServerFinding | None:
         self.times += 1
         if self.fails:
             raise OSError("stale file handle")
-        return self.said
+        return self.found
 
 
 def test_after_the_start_and_when_a_breaker_opens(caplog: pytest.LogCaptureFixture) -> None:
@@ -51,7 +53,7 @@ def test_after_the_start_and_when_a_breaker_opens(caplog: pytest.LogCaptureFixtu
     clock.advance(COMPLAINT_INTERVAL_S)
     complaints.note(20)
     complaints.note(21)
-    asked.said = None
+    asked.found = None
     assert threads.step() and asked.times == 2 and caplog.text.count(SAID) == 1
     assert caplog.text.count("answers again") == 1, "a failure that was short"
     clock.advance(COMPLAINT_INTERVAL_S)
@@ -67,14 +69,45 @@ def test_a_first_question_without_a_problem_delays_no_other(
 ) -> None:
     """An outage of 40 s that began after it had no line in the log."""
     asked, threads, clock = Asked(), SteppingExecutor(), ManualClock()
-    asked.said = None
+    asked.found = None
     complaints = Complaints(asked, threads, NAME, clock)
     clock.advance(FIRST_QUESTION_S)
     complaints.note(0)
     assert threads.step() and not caplog.records
-    asked.said = SAID
+    asked.found = ServerFinding(SAID)
     complaints.note(1)
     assert threads.step() and caplog.text.count(SAID) == 1
+
+
+def test_a_hint_takes_neither_the_place_nor_the_minute_of_a_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With a server that evicts nothing, outages of 20 s had no line, and their end had none."""
+    asked, threads, clock = Asked(), SteppingExecutor(), ManualClock()
+    asked.found = ServerFinding(HINT, is_hint=True)
+    complaints = Complaints(asked, threads, NAME, clock)
+    clock.advance(FIRST_QUESTION_S)
+    complaints.note(0)
+    assert threads.step() and caplog.messages == [HINT]
+    asked.found = ServerFinding(SAID)
+    complaints.note(1)
+    assert threads.step() and caplog.messages == [HINT, SAID], "in the same minute"
+    asked.found = ServerFinding(HINT, is_hint=True)
+    clock.advance(COMPLAINT_INTERVAL_S)
+    complaints.note(2)
+    assert threads.step() and "answers again" in caplog.messages[2]
+    assert len(caplog.messages) == 3, "the hint is not repeated"
+    complaints.note(3)
+    assert not threads.step(), "a minute begins with each line about a failure"
+
+
+def test_a_server_that_answers_again_may_need_a_hint(caplog: pytest.LogCaptureFixture) -> None:
+    asked, threads = Asked(), SteppingExecutor()
+    asked.found = ServerFinding(HINT, is_hint=True)
+    complaints = Complaints(asked, threads, NAME, ManualClock())
+    complaints.note(1)
+    assert threads.step() and caplog.messages[1:] == [HINT]
+    assert "answers again" in caplog.messages[0]
 
 
 def test_a_breaker_that_opens_at_the_start_is_told_of_at_once() -> None:

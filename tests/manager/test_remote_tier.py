@@ -349,6 +349,22 @@ class TestNode:
             rig.tier.poll()
         assert rig.tier.rests(1) and rig.tier.links[0].promote_openings == 1
 
+    def test_without_a_node_the_tier_is_blocked_and_all_verbs_rest(
+        self, rig: RemoteTierRig
+    ) -> None:
+        """After five kills in a row no process was there for a minute, and no metric said so."""
+
+        def figures() -> tuple[bool, set[bool]]:
+            (state,) = rig.tier.state()
+            assert state.remote is not None and state.remote.verbs
+            return state.is_blocked, {totals.is_resting for totals in state.remote.verbs.values()}
+
+        assert figures() == (False, {False})
+        rig.client.die()
+        assert figures() == (True, {True})
+        rig.pump()
+        assert figures() == (False, {False}), "the next node has said something"
+
     def test_totals_of_dead_nodes_count(self, rig: RemoteTierRig) -> None:
         put(rig, 1, 2)
         rig.pump()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import threading
@@ -83,6 +84,34 @@ def test_no_more_than_the_limit_stay_open(folder: Path) -> None:
     assert open_in(folder) == 3, "one that cannot be opened replaces none"
     files.close()
     assert open_in(folder) == 0
+
+
+def test_a_read_only_disk_is_read_and_written_again_once_it_takes_writes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A segment that an engine opened only then was not found, however sound it was."""
+    files, real = PayloadFiles(RealFileSystem(), [folder], LAYOUT), os.open
+    new = memoryview(b"new!" * (BLOCK // 4))
+
+    def shut(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", shut)
+    assert read(files, 0) == content(0)
+    for _ in range(2):
+        with pytest.raises(OSError, match="Read-only"):
+            files.write_run(0, [new])
+    assert read(files, 0) == content(0)
+    with pytest.raises(OSError, match="Read-only"):
+        files.sync(0)
+    monkeypatch.setattr(os, "open", real)
+    with pytest.raises(OSError, match="Read-only"):
+        files.write_run(0, [new])
+    files.write_run(0, [new])
+    assert read(files, 0) == bytes(new)
+    files.close()
 
 
 def test_a_file_that_is_dropped_during_its_transfer_is_closed_after_it(folder: Path) -> None:

@@ -29,7 +29,13 @@ from kvcascade.config.options import At
 from kvcascade.config.remote import RemoteTierOptions, WriteWhen, parse_remote
 from kvcascade.tiers.remote.base import FAILURES, Cause, RemoteObject, RemoteOutcome
 from kvcascade.tiers.remote.remote_options import open_remote_engine
-from kvcascade.tiers.remote.remote_probe import FOLDER, FULL_BYTES, probe_remote, problem_of
+from kvcascade.tiers.remote.remote_probe import (
+    FOLDER,
+    FULL_BYTES,
+    finding_of,
+    probe_remote,
+    problem_of,
+)
 from kvcascade.tools.commands.check.transfer_config import EXTRA
 
 SECRET = "hunter2-in-test"
@@ -157,6 +163,22 @@ def test_a_server_that_will_be_full_is_told_of(
         assert ("maxmemory-policy allkeys-lru" in (found or "")) is is_told
         assert probe_remote(options(**given, writes="off"), {}) is None, "somebody else writes"
     finally:
+        server.kill()
+
+
+def test_a_server_that_refuses_the_password_has_no_hint() -> None:
+    server = redis_server()
+    given = options(url=f"redis://{HOST}:{server.port}")
+    engine, _ = open_remote_engine(given, {})
+    try:
+        found = finding_of(engine, given)
+        assert found is not None and found.is_hint and "maxmemory" in found.text
+        for command in ("CLIENT KILL TYPE normal", f"CONFIG SET requirepass {SECRET}"):
+            redis_command(server.port, *command.split())
+        found = finding_of(engine, given)
+        assert found is not None and not found.is_hint and "refuses the credentials" in found.text
+    finally:
+        engine.close()
         server.kill()
 
 

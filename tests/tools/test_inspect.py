@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ from support.path_cache import (
     slots_of,
 )
 from support.path_engine import PathEngine
+from support.small_disk import on_small_disk
 
 import kvcascade
 from kvcascade.config.machine import Disk, Machine
@@ -292,6 +294,51 @@ def test_an_index_that_cannot_be_opened_is_a_problem_and_names_the_remedy(tmp_pa
     assert answer.one["disk_bytes"] > 0 and answer.one["segments"] > 0
     shown = " ".join(call("inspect", tmp_path).out.split())
     assert "on disk" in shown and "files" in shown and "0 of 0" not in shown
+
+
+def on_a_read_only_disk(folder: Path) -> None:
+    """On a file system of its own: see `on_small_disk`.
+
+    Another name of it is mounted read-only. `mount -o remount,abort` of ext4 does the same to every
+    file that is opened later, and leaves what an engine has open.
+    """
+    root, shut = folder / "kv", folder / "shut"
+    shut.mkdir()
+    with running_engine(root, 20):
+        other = fill_path(root, 3, NamespaceKey("other", {"n": 1}))
+        subprocess.run(["mount", "--bind", root, shut], check=True)
+        subprocess.run(["mount", "-o", "remount,bind,ro", shut], check=True)
+        answer = call("inspect", shut, "--json")
+        assert answer.code == ExitCode.OK and answer.document["path"]["writer"]
+        found = {each["name"]: each for each in answer.document["namespaces"]}
+        assert found.pop(other.name)["state"] == "closed"
+        (live,) = found.values()
+        assert (live["state"], live["blocks"], live["problem"]) == ("live", 20, None)
+        assert live["engines"] == ["the engine"] and sum(live["idle"].values()) == 20
+        assert call("inspect", shut, "-n", "model", "--block", key(3).hex()).code == ExitCode.OK
+        assert call("verify", shut).code == ExitCode.OK
+        top = call("top", shut, "--once", "--json")
+        assert top.code == ExitCode.OK and len(top.document["tiers"]) == 2
+        assert call("export", shut, folder / "out", "-n", "model").code == ExitCode.OK
+    answer = call("inspect", shut, "--json")
+    assert answer.code == ExitCode.PROBLEMS and answer.document["path"] is None
+    for each in answer.document["namespaces"]:
+        assert (each["state"], each["blocks"] in (3, 20)) == ("not known", True)
+        assert "Read-only file system" in each["problem"] and sum(each["age"].values())
+    top = call("top", shut, "--once", "--json")
+    assert top.code == ExitCode.PROBLEMS and len(top.document["tiers"]) == 2
+    for words in (("verify", shut), ("export", shut, folder / "more", "-n", "model")):
+        answer = call(*words)
+        assert answer.code == ExitCode.CANNOT_OPEN and "Read-only file system" in answer.err
+    presence = root / other.name / "presence"
+    presence.write_bytes(presence.read_bytes()[:5000])
+    one = call("inspect", shut, "-n", "other", "--json").one
+    assert (one["state"], one["blocks"]) == ("not known", None), "the next writer mends it"
+
+
+def test_a_cache_on_a_read_only_disk_is_shown_and_not_called_unreadable(tmp_path: Path) -> None:
+    """`inspect` called it unreadable, and a page of the documentation then removes it."""
+    on_small_disk(on_a_read_only_disk, tmp_path, 256 << 20)
 
 
 def test_a_presence_file_that_is_cut_is_made_anew(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 from ...config.remote import RemoteTierOptions, WriteWhen
 from .base import HEADER_BYTES, Cause, RemoteEngine, RemoteObject, RemoteOutcome
@@ -55,6 +56,15 @@ _CAUSES = {
 }
 
 
+class ServerFinding(NamedTuple):
+    """What is wrong with a server."""
+
+    text: str
+    """Sentence about it."""
+    is_hint: bool = False
+    """True if the server works now, and its configuration will fail it later."""
+
+
 def probe_remote(options: RemoteTierOptions, environment: Mapping[str, str]) -> str | None:
     """Return a sentence about why the tier cannot be used as configured; None if it can.
 
@@ -70,20 +80,29 @@ def probe_remote(options: RemoteTierOptions, environment: Mapping[str, str]) -> 
 
 
 def problem_of(engine: RemoteEngine, options: RemoteTierOptions) -> str | None:
-    """Return a sentence about what is wrong with the server of an engine; None if nothing is.
+    """Return the sentence of `finding_of`."""
+    found = finding_of(engine, options)
+    return None if found is None else found.text
+
+
+def finding_of(engine: RemoteEngine, options: RemoteTierOptions) -> ServerFinding | None:
+    """Return what is wrong with the server of an engine; None if nothing is.
 
     Blocks for a few deadlines of the tier, or as long as the file system of a folder.
     """
     said = folder_problem(options, may_be_missing=True)
     if said is not None:
-        return said
+        return ServerFinding(said)
     folder = folder_of(options)
     with _without_new_folders(folder and folder / FOLDER):
         found = _problem(engine, options)
         if found is None and folder is not None and options.writes is not WriteWhen.OFF:
             is_full = shutil.disk_usage(folder).free < FULL_BYTES
             found = _REASONS[RemoteOutcome.NO_SPACE] if is_full else None
-    return None if found is None else f"{options.key}.url: the server {found}."
+    if found is None:
+        return None
+    is_hint = found == _CAUSES[Cause.KEEPS_ALL]
+    return ServerFinding(f"{options.key}.url: the server {found}.", is_hint)
 
 
 def failure_of(engine: RemoteEngine, outcome: RemoteOutcome, options: RemoteTierOptions) -> str:

@@ -179,8 +179,9 @@ def open_session(
     `also` names the other paths of the tier in order, if they are mounted elsewhere than for the
     engines. `pause` waits for some seconds between two attempts.
 
-    Raises `TierIOError` if there is no tier that this user may read, or if it belongs to another
-    user, and `FormatError` for a writer of another version. Raises `InUseError` if the lock is held
+    Raises `TierIOError` if there is no tier that this user may read, if it belongs to another user,
+    or if it has no writer and its disk is read-only. Raises `FormatError` for a writer of another
+    version. Raises `InUseError` if the lock is held
     and nobody answers, or if a process that is stopped holds it.
     """
     root = path.parent if fs.exists(path / DESCRIPTION) else path
@@ -193,10 +194,7 @@ def open_session(
         )
     wait = threading.Event().wait if pause is None else pause
     for _ in range(round(JOIN_LIMIT_S / JOIN_PAUSE_S)):
-        lock = lock_path(fs, root)
-        if lock is not None:
-            return _lead(fs, root, also, lock)
-        session = _follow(fs, root, also)
+        session = _lead_or_follow(fs, root, also)
         if session is not None:
             return session
         wait(JOIN_PAUSE_S)
@@ -242,6 +240,19 @@ def _is_there(fs: FileSystem, path: Path) -> bool:
     with os_errors(f"looking for {path}"), suppress(FileNotFoundError, NotADirectoryError):
         fs.modified_at(path)
     return False
+
+
+def _lead_or_follow(fs: FileSystem, root: Path, also: Sequence[Path]) -> PathSession | None:
+    """Open a session as the writer, or with another one; None if that one does not answer."""
+    try:
+        lock = lock_path(fs, root)
+    except TierIOError as error:
+        # No writer can begin on a read-only disk. One that began before serves on.
+        session = _follow(fs, root, also) if error.errno == errno.EROFS else None
+        if session is None:
+            raise
+        return session
+    return _follow(fs, root, also) if lock is None else _lead(fs, root, also, lock)
 
 
 def _lead(fs: FileSystem, root: Path, also: Sequence[Path], lock: FileLock) -> PathSession:

@@ -14,6 +14,7 @@ from ....logs import get_logger
 from ....threads import started_pool
 from ....tiers.remote.base import RemoteEngine
 from ....tiers.remote.objects import ObjectFormat
+from ....tiers.remote.remote_probe import ServerFinding
 from ....tiers.remote.remote_store import RemoteStore, StoreOptions
 from ..path.path_link import FrameSocket, Waker
 from ..path_wire import NodeReady
@@ -27,7 +28,7 @@ FIRST_QUESTION_S = 5.0
 """Time from the start to the first question whether the server is of use. The engine begins to
 serve meanwhile, and its first lookups come before it."""
 COMPLAINT_INTERVAL_S = 60.0
-"""Shortest time between two lines of the log about the server."""
+"""Shortest time between two lines of the log about failures of the server."""
 
 _log = get_logger(__name__)
 
@@ -36,21 +37,22 @@ class Complaints:
     """Says in the log why a server is of no use: after the start, and when a breaker has opened.
 
     A server that is of use again when it is asked has failed for a short time. The log says that,
-    too. Public methods are for one thread.
+    too. A hint about a server that works is said once, and delays no line about a failure. Public
+    methods are for one thread.
     """
 
     def __init__(
         self,
-        problem: Callable[[], str | None],
+        look: Callable[[], ServerFinding | None],
         threads: Executor,
         name: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`problem` asks the server, on one of the threads; it returns a sentence or None.
+        """`look` asks the server, on one of the threads; it returns what is wrong, or None.
 
         `name` is that of the server's setting. `clock` returns monotonic seconds.
         """
-        self._problem = problem
+        self._look = look
         self._name = name
         self._threads = threads
         self._clock = clock
@@ -60,6 +62,8 @@ class Complaints:
         """True while one of the threads asks the server."""
         self._first_s: float | None = clock() + FIRST_QUESTION_S
         """Time of the first question; None after it."""
+        self._hinted = False
+        """True once a hint was said."""
         self._is_closed = False
 
     def note(self, openings: int) -> None:
@@ -80,15 +84,25 @@ class Complaints:
 
     def _say(self, has_failed: bool) -> None:
         try:
-            said = self._problem()
+            found = self._look()
         except OSError as error:  # of a folder
-            said = f"{self._name}: the folder cannot be read ({error}); mount it again."
+            text = f"{self._name}: the folder cannot be read ({error}); mount it again."
+            found = ServerFinding(text)
+        if not self._is_closed:
+            self._say_found(found, has_failed)
+        self._is_asking = False
+
+    def _say_found(self, found: ServerFinding | None, has_failed: bool) -> None:
+        is_hint = found is not None and found.is_hint
+        said = found.text if found is not None and not is_hint else None
         if said is None and has_failed:
             said = f"{self._name}: the server failed for a while, and answers again."
-        if said is not None and not self._is_closed:
+        if said is not None:
             _log.warning("%s", said)
             self._next_s = self._clock() + COMPLAINT_INTERVAL_S
-        self._is_asking = False
+        if found is not None and is_hint and not self._hinted:
+            self._hinted = True
+            _log.warning("%s", found.text)
 
 
 class RemoteLoop:
@@ -102,16 +116,16 @@ class RemoteLoop:
         options: StoreOptions,
         arena: memoryview,
         parts: SlotParts,
-        problem: Callable[[], str | None],
+        look: Callable[[], ServerFinding | None],
         name: str,
         *,
         was_reset: bool = False,
     ) -> None:
         """`arena` holds the slots, one block each. The scheduler decides what is written.
 
-        `problem` asks the server, and returns a sentence about why it is of no use, or None.
-        `name` is that of the server's setting, for the log. `was_reset`: the engine was reset since
-        its start. Raises `TierIOError` for want of threads.
+        `look` asks the server, and returns what is wrong with it, or None. `name` is that of the
+        server's setting, for the log. `was_reset`: the engine was reset since its start. Raises
+        `TierIOError` for want of threads.
         """
         self._selector = selectors.DefaultSelector()
         self._waker = Waker(self._selector, lambda: None)
@@ -120,7 +134,7 @@ class RemoteLoop:
         )
         # One thread more than the store needs, so that questions of the log hold up nobody.
         self._threads = started_pool(options.threads + 1, "kvcascade-remote")
-        self._complaints = Complaints(problem, self._threads, name)
+        self._complaints = Complaints(look, self._threads, name)
         self._store = RemoteStore(
             engine,
             objects,

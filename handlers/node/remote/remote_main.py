@@ -22,7 +22,7 @@ from ....config.remote import parse_remote
 from ....tiers.cpu.huge_pages import map_file
 from ....tiers.remote.objects import ObjectFormat
 from ....tiers.remote.remote_options import open_remote_engine, store_options
-from ....tiers.remote.remote_probe import problem_of
+from ....tiers.remote.remote_probe import finding_of
 from ..child_start import receive_setup, run_child
 from .remote_loop import RemoteLoop
 from .remote_node import SlotParts
@@ -40,10 +40,10 @@ def serve(connection: socket.socket, arena_fd: int) -> None:
     objects = ObjectFormat(setup.fingerprint, setup.payload_bytes, seal)
     arena = memory[setup.arena_offset :]
     parts = SlotParts(setup.slot_bytes, setup.payload_bytes, setup.copies)
-    problem = partial(problem_of, engine, options)
+    look = partial(finding_of, engine, options)
     limits, name = store_options(options), f"{options.key}.url"
     RemoteLoop(
-        connection, engine, objects, limits, arena, parts, problem, name, was_reset=setup.was_reset
+        connection, engine, objects, limits, arena, parts, look, name, was_reset=setup.was_reset
     ).run()
 
 

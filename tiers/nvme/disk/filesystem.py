@@ -37,6 +37,7 @@ LOCK_PAUSE_S = 0.01
 _TEMPORARY_SUFFIX = ".tmp"
 _DIRECT_FLAG = getattr(os, "O_DIRECT", 0)
 _syncfs = ctypes.CDLL(None, use_errno=True).syncfs
+_OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
@@ -102,7 +103,8 @@ class FileSystem(ABC):
         0600.
 
         `direct` requests transfers that bypass the page cache, where the file system supports them.
-        Symbolic links, files of other users and anything but a regular file are refused.
+        Symbolic links, files of other users and anything but a regular file are refused. On a
+        read-only disk an existing file can be read; methods that change it raise `EROFS`.
         """
 
     @abstractmethod
@@ -205,8 +207,10 @@ class FileSystem(ABC):
 class RealFile(File):
     """A file of the operating system, behind a descriptor."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, *, is_read_only: bool = False) -> None:
+        """`is_read_only`: the disk takes no changes."""
         self._fd = descriptor
+        self._is_read_only = is_read_only
 
     def preadv(self, buffers: Sequence[memoryview], offset: int) -> int:
         try:
@@ -216,6 +220,7 @@ class RealFile(File):
         return os.preadv(self._fd, buffers, offset)
 
     def pwritev(self, buffers: Sequence[memoryview], offset: int) -> int:
+        self._check_writable()
         try:
             return os.pwritev(self._fd, buffers, offset)
         except OSError as error:
@@ -223,6 +228,7 @@ class RealFile(File):
         return os.pwritev(self._fd, buffers, offset)
 
     def preallocate(self, size: int) -> None:
+        self._check_writable()
         try:
             os.posix_fallocate(self._fd, 0, size)
         except OSError as error:
@@ -233,15 +239,19 @@ class RealFile(File):
                 raise
 
     def truncate(self, size: int) -> None:
+        self._check_writable()
         os.ftruncate(self._fd, size)
 
     def sync(self) -> None:
+        self._check_writable()
         os.fdatasync(self._fd)
 
     def size(self) -> int:
         return os.fstat(self._fd).st_size
 
     def map(self, offset: int, length: int, *, writable: bool) -> memoryview:
+        if writable:
+            self._check_writable()
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         return memoryview(mmap.mmap(self._fd, length, access=access, offset=offset))
 
@@ -252,6 +262,10 @@ class RealFile(File):
 
     def __del__(self) -> None:
         self.close()
+
+    def _check_writable(self) -> None:
+        if self._is_read_only:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     def _leave_direct_mode(self, error: OSError) -> None:
         """Fall back to the page cache if a buffer lacks the alignment that direct I/O needs.
@@ -309,10 +323,15 @@ class RealFileSystem(FileSystem):
         self._direct = direct
 
     def open(self, path: Path, *, create: bool = False, direct: bool = False) -> File:
-        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        if create:
-            flags |= os.O_CREAT | os.O_EXCL
-        descriptor = os.open(path, flags, FILE_MODE)
+        is_read_only = False
+        try:
+            new = os.O_CREAT | os.O_EXCL if create else 0
+            descriptor = os.open(path, os.O_RDWR | new | _OPEN_FLAGS, FILE_MODE)
+        except OSError as error:
+            if create or error.errno != errno.EROFS:
+                raise
+            is_read_only = True
+            descriptor = os.open(path, os.O_RDONLY | _OPEN_FLAGS)
         try:
             _check_ours(os.fstat(descriptor), stat.S_ISREG, path)
             if direct and self._direct:
@@ -320,7 +339,7 @@ class RealFileSystem(FileSystem):
         except BaseException:
             os.close(descriptor)
             raise
-        return RealFile(descriptor)
+        return RealFile(descriptor, is_read_only=is_read_only)
 
     def make_dir(self, path: Path) -> None:
         try:
@@ -429,6 +448,15 @@ class RealFileSystem(FileSystem):
             os.close(descriptor)
             raise
         return descriptor
+
+
+def is_on_read_only_disk(path: Path) -> bool:
+    """Return True if the disk of an existing file takes no changes, whatever this user may do."""
+    try:
+        os.close(os.open(path, os.O_RDWR | _OPEN_FLAGS))
+    except OSError as error:
+        return error.errno == errno.EROFS
+    return False
 
 
 def lock_message(path: Path) -> str:

@@ -12,6 +12,7 @@ holds one. A descriptor that is closed earlier might name another file during th
 
 from __future__ import annotations
 
+import errno
 import resource
 import threading
 from collections.abc import Iterable, Sequence
@@ -60,8 +61,13 @@ class PayloadFiles:
     def write_run(self, first_slot: int, buffers: Sequence[memoryview]) -> None:
         """Write whole adjacent slots from `first_slot` on from buffers of one block each."""
         file, offset = self._locate(first_slot, len(buffers))
-        for part, position in vectored(buffers, offset, self.layout.block_bytes):
-            self._transfers.write(file, part, position)
+        try:
+            for part, position in vectored(buffers, offset, self.layout.block_bytes):
+                self._transfers.write(file, part, position)
+        except OSError as error:
+            if error.errno == errno.EROFS:  # a file that is opened then is never written to
+                self.forget_slot(first_slot)
+            raise
 
     def sync(self, slot: int) -> None:
         """Make everything that was written to the segment of a slot durable."""

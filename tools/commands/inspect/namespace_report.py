@@ -22,7 +22,8 @@ from ....config.machine import Machine
 from ....errors import KVCascadeError, os_errors
 from ....tiers.base import SlotMask
 from ....tiers.endurance import DAY_S
-from ....tiers.nvme.disk.filesystem import FileSystem
+from ....tiers.nvme.disk.filesystem import FileSystem, is_on_read_only_disk
+from ....tiers.nvme.namespace import DESCRIPTION
 from ....tiers.nvme.path.presence_file import PRESENCE, read_presence
 from ....tiers.nvme.path.presence_table import PresenceTable
 from ....tiers.nvme.path.writer.namespace.namespace_home import BLOCKS, STATE
@@ -65,7 +66,7 @@ class NamespaceReport:
     paths: list[str]
     state: str
     """State of the namespace: "live", "closed", "closed (not clean)", "unreadable", "not known" if
-    its writer does not answer, or "version N" of another version."""
+    its writer does not answer or its disk is read-only, or "version N" of another version."""
     engines: list[str] = field(default_factory=list)
     """Names of the engines, or other nodes, that have the namespace open."""
     granted_slots: int | None = None
@@ -205,7 +206,7 @@ class Inspector:
         found = NamespaceReport(
             one.name,
             paths,
-            self._state(facts, before, slots),
+            self._state(one, facts, before, slots),
             problem=problem,
             sessions=session,
             segments_damaged=damaged,
@@ -223,10 +224,17 @@ class Inspector:
             return None
 
     def _state(
-        self, facts: dict[str, Any] | None, before: SlotsInUse | None, now: SlotsInUse | None
+        self,
+        one: NamespaceFolder,
+        facts: dict[str, Any] | None,
+        before: SlotsInUse | None,
+        now: SlotsInUse | None,
     ) -> str:
         if facts is None:
-            return UNREADABLE if self._opened is not None or now is None else UNKNOWN
+            is_read = self._opened is None and now is not None
+            # On a read-only disk no writer can open it, however sound it is.
+            is_shut = is_on_read_only_disk(one.folders[0] / DESCRIPTION)
+            return UNKNOWN if is_read or is_shut else UNREADABLE
         if facts["engines"]:
             return LIVE
         assert self._opened is not None, "it has just answered"
