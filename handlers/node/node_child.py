@@ -143,9 +143,9 @@ class StartLimits:
         self.starts += 1
 
     def forget_last(self) -> None:
-        """Do not count the last start: its process was ended for no fault of its own."""
-        self._starts_s.pop()
-        self.fruitless = max(0, self.fruitless - 1)
+        """Do not count the last start: its process has answered, and an interrupt ended it."""
+        if self._starts_s:
+            self._starts_s.pop()
 
     @property
     def _pause_s(self) -> float:

@@ -209,7 +209,11 @@ class NodeKeeper:
             if not self._jobs:
                 stream.heard_s = self._clock()
             self._jobs[ticket] = on_end
-            stream.add(data)
+            try:
+                stream.add(data)
+            except BaseException:  # an interrupt: the node may have the job, or never get it
+                stream.has_ended = stream.was_interrupted = True
+                raise
             return True
 
     def has_job(self, on_end: OnEnd) -> bool:
@@ -363,7 +367,8 @@ class NodeKeeper:
                 return
         if stream.error is not None:
             _log.error("the process that moves blocks cannot be understood: %s", stream.error)
-        if stream.was_interrupted:
+        if stream.was_interrupted and not self._limits.fruitless:
+            stream.was_interrupted = False  # first: an interrupt may come here, too
             self._limits.forget_last()
         connection.socket.close()
         self._stream = None

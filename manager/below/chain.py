@@ -350,8 +350,13 @@ class BelowChain(Below):
             self._count_late()
         return answers
 
-    def touch(self, keys: Sequence[BlockHash]) -> None:
-        self._touch_from(0, keys)
+    def touch(self, keys: Sequence[BlockHash], first: int = 0) -> None:
+        """Count a use in the nearest port that holds a block, from the port `first` on."""
+        for port in self._ports[first:]:
+            if not keys:
+                return
+            port.touch(keys)
+            keys = [key for key in keys if not port.may_hold(key)]
 
     # -- outcomes --------------------------------------------------------------------------
 
@@ -386,7 +391,7 @@ class BelowChain(Below):
             for put in self._puts.values() if lost else ():
                 put.has_seen_loss = True
             held = [key for key in reversed(lost) if self.may_hold(key)]
-            self._touch_from(number + 1, held)
+            self.touch(held, number + 1)
             gone.update(dict.fromkeys(lost if not held else set(lost).difference(held)))
         return list(gone)
 
@@ -408,6 +413,10 @@ class BelowChain(Below):
         if self._resets.are_open:
             return False
         return self._nearest.takes_puts or bool(self._stand_ins())
+
+    @property
+    def has_stand_in(self) -> bool:
+        return not self._nearest.takes_puts and bool(self._stand_ins())
 
     @property
     def unwritten_blocks(self) -> int:
@@ -458,9 +467,7 @@ class BelowChain(Below):
                 self._resets.note(number)
                 was_reset = True
         self._resets.proceed()
-        takes_puts = self._nearest.takes_puts
-        self._absence.look(takes_puts)
-        self.has_stand_in = not takes_puts and bool(self._stand_ins())
+        self._absence.look(self._nearest.takes_puts)
         return was_reset
 
     def reset(self, mark: int = 0) -> None:
@@ -488,14 +495,6 @@ class BelowChain(Below):
         """Count the puts that tier 1 has no part in, or has ended."""
         puts = self._puts.values()
         self.late_puts = sum(put.parts.get(0, _NO_PART).ended is not None for put in puts)
-
-    def _touch_from(self, number: int, keys: Sequence[BlockHash]) -> None:
-        """Count a use in the nearest port from `number` on that holds a block."""
-        for port in self._ports[number:]:
-            if not keys:
-                return
-            port.touch(keys)
-            keys = [key for key in keys if not port.may_hold(key)]
 
 
 _RESTS = (Put.RESTING, Put.NOT_TAKEN)

@@ -115,8 +115,6 @@ class Below(ABC):
     """Traffic of each tier. The port counts what transfers do; the manager adds its decisions."""
     late_puts = 0
     """Number of puts in flight that only tiers below tier 1 still write."""
-    has_stand_in = False
-    """True while tier 1 rests, and a lower tier takes every block in its place."""
 
     # -- keys ------------------------------------------------------------------------------
 
@@ -206,6 +204,11 @@ class Below(ABC):
     @abstractmethod
     def takes_puts(self) -> bool:
         """False while no write may be started."""
+
+    @property
+    def has_stand_in(self) -> bool:
+        """True while tier 1 rests, and a lower tier takes blocks in its place."""
+        return False
 
     @property
     def unwritten_blocks(self) -> int:

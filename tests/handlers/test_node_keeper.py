@@ -17,7 +17,7 @@ from support.forks import said_by_fork
 from kvcascade.handlers.node import node_child as start_limits
 from kvcascade.handlers.node import node_keeper as limits
 from kvcascade.handlers.node.node_child import Connection
-from kvcascade.handlers.node.node_keeper import NodeKeeper, close_at_exit
+from kvcascade.handlers.node.node_keeper import NodeKeeper, NodeStream, close_at_exit
 from kvcascade.handlers.node.path_wire import JobDone, NodeReady, PutJob, to_node
 from kvcascade.tiers.nvme.path.frames import RECEIVES_PER_CALL, FrameReader, WireError, frame
 
@@ -342,18 +342,50 @@ def test_a_job_whose_answer_an_interrupt_loses_has_failed(stage: Stage, call: st
     assert len(stage.children) == 2 and stage.submit("c")
 
 
-def test_nodes_that_interrupts_end_do_not_count_in_the_limit_of_starts(stage: Stage) -> None:
-    for number in range(3 * start_limits.STARTS_PER_MINUTE):
+@pytest.mark.parametrize("has_answered", [True, False])
+def test_nodes_that_interrupts_end_do_not_count_if_they_had_answered(
+    stage: Stage, has_answered: bool
+) -> None:
+    """Those that never answer count: what ends them may be no interrupt."""
+    rounds = 3 * start_limits.STARTS_PER_MINUTE
+    for number in range(rounds):
         call = ("send", "recv_into")[number % 2]
         child = stage.children[-1]
+        if not stage.keeper.is_up:
+            break
+        if has_answered:
+            assert stage.submit("a")
+            (order,) = child.hear(1)
+            assert isinstance(order, PutJob)
+            child.say(JobDone(order.ticket))
+            stage.keeper.poll()
         child.ours.call = call
         if call == "recv_into":
             child.say(JobDone(0))
-        with pytest.raises(KeyboardInterrupt):
-            stage.submit("a") if call == "send" else stage.keeper.poll()
+        with suppress(KeyboardInterrupt):
+            stage.submit("b") if call == "send" else stage.keeper.poll()
         for _ in range(2):
             stage.keeper.poll()
-        assert len(stage.children) == number + 2 and stage.keeper.is_up
+    starts = rounds + 1 if has_answered else start_limits.STARTS_PER_MINUTE
+    assert len(stage.children) == starts and stage.keeper.is_up == has_answered
+
+
+def test_a_job_that_an_interrupt_kept_from_the_node_has_failed(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise its slots would be in use for ever, because the answers to others come."""
+
+    def interrupted(stream: NodeStream, data: bytes) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(NodeStream, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stage.submit("a")
+    stage.keeper.poll()
+    assert stage.ended == [("a", False)]
+    stage.keeper.poll()
+    assert len(stage.children) == 2 and stage.submit("b")
 
 
 @pytest.mark.parametrize("nonsense", [b"\xff\xff\xff\xff", b"\1\0\0\0\xc1", frame(JobDone(77))])

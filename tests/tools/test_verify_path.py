@@ -26,6 +26,7 @@ from support.path_cache import (
 )
 from support.path_engine import PathEngine
 
+import kvcascade
 from kvcascade.errors import KVCascadeError
 from kvcascade.tiers.nvme.disk.filesystem import File, RealFile, RealFileSystem
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
@@ -225,6 +226,17 @@ def test_blocks_of_missing_segments_alone_are_a_problem_once(tmp_path: Path) -> 
     assert f"{PER_SEGMENT} blocks were removed" in answer.out
     answer = call("verify", tmp_path, "--json")
     assert answer.code == ExitCode.OK and answer.one["dropped_at_opening"] == 0
+
+
+def test_blocks_that_the_writer_of_another_model_drops_for_the_command_are_a_problem(
+    tmp_path: Path,
+) -> None:
+    folder = fill_path(tmp_path, BLOCKS)
+    segment(folder, 1).unlink()
+    with kvcascade.open(tmp_path, namespace="other", block_bytes=BLOCK):
+        answer = call("verify", tmp_path, "-n", folder.name, "--json")
+    assert answer.code == ExitCode.PROBLEMS
+    assert answer.one["dropped_at_opening"] == PER_SEGMENT
 
 
 def test_blocks_that_an_engine_dropped_at_its_start_are_no_problem_any_more(tmp_path: Path) -> None:

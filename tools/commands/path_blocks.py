@@ -46,9 +46,9 @@ class OpenPath:
         self.session = session
         self.roots = tuple(roots)
         self._fs = fs
-        self._clients = {
-            str(one["name"]): int(one["clients"]) for one in session.ask("list")["namespaces"]
-        }
+        listed = session.ask("list")["namespaces"]
+        self._clients = {str(one["name"]): int(one["clients"]) for one in listed}
+        self._open = {str(one["name"]) for one in listed if one["is_open"]}
 
     @property
     def names(self) -> list[str]:
@@ -67,6 +67,10 @@ class OpenPath:
         """
         folders = tuple(root / name for root in self.roots)
         return NamespaceFolder(name, folders, read_description(self._fs, folders[0]), True, "")
+
+    def was_open(self, name: str) -> bool:
+        """Return True if the writer had the namespace open before this command asked about it."""
+        return name in self._open
 
     def is_live(self, name: str) -> bool:
         """Return True if an engine, or another node, has the namespace open."""

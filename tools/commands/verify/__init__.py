@@ -94,7 +94,7 @@ def _verify_one(
     found = opened.namespace(one.name)
     began = perf_counter()
     # The first question for its facts opens a namespace that no engine has open, and corrects it.
-    before = {} if opened.is_live(one.name) else segments_damaged(found)
+    before = {} if opened.was_open(one.name) else segments_damaged(found)
     total = opened.facts(one.name)["blocks"]
     with progress_of(one.name, total, found.block_bytes, as_json) as advance:
         report = verify_namespace(opened, found, throttle, advance, may_repair=repair)

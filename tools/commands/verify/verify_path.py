@@ -38,8 +38,8 @@ def verify_namespace(
     report = VerifyReport(name, path.is_live(name))
     facts = path.facts(name)
     slots = int(facts["slots"])
-    if path.session.is_writer:
-        report.dropped_at_opening = int(facts["dropped_at_opening"])
+    if not path.was_open(name):
+        report.dropped_at_opening = int(facts.get("dropped_at_opening", 0))
     damaged: list[NamedBlock] = []
     named = list(path.blocks(name))
     slots = max(slots, int(path.facts(name)["slots"]))  # a new writer may have more of them

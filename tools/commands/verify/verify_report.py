@@ -35,11 +35,11 @@ class VerifyReport:
     seconds: float = 0.0
     problems: list[BlockProblem] = field(default_factory=list)
     segments_damaged: dict[str, str] = field(default_factory=dict)
-    """Mapping of damaged segment files to a description of the damage, as it was before a writer
-    of this process corrected them."""
+    """Mapping of damaged segment files to a description of the damage, as it was before the
+    command opened the namespace."""
     dropped_at_opening: int = 0
-    """Number of blocks that a writer of this process removed when it opened the namespace, because
-    their segment files were missing."""
+    """Number of blocks that the writer removed when it opened the namespace for this command,
+    because their segment files were missing."""
     space: str = ""
     """Result of the check of free space, in words."""
     space_adds_up: bool | None = None
