@@ -99,8 +99,7 @@ def peers(tmp_path: Path) -> Iterator[Peers]:
     group = Peers(tmp_path)
     yield group
     for peer in group.all:
-        if peer.process.poll() is None:
-            peer.kill()
+        peer.kill()  # closes the pipes of those that have ended by themselves, too
 
 
 def names(folder: Path) -> list[str]:
