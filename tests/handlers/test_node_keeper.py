@@ -346,7 +346,7 @@ def test_a_job_whose_answer_an_interrupt_loses_has_failed(stage: Stage, call: st
 def test_nodes_that_interrupts_end_do_not_count_if_they_had_answered(
     stage: Stage, has_answered: bool
 ) -> None:
-    """Those that never answer count: what ends them may be no interrupt."""
+    """Nodes that never answer count, because another fault may end them."""
     rounds = 3 * start_limits.STARTS_PER_MINUTE
     for number in range(rounds):
         call = ("send", "recv_into")[number % 2]

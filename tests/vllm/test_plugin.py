@@ -85,34 +85,36 @@ def test_files_that_are_replaced_from_then_on_are_noticed(is_config: bool, tmp_p
     assert have_files_changed(str(tmp_path))
 
 
+def two_commits(hub: Path, file: str) -> Path:
+    """Make a model with two commits that have this file. Return the reference to the first."""
+    model = hub / "models--org--name"
+    for commit in ("a" * 40, "b" * 40):
+        (model / "snapshots" / commit).mkdir(parents=True)
+        (model / "snapshots" / commit / file).write_text("{}")
+    (model / "refs").mkdir()
+    main = model / "refs" / "main"
+    main.write_text("a" * 40)
+    return main
+
+
 def test_a_name_of_the_hub_that_leads_to_another_commit_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another engine may fetch a newer commit while this one loads the weights."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    model = tmp_path / "models--org--name"
-    for commit in ("a" * 40, "b" * 40):
-        (model / "snapshots" / commit).mkdir(parents=True)
-        (model / "snapshots" / commit / "config.json").write_text("{}")
-    (model / "refs").mkdir()
-    (model / "refs" / "main").write_text("a" * 40)
+    main = two_commits(tmp_path, "config.json")
     engine = holder(GOOD)
     engine.model_config = SimpleNamespace(model="org/name", revision=None)
     load_with(vllm_config=engine)
     assert not have_files_changed("org/name")
-    (model / "refs" / "main").write_text("b" * 40)
+    main.write_text("b" * 40)
     assert have_files_changed("org/name")
     assert not have_files_changed("org/another"), "without a copy, nothing can be told"
 
 
 @pytest.mark.parametrize("is_config", [False, True])
 def test_weights_in_a_download_directory_are_noticed_too(is_config: bool, tmp_path: Path) -> None:
-    model = tmp_path / "models--org--name"
-    for commit in ("a" * 40, "b" * 40):
-        (model / "snapshots" / commit).mkdir(parents=True)
-        (model / "snapshots" / commit / "model.safetensors").write_text("{}")
-    (model / "refs").mkdir()
-    (model / "refs" / "main").write_text("a" * 40)
+    main = two_commits(tmp_path, "model.safetensors")
     engine, place = holder(GOOD), str(tmp_path)
     named = SimpleNamespace(model="org/name", revision=None)
     load = SimpleNamespace(download_dir=place)
@@ -122,7 +124,7 @@ def test_weights_in_a_download_directory_are_noticed_too(is_config: bool, tmp_pa
         engine.__dict__.update(named.__dict__ | load.__dict__)
     load_with(**{"vllm_config" if is_config else "self": engine})
     assert not have_files_changed("org/name", None, place)
-    (model / "refs" / "main").write_text("b" * 40)
+    main.write_text("b" * 40)
     assert have_files_changed("org/name", None, place)
 
 

@@ -57,7 +57,7 @@ _CAUSES = {
 
 
 class ServerFinding(NamedTuple):
-    """What is wrong with a server."""
+    """A problem of a server."""
 
     text: str
     """Sentence about it."""

@@ -206,9 +206,9 @@ def _of_error(source: ScanSource, block: NamedBlock, error: OSError) -> BlockFin
     if not source.has_still(block):
         return BlockFinding.CHANGED
     if error.errno == errno.ENOENT:
-        file = source.files.path_of(block.slot)
         if not source.files.has_folder(block.slot // source.files.layout.slots):
-            raise TierIOError(errno.ENOENT, f"{file.parent} is not there; mount its disk")
+            folder = source.files.path_of(block.slot).parent
+            raise TierIOError(errno.ENOENT, f"{folder} is not there; mount its disk")
         return BlockFinding.NO_SEGMENT
     if error.errno in DEVICE_ERRNOS:
         return BlockFinding.UNREADABLE

@@ -181,8 +181,8 @@ def open_session(
 
     Raises `TierIOError` if there is no tier that this user may read, if it belongs to another user,
     or if it has no writer and its disk is read-only. Raises `FormatError` for a writer of another
-    version. Raises `InUseError` if the lock is held
-    and nobody answers, or if a process that is stopped holds it.
+    version. Raises `InUseError` if the lock is held and nobody answers, or if a process that is
+    stopped holds it.
     """
     root = path.parent if fs.exists(path / DESCRIPTION) else path
     if not _is_there(fs, root):

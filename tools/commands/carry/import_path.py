@@ -80,12 +80,12 @@ def import_into_path(
         report, stored = ImportReport(cache.name, head.blocks), StoredKeys()
         for rows, good in right_batches(carried, report):
             if may_evict:
-                room = int(opened.facts(cache.name)["slots"]) - report.imported
+                room = int(opened.facts(cache.name)["slots"]) - len(stored.imported)
             else:
                 room = _free_slots(opened, cache.name)
             _store(cache, good, report, stored, room, TOO_SMALL if may_evict else NO_ROOM)
             progress(rows)
-        _count_lost(cache, report, stored)
+        _count(cache, report, stored)
     return report
 
 
@@ -188,7 +188,6 @@ def _store(
     """Store blocks that are not in the cache, at most `room`."""
     held = [key for key, is_there in zip(blocks, cache.exists(blocks), strict=True) if is_there]
     cache.touch(held)  # none of them is evicted for another one
-    report.already_there += len(held)
     stored.already_there.extend(held)
     new = [key for key in blocks if key not in set(held)]
     keys = new[: max(0, room)]
@@ -203,22 +202,20 @@ def _store(
         )
     for key, outcome in zip(keys, outcomes, strict=True):
         if outcome is PutOutcome.STORED:
-            report.imported += 1
             stored.imported.append(key)
         elif outcome is PutOutcome.HELD:
-            report.already_there += 1
             stored.already_there.append(key)
         else:
             report.failed += 1
             report.reason = no_room if outcome is PutOutcome.FULL else _REASONS[outcome]
 
 
-def _count_lost(cache: BlockCache, report: ImportReport, stored: StoredKeys) -> None:
-    """Count the blocks as failed that left the tier again during the import."""
-    imported = cache.exists(stored.imported).count(False)
-    already_there = cache.exists(stored.already_there).count(False)
-    report.imported -= imported
-    report.already_there -= already_there
-    if imported + already_there:
-        report.failed += imported + already_there
+def _count(cache: BlockCache, report: ImportReport, stored: StoredKeys) -> None:
+    """Count the blocks that are there, and as failed those that left the tier again."""
+    report.imported = cache.exists(stored.imported).count(True)
+    report.already_there = cache.exists(stored.already_there).count(True)
+    had = len(stored.imported) + len(stored.already_there)
+    lost = had - report.imported - report.already_there
+    if lost:
+        report.failed += lost
         report.reason = report.reason or LOST
