@@ -99,16 +99,25 @@ def finding_of(engine: RemoteEngine, options: RemoteTierOptions) -> ServerFindin
         if found is None and folder is not None and options.writes is not WriteWhen.OFF:
             is_full = shutil.disk_usage(folder).free < FULL_BYTES
             found = _REASONS[RemoteOutcome.NO_SPACE] if is_full else None
-    if found is None:
-        return None
-    is_hint = found == _CAUSES[Cause.KEEPS_ALL]
-    return ServerFinding(f"{options.key}.url: the server {found}.", is_hint)
+    is_hint = found is None and _will_keep_all(engine, options)
+    if is_hint:
+        found = _CAUSES[Cause.KEEPS_ALL]
+    return None if found is None else ServerFinding(_sentence(options, found), is_hint)
 
 
 def failure_of(engine: RemoteEngine, outcome: RemoteOutcome, options: RemoteTierOptions) -> str:
     """Return a sentence about a failure of the server; asks the server for its cause."""
-    said = _reason(outcome, engine.explain(options.deadline_s))
-    return f"{options.key}.url: the server {said}."
+    return _sentence(options, _reason(outcome, engine.explain(options.deadline_s)))
+
+
+def _sentence(options: RemoteTierOptions, clause: str) -> str:
+    return f"{options.key}.url: the server {clause}."
+
+
+def _will_keep_all(engine: RemoteEngine, options: RemoteTierOptions) -> bool:
+    """Return True if we write to a server that will be full one day, and evicts nothing then."""
+    writes = options.writes is not WriteWhen.OFF
+    return writes and engine.explain(options.deadline_s) is Cause.KEEPS_ALL
 
 
 @contextmanager
@@ -133,6 +142,7 @@ def _reason(outcome: RemoteOutcome, cause: Cause | None) -> str:
 
 
 def _problem(engine: RemoteEngine, options: RemoteTierOptions) -> str | None:
+    """Return a clause about why the server cannot be used now; None if it can."""
     limit_s = options.deadline_s
     name = f"{FOLDER}/{secrets.token_hex(8)}"
     (found,) = engine.exist_many([name], limit_s)
@@ -144,8 +154,7 @@ def _problem(engine: RemoteEngine, options: RemoteTierOptions) -> str | None:
         return _reason(counted, Cause.RIGHT if counted is RemoteOutcome.DENIED else None)
     if options.writes is WriteWhen.OFF:
         return None
-    problem = _problem_of_writes(engine, name, limit_s)
-    return problem or (None if cause is None else _CAUSES[cause])
+    return _problem_of_writes(engine, name, limit_s)
 
 
 def _problem_of_writes(engine: RemoteEngine, name: str, limit_s: float) -> str | None:
