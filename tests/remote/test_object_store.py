@@ -18,7 +18,7 @@ import pytest
 from contract.remote_contract import LIMIT_S, RemoteContract, an_object, buffers, names
 from support.keys import key, keys
 from support.remote_rig import RemoteRig, content
-from support.remote_servers import HOST, S3Server, free_port
+from support.remote_servers import HOST, S3Server, answering_always, free_port
 from support.thread_limit import Limited
 from support.waiting import wait_until
 
@@ -158,6 +158,21 @@ class TestFolder(ObjectsContract):
         assert engine.remove(names(1), LIMIT_S) == [OK]
         assert engine.exist_many(names(2), LIMIT_S) == [ABSENT, OK]
 
+    def test_a_list_passes_over_folders_of_others(
+        self, engine: RemoteEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A share may have `lost+found`, links in a circle, and names that are no text."""
+        ours = f"{0xAB:032x}/1/00/00"
+        engine.put([ours, *names(2)], [an_object(1)] * 3, LIMIT_S)
+        for name in ("lost+found", os.fsdecode(b"caf\xe9")):
+            (self.folder / name).mkdir()
+            (self.folder / name / "file").touch()
+        (self.folder / "circle").symlink_to(self.folder)
+        monkeypatch.setattr(os, "access", lambda path, mode: path == str(self.folder / "space"))
+        batches = [*engine.list_objects("", LIMIT_S)]
+        assert {batch.outcome for batch in batches} == {OK}
+        assert {each.name for batch in batches for each in batch.entries} == {ours, *names(2)}
+
     def test_a_counter_of_many_values_is_found_out_at_last(
         self, engine: RemoteEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -255,6 +270,25 @@ def test_a_bucket_that_does_not_exist_is_denied(s3: S3Server) -> None:
     assert engine.counter("space/generation", 1, LIMIT_S).outcome in (DENIED, IO_ERROR)
     assert [batch.outcome for batch in engine.list_objects("", LIMIT_S)] == [DENIED]
     assert engine.explain(LIMIT_S) is Cause.NO_BUCKET
+    engine.close()
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_list_that_is_refused_is_a_refusal(status: int) -> None:
+    with answering_always(status, "<Error><Code>SomethingNew</Code></Error>") as port:
+        engine = bucket_at(f"http://{HOST}:{port}", "bucket")
+        assert [batch.outcome for batch in engine.list_objects("", LIMIT_S)] == [DENIED]
+        assert engine.counter("space/generation", 1, LIMIT_S).outcome is DENIED
+        engine.close()
+
+
+def test_memory_of_a_read_is_let_go(s3: S3Server) -> None:
+    s3.make_bucket(bucket := uuid.uuid4().hex)
+    engine = bucket_at(s3.endpoint, bucket)
+    rig = RemoteRig(engine)
+    assert rig.write(keys(2)) == rig.read(keys(2)) == [OK] * 2
+    spare = rig.store._reads._spare
+    assert spare and not any(buffer.payload.nbytes for buffer in spare)
     engine.close()
 
 

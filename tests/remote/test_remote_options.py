@@ -22,6 +22,7 @@ from kvcascade.tiers.remote.engines.valkey import ValkeyEngine
 from kvcascade.tiers.remote.objects import GcmSeal, MacSeal
 from kvcascade.tiers.remote.remote_options import (
     check_openable,
+    folder_of,
     missing_extra,
     open_remote_engine,
     store_options,
@@ -48,6 +49,16 @@ def test_urls_that_are_right(url: str) -> None:
     read = parse(url=url)
     assert read.url == url and read.writes is WriteWhen.SECOND_TOUCH
     assert store_options(read).queue_bytes == 256 << 20 and store_options(read).deadline_s == 2.0
+
+
+def test_the_url_of_a_folder_is_read_as_urls_are(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    folder = tmp_path / "my share"
+    assert folder_of(parse(url=folder.as_uri())) == folder
+    engine, _ = open_remote_engine(parse(url=folder.as_uri()), {})
+    assert engine.put(names(1), [an_object(1)], LIMIT_S) == [RemoteOutcome.OK]
+    assert (folder / names(1)[0]).exists()
+    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,13 @@ from support.waiting import WAIT_LIMIT_S, wait_until
 from kvcascade.config.options import At
 from kvcascade.config.remote import WriteWhen, parse_remote
 from kvcascade.tiers.remote import presence
-from kvcascade.tiers.remote.base import HEADER_BYTES, PrivateBuffer, RemoteObject, RemoteOutcome
+from kvcascade.tiers.remote.base import (
+    HEADER_BYTES,
+    Cause,
+    PrivateBuffer,
+    RemoteObject,
+    RemoteOutcome,
+)
 from kvcascade.tiers.remote.engines import resp
 from kvcascade.tiers.remote.engines.resp import (
     Address,
@@ -339,6 +345,18 @@ def test_a_map_of_a_cluster_that_is_none_is_not_taken_in(reply: bytes) -> None:
         for _ in range(2):
             assert engine.exist_many(["a"], 2.0) == [RemoteOutcome.BUSY]
             assert not {RemoteOutcome.OK} & {b.outcome for b in engine.list_objects("", 2.0)}
+
+
+def test_a_node_of_a_cluster_without_the_key_tells_its_settings() -> None:
+    memory = b"maxmemory:0\r\nmaxmemory_policy:noeviction\r\n"
+
+    def serve(connection: socket.socket) -> None:
+        while got := connection.recv(65536):
+            settings = b"$%d\r\n%b\r\n" % (len(memory), memory)
+            connection.sendall(settings if b"INFO" in got else b"-MOVED 1 127.0.0.1:1\r\n")
+
+    with peer(serve) as engine:
+        assert engine.explain(2.0) is Cause.KEEPS_ALL
 
 
 def test_an_error_inside_of_a_transaction_is_that_of_one_object() -> None:

@@ -134,6 +134,10 @@ class PrivateBuffer:
         self.header, self.payload = data[:HEADER_BYTES], data[HEADER_BYTES:]
         return True
 
+    def let_go(self) -> None:
+        """Let go of the object; memory of the buffer's own stays for the next one."""
+        self.header = self.payload = memoryview(b"")
+
 
 @dataclass(frozen=True, slots=True)
 class RemoteObject:

@@ -151,6 +151,7 @@ class Reads:
 
     def give_back(self, buffer: PrivateBuffer) -> None:
         """Keep a buffer whose object was verified; any other one could still be written to."""
+        buffer.let_go()
         with self._lock:
             if len(self._spare) < SPARE_BUFFERS_MAX:
                 self._spare.append(buffer)

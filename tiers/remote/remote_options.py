@@ -11,11 +11,11 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from stat import S_ISDIR
-from urllib.parse import urlsplit
 
 from ...config.remote import RemoteTierOptions
 from ...errors import ConfigError
 from .base import EngineKind, RemoteEngine
+from .engines.opened_folder import folder_of_url
 from .objects import SECRET_BYTES, GcmSeal, MacSeal, Seal
 from .remote_store import StoreOptions
 
@@ -63,8 +63,7 @@ def missing_extra(options: RemoteTierOptions) -> str | None:
 
 def folder_of(options: RemoteTierOptions) -> Path | None:
     """Return the folder of a `file://` URL; None for a server."""
-    parts = urlsplit(options.url)
-    return Path(parts.path) if parts.scheme == "file" else None
+    return folder_of_url(options.url)
 
 
 def folder_problem(options: RemoteTierOptions, *, may_be_missing: bool) -> str | None:

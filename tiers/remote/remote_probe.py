@@ -166,6 +166,11 @@ def _problem_of_writes(engine: RemoteEngine, name: str, limit_s: float) -> str |
             "takes no objects from this user; allow writes, give the url of the primary if this is "
             'a replica, or set writes to "off"'
         )
+    if wrote is RemoteOutcome.IO_ERROR:
+        return (
+            "answers, and fails to store objects; read its log, or use one that creates objects on "
+            "condition"
+        )
     if wrote is not RemoteOutcome.OK:
         return _REASONS.get(wrote, f"does not store objects ({wrote})")
     (again,) = engine.put([name], [probe], limit_s)

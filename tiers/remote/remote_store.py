@@ -154,6 +154,7 @@ class RemoteStore:
             memory.forget_all,
             asked,
             was_reset=was_reset,
+            may_begin=options.when is not WriteWhen.OFF,
         )
         self._link = RemoteLink(engine, objects, generation, memory, counters, clock)
         self._lookups, self._reads = RemoteLookups(self._link), Reads(self._link)

@@ -70,8 +70,11 @@ class _Counters:
         name: str,
         marks_name: str,
         on_asked: Callable[[RemoteOutcome, int, float], None],
+        *,
+        may_begin: bool,
     ) -> None:
         self._engine = engine
+        self._may_begin = may_begin
         self._name = name
         self._marks_name = marks_name
         self._on_asked = on_asked
@@ -90,8 +93,13 @@ class _Counters:
         return answer
 
     def generation(self, begins_at: int, limit_s: float) -> CounterAnswer:
-        """Read the counter of generations. If there is none, one begins at this value."""
-        return self._sent(self._engine.counter(self._name, begins_at, limit_s))
+        """Read the counter of generations. If there is none, one begins at this value.
+
+        A host that writes nothing begins none. It reads 0: no block has that generation.
+        """
+        if self._may_begin:
+            return self._sent(self._engine.counter(self._name, begins_at, limit_s))
+        return self._read(self._name, limit_s)
 
     def raise_generation(self, least: int, limit_s: float) -> CounterAnswer:
         """Raise the counter of generations, to `least` or more."""
@@ -101,9 +109,13 @@ class _Counters:
 
     def last_mark(self, limit_s: float) -> CounterAnswer:
         """Read the mark of the last reset; 0 if there is none."""
-        marked = self._sent(self._engine.counter(self._marks_name, None, limit_s))
-        is_none = marked.outcome is RemoteOutcome.ABSENT
-        return CounterAnswer(RemoteOutcome.OK) if is_none else marked
+        return self._read(self._marks_name, limit_s)
+
+    def _read(self, name: str, limit_s: float) -> CounterAnswer:
+        """Read a counter; 0 if there is none."""
+        found = self._sent(self._engine.counter(name, None, limit_s))
+        is_none = found.outcome is RemoteOutcome.ABSENT
+        return CounterAnswer(RemoteOutcome.OK) if is_none else found
 
     def restore_mark(self, known: int, limit_s: float) -> CounterAnswer:
         """Bring back a mark that the server lost. Return it, or a later one of another host."""
@@ -131,16 +143,18 @@ class SharedGeneration:
         on_asked: Callable[[RemoteOutcome, int, float], None] = lambda outcome, requests, s: None,
         *,
         was_reset: bool = False,
+        may_begin: bool = True,
     ) -> None:
         """`name`, `marks_name`: those of the counters of generations and of the last mark.
 
         `clock` is monotonic, `wall_clock` Unix time, in seconds. `on_moved` is called, on any
         thread, when the counter is another one without a reset of this host. `on_asked` takes
         the outcome, the number of requests and the seconds of each exchange with the server.
-        `was_reset`: this host was reset before, by another object of this class.
+        `was_reset`: this host was reset before, by another object of this class. `may_begin`: this
+        host begins a counter that is missing, since it will write blocks.
         """
         self._on_moved = on_moved
-        self._counters = _Counters(engine, name, marks_name, on_asked)
+        self._counters = _Counters(engine, name, marks_name, on_asked, may_begin=may_begin)
         self._clock = clock
         self._wall_clock = wall_clock
         self._lock = threading.Lock()

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
-from ....config.remote import RemoteTierOptions
+from ....config.remote import RemoteTierOptions, WriteWhen
 from ....errors import ConfigError
 from ....logs import get_logger
 from ....threads import started_pool
@@ -53,7 +53,7 @@ from ..base import (
     counter_answer,
     ignore,
 )
-from .opened_folder import OTHER_FOLDER, READ_FLAGS, OpenedFolder
+from .opened_folder import OTHER_FOLDER, READ_FLAGS, OpenedFolder, folder_of_url
 
 REQUESTS_AT_A_TIME = 64
 """A lookup of one chain has 8; those of several requests share them."""
@@ -75,6 +75,8 @@ _OUTCOMES = {
     "UnauthenticatedError": RemoteOutcome.DENIED,
 }
 _STATUS_OUTCOMES = {
+    "401": RemoteOutcome.DENIED,
+    "403": RemoteOutcome.DENIED,
     "408": RemoteOutcome.TIMED_OUT,
     "429": RemoteOutcome.BUSY,
     "503": RemoteOutcome.BUSY,
@@ -113,6 +115,8 @@ _CAUSES = {
 The last two are the places of roles, which are asked last."""
 _COUNTED = frozenset({RemoteOutcome.OK, RemoteOutcome.ABSENT, RemoteOutcome.CORRUPT})
 """Answers about a counter after which its next value is known."""
+_NAMESPACE = re.compile(r"[0-9a-f]{32}")
+"""Names of the folders of namespaces."""
 _STAGED = re.compile(r"[0-9a-f]{32}/.+#\d+")
 """Names of files in which `obstore` writes objects of a namespace, until they are complete."""
 _GENERATION = re.compile(r"([0-9a-f]{32}/[0-9a-f]{1,16})(?:/[0-9a-f]{2})?")
@@ -133,20 +137,22 @@ def open_object_store(
     endpoint: str | None = None,
     region: str | None = None,
     settings: Mapping[str, str] | None = None,
+    *,
+    renews: bool = True,
 ) -> ObjectStoreEngine:
     """Return the engine for a URL such as "s3://bucket/prefix" or "file:///mnt/nfs/kv".
 
     `endpoint`: URL of the server; None: the provider's own. `settings`: more settings of the store,
     such as credentials. Those that are not given come from the environment or the platform's role,
-    as `obstore` finds them.
+    as `obstore` finds them. `renews`: see the constructor of `ObjectStoreEngine`.
 
     Nothing is asked of the server or the file system. Needs `obstore`. Raises `ConfigError`,
     without any credential in it, if `obstore` refuses the settings of a bucket.
     """
     stores: Any = import_module("obstore.store")
-    parts = urlsplit(url)
-    if parts.scheme == "file":
-        folder = OpenedFolder(Path(parts.path))
+    path = folder_of_url(url)
+    if path is not None:
+        folder = OpenedFolder(path)
 
         def open_folder() -> Any:
             with suppress(OSError):  # waits for a share without the interpreter lock
@@ -155,16 +161,16 @@ def open_object_store(
             folder.note_opened()
             return opened
 
-        return ObjectStoreEngine(open_folder, timeout_s, folder)
+        return ObjectStoreEngine(open_folder, timeout_s, folder, renews=renews)
     limits = timedelta(seconds=timeout_s), timedelta(seconds=connect_timeout_s)
     try:
-        bucket = _bucket(stores, parts, limits, endpoint, region, settings or {})
+        bucket = _bucket(stores, urlsplit(url), limits, endpoint, region, settings or {})
     except Exception as error:  # classes differ by store, and their texts may hold settings
         raise ConfigError(
             f"the object store refuses its settings ({type(error).__name__}); check url, endpoint, "
             "region and the credentials in the environment."
         ) from None
-    return ObjectStoreEngine(lambda: bucket, timeout_s)
+    return ObjectStoreEngine(lambda: bucket, timeout_s, renews=renews)
 
 
 def _bucket(
@@ -208,15 +214,22 @@ class ObjectStoreEngine(RemoteEngine):
     names_per_call = 1
 
     def __init__(
-        self, open_store: Callable[[], Any], timeout_s: float, folder: OpenedFolder | None = None
+        self,
+        open_store: Callable[[], Any],
+        timeout_s: float,
+        folder: OpenedFolder | None = None,
+        *,
+        renews: bool,
     ) -> None:
         """`open_store` returns one of `obstore.store`, which ends each request in `timeout_s`.
 
         It is called by the first request, and again if it raises: a share may not answer yet.
         `folder`: place of the store's objects, if they are files; `open_store` notes its opening.
+        `renews`: objects that are in use are written anew when they are old.
         """
         self.timeout_s = timeout_s
         self._folder = folder
+        self._renews = renews
         self._open_store = open_store
         self._opened: Any = None
         self._obstore: Any = import_module("obstore")
@@ -298,17 +311,16 @@ class ObjectStoreEngine(RemoteEngine):
         return CounterAnswer(RemoteOutcome.BUSY, requests=sent)
 
     def list_objects(self, prefix: str, limit_s: float) -> Iterator[Listing]:
-        batches: Iterator[Any] | None = None
+        def lists() -> Iterator[Any]:
+            store, prefixes = self._store, [prefix or None]
+            if self._folder is not None and not prefix:
+                prefixes = [*_folders_of_objects(self._folder.path)]
+            for each in prefixes:
+                yield from self._obstore.list(store, each, chunk_size=LISTED_AT_A_TIME)
 
-        def following() -> Any:
-            nonlocal batches
-            if batches is None:
-                size = LISTED_AT_A_TIME
-                batches = iter(self._obstore.list(self._store, prefix or None, chunk_size=size))
-            return next(batches, None)
-
+        batches = lists()
         while True:
-            outcome, found = self._asked(following)
+            outcome, found = self._asked(lambda: next(batches, None))
             if outcome is not RemoteOutcome.OK:
                 missing = outcome is RemoteOutcome.ABSENT
                 yield Listing(RemoteOutcome.DENIED if missing else outcome)
@@ -500,7 +512,8 @@ class ObjectStoreEngine(RemoteEngine):
 
     def _keep(self, name: str, data: Any, entry: Mapping[str, Any]) -> RemoteOutcome:
         """Write an old object anew, because lifecycle rules count from its last writing."""
-        if time.time() - entry["last_modified"].timestamp() < RENEW_AFTER_S:
+        age_s = time.time() - entry["last_modified"].timestamp()
+        if not self._renews or age_s < RENEW_AFTER_S:
             return RemoteOutcome.OK
         return self._tried(lambda: self._obstore.put(self._store, name, data, use_multipart=False))
 
@@ -538,6 +551,20 @@ def _read_file(path: str, buffer: PrivateBuffer) -> bool:
     finally:
         os.close(file)
     return True
+
+
+def _folders_of_objects(share: Path) -> Iterator[str]:
+    """Yield the folders that may hold objects.
+
+    A share can hold others, too, on which a list of everything fails: links in a circle, names that
+    are no text, and folders that this user may not read, such as `lost+found`. A namespace that
+    may not be read is not left out.
+    """
+    with os.scandir(share) as entries:
+        for each in entries:
+            if each.name.isascii() and each.is_dir(follow_symlinks=False):
+                if _NAMESPACE.fullmatch(each.name) or os.access(each.path, os.R_OK | os.X_OK):
+                    yield each.name
 
 
 def _after(requests: int, answer: CounterAnswer) -> CounterAnswer:
@@ -593,7 +620,9 @@ def outcome_of(error: Exception) -> RemoteOutcome:
 
 def _open(options: RemoteTierOptions, secret: Secret) -> ObjectStoreEngine:
     limits = options.timeout_s, options.connect_timeout_s
-    return open_object_store(options.url, *limits, options.endpoint, options.region)
+    renews = options.writes is not WriteWhen.OFF
+    place = options.endpoint, options.region
+    return open_object_store(options.url, *limits, *place, renews=renews)
 
 
 KIND = EngineKind(_open, "obstore", "s3", renew_after_s=RENEW_AFTER_S)

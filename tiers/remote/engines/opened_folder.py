@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from ..base import COUNTER_DIGITS
 
@@ -15,6 +16,12 @@ READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """Flags for files of a share, where anybody may have left a link or a pipe."""
 OTHER_FOLDER = "not the folder that was opened"
 """Words in the error of a folder that is missing, or another one than at the opening."""
+
+
+def folder_of_url(url: str) -> Path | None:
+    """Return the folder of a `file://` URL; None for other URLs."""
+    parts = urlsplit(url)
+    return Path(unquote(parts.path)) if parts.scheme == "file" else None
 
 
 class OpenedFolder:

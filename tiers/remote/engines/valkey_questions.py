@@ -135,7 +135,8 @@ def explain(connection: RespConnection, key: bytes, *, has_ttl: bool) -> Cause |
         connection.send([b"EXISTS", key])
         connection.number()
     except RespError as error:
-        return cause_of(error)
+        if error.code != "MOVED":  # another node has the key
+            return cause_of(error)
     try:
         connection.send([b"INFO", b"memory"])
         text = (connection.value() or b"").decode("ascii", "replace")
