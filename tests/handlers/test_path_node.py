@@ -9,6 +9,7 @@ from support.keys import key, keys
 from support.node_rig import BLOCK, CoreWriter, NodesRig, NodeTwin
 
 from kvcascade.errors import InUseError
+from kvcascade.handlers.node.path import path_node
 from kvcascade.handlers.node.path.path_node import (
     NOBODY_LIMIT_S,
     SHORT_LINK_S,
@@ -528,6 +529,24 @@ def test_blocks_from_between_two_resets_are_not_committed_after_them() -> None:
     node.tier.maintain()
     put(node, range(2), ticket=2)
     assert end(node).outcomes == [OK, OK]
+
+
+def test_uses_of_more_blocks_than_a_message_holds_keep_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as those that an engine reports when it ends, hottest block first."""
+    monkeypatch.setattr(path_node, "MAX_KEYS_PER_MESSAGE", 3)
+    rig = NodesRig(is_real=True)
+    node = rig.add()
+    node.tier.maintain()
+    put(node, range(8))
+    assert end(node).outcomes == [OK] * 8
+    node.tier.touch(keys(8))
+    node.tier.maintain()
+    rig.pump()
+    (namespace,) = rig.core.namespaces.values()
+    coldest_first = [namespace.presence.find(key(number)) for number in reversed(range(8))]
+    assert namespace.recency.victims(8) == coldest_first
 
 
 def test_jobs_of_a_node_that_died_failed_and_its_reset_goes_to_the_next(
