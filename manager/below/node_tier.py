@@ -19,6 +19,7 @@ from ...handlers.node.path_wire import JobDone, NodeState, PutJob, ResetJob, pac
 from ...tiers.base import BlockHash, BlockOutcome
 from ...tiers.breaker import Breaker
 from ...tiers.nvme.path.path_messages import Touch, Why
+from ...tiers.remote.presence import drop_oldest
 from ..admission import EnduranceWatch
 from ..base import BlockEvent
 from ..flow import MAX_JOBS_IN_FLIGHT
@@ -82,6 +83,8 @@ class NodeWrites(Traffic[NodeFeed]):
         """Set if the last write found no room although no other one was in flight."""
         self.coming: set[BlockHash] = set()
         """Blocks whose write is in flight; lookups do not find them."""
+        self._over_budget: dict[BlockHash, None] = {}
+        """Blocks that were not written because the budget was spent; oldest first."""
         self._outdated: set[int] = set()
         """Tickets in flight that were begun before the last reset; they end as GONE."""
         self.may_recover = True
@@ -102,19 +105,23 @@ class NodeWrites(Traffic[NodeFeed]):
         """Let no write in flight stand for a block that is stored after a reset."""
         self._outdated.update(self.jobs)
         self.coming.clear()
+        self._over_budget.clear()
+
+    def may_want(self, key: BlockHash) -> bool:
+        """Return True if only the budget kept this block out, and it is no longer spent."""
+        return key in self._over_budget and self._budget_blocks() > 0
 
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
         """Start writing as many blocks as may be in flight. Call it only while `takes_puts`."""
         flow, coming, n = self._flow, self.coming, len(keys)
+        for key in keys if self._over_budget else ():
+            self._over_budget.pop(key, None)
         find = flow.feed.find
         new = [at for at, key in enumerate(keys) if key not in coming and find(key) < 0]
         room, answer = self.room(len(new)), Put.FULL if self._why is Why.FULL else Put.LATER
-        left_bytes = None if flow.feed.figures is None else flow.feed.figures.budget_left_bytes
-        if room and left_bytes is not None:
-            left = max(0, left_bytes // flow.block_bytes - len(coming))
-            if left < room:
-                room, answer = left, Put.OVER_BUDGET
-                flow.counters.demote_over_budget_blocks += len(new) - room
+        if room > (left := self._budget_blocks()):
+            room, answer = int(left), Put.OVER_BUDGET
+            self._note_over_budget([keys[at] for at in new[room:]])
         started = new[:room]
         if len(started) < n:
             keys, slots = [keys[at] for at in started], [slots[at] for at in started]
@@ -136,7 +143,9 @@ class NodeWrites(Traffic[NodeFeed]):
             self.coming.difference_update(going.keys)
         stored, failed, no_space = self._count_put(going, outcomes, done)
         if stored < len(outcomes):
-            flow.counters.demote_over_budget_blocks += outcomes.count(BlockOutcome.REFUSED)
+            refused = BlockOutcome.REFUSED
+            keys = [k for k, o in zip(going.keys, outcomes, strict=True) if o is refused]
+            self._note_over_budget(keys)
         flow.feed.blocks += stored
         self._why = done.why
         is_full = done.why is Why.FULL and not (stored or self.coming)
@@ -150,6 +159,18 @@ class NodeWrites(Traffic[NodeFeed]):
         self.may_recover = no_space == 0
         size_bytes = stored * flow.block_bytes
         self.ended.append(Ended(going.ticket, False, 1, outcomes, size_bytes, done.time_s))
+
+    def _budget_blocks(self) -> float:
+        """Return how many more blocks the write budget allows."""
+        figures = self._flow.feed.figures
+        if figures is None or figures.budget_left_bytes is None:
+            return math.inf
+        return max(0, figures.budget_left_bytes // self._flow.block_bytes - len(self.coming))
+
+    def _note_over_budget(self, keys: Sequence[BlockHash]) -> None:
+        self._flow.counters.demote_over_budget_blocks += len(keys)
+        self._over_budget |= dict.fromkeys(keys)
+        drop_oldest(self._over_budget)
 
     def _is_failure(self, stored: int, failed: int, no_space: int) -> bool:
         """Return True if blocks could not be written.
@@ -227,6 +248,9 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
         for note in notes:
             if note.keys:
                 self._client.tell(note)
+
+    def wants_again(self, key: BlockHash) -> bool:
+        return self.writes.may_want(key)
 
     # -- outcomes --------------------------------------------------------------------------
 

@@ -413,6 +413,7 @@ def test_each_reason_for_no_slot_has_its_outcome(
     rig.twin.why = why
     put(node, range(2))
     assert end(node).outcomes == [outcome] * 2
+    assert node.tier.wants_again(key(0)) is (why is Why.BUDGET)
     (counters,) = node.tier.links
     assert counters.demote_no_space_blocks == no_space
     assert counters.demote_over_budget_blocks == over_budget
