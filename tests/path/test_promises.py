@@ -11,14 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 from support.executors import SteppingExecutor
-from support.path_rig import BLOCK_BYTES, PathRig, RigNode
+from support.path_rig import BLOCK_BYTES, PathRig, RigNode, slots_in
 
 from kvcascade.errors import ConfigError, CorruptionError, TierIOError
 from kvcascade.tiers.endurance import BUCKET_S, DAY_S
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
-from kvcascade.tiers.nvme.path.block_table import BlockTable
+from kvcascade.tiers.nvme.path.block_table import ApplyOutcome, BlockTable
 from kvcascade.tiers.nvme.path.lmdb_block_table import open_block_table
 from kvcascade.tiers.nvme.path.path_messages import Ask, Committed, Reset, SegmentsRemoved
+from kvcascade.tiers.nvme.path.writer.namespace.namespace_home import NOTE_USE_EVERY_S
 from kvcascade.tiers.nvme.path.writer.namespace.namespace_openings import BeingOpenedError
 from kvcascade.tiers.nvme.path.writer.path_namespaces import PathNamespaces
 from kvcascade.tiers.nvme.path.writer.path_options import save_record
@@ -336,3 +337,35 @@ def test_a_smaller_capacity_after_segments_were_deleted_leaves_no_block_of_them(
     assert node.held(list(range(48))) == list(range(16))
     for start in range(0, 48, 4):  # the same prompts come again
         node.store(list(range(start, start + 4)), steps=300)
+
+
+@pytest.mark.parametrize("end", ["reset", "index", "death"])
+def test_the_budget_counts_what_was_written_in_vain(end: str) -> None:
+    """A reset came, the index refused the blocks, or the node died before its commit."""
+    rig = PathRig(write_budget_bytes=20 * BLOCK_BYTES)
+    node, written = RigNode(rig), 0
+    for round_ in range(8):
+        blocks = [*range(round_ * 8, round_ * 8 + 8)]
+        node.ask(blocks)
+        rig.step(4, seconds=0.3)
+        (answer,) = node.grants()
+        granted = [(k, s) for k, s in zip(blocks, slots_in(answer), strict=True) if s >= 0]
+        written += len(granted)
+        if end == "death":
+            rig.writer.disconnect(node.client)
+            node = RigNode(rig)
+            continue
+        if end == "reset":
+            rig.send(node.client, Reset(1000 + round_))
+        else:
+            next(iter(rig.disks.values())).failures = [ApplyOutcome.IO_ERROR]
+        node.commit([k for k, _ in granted], [s for _, s in granted], answer.epoch)
+        rig.step(2, seconds=3.0)
+        assert not any(OK in each for each in node.outcomes())
+    assert written == 20 and rig.writer.path.budget_left_bytes() == 0
+    rig.step(2, seconds=NOTE_USE_EVERY_S)
+    rig.kill()
+    rig.start()
+    assert RigNode(rig).store([900]) == [], "it is written down"
+    rig.wall.advance(2 * DAY_S)
+    assert RigNode(rig).store([901], steps=300) == [OK]

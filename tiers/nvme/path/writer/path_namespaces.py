@@ -97,7 +97,8 @@ class PathNamespaces:
         """Return the bytes that may still be granted today; None without a budget.
 
         Totals of a day lie in the block tables and in the record of the path, so they survive every
-        crash. What is granted and not committed yet counts as written.
+        crash. What is granted and not committed yet counts as written, and so do blocks of commits
+        that came to nothing.
         """
         limit_bytes = self.options.write_budget_bytes
         if limit_bytes is None:
@@ -106,7 +107,8 @@ class PathNamespaces:
         spent = self.space.idle.written_in_day() + removed.written
         for namespace in self.space.namespaces.values():
             spent += namespace.table.day_totals().written
-            spent += namespace.space.granted * namespace.home.block_bytes
+            space = namespace.space
+            spent += (space.granted + space.written_in_vain) * namespace.home.block_bytes
         return max(0, limit_bytes - spent)
 
     def open_for(self, hello: Hello) -> NamespaceWriter:

@@ -369,7 +369,7 @@ class PathWriter:
             for namespace in self.namespaces.values():
                 if namespace.clients:
                     namespace.home.note_use(self.path.fs)
-                    namespace.write_reads()
+                namespace.write_totals()
         self._former.look()
         self._out += self._held.signs_of_life()
         if not self.path.space.is_taking:

@@ -64,7 +64,7 @@ class CommitBatch:
                     self.entries.append(entry)
                     self._places.append((number, place))
                 else:
-                    self._space.give_back([slot])
+                    self._space.give_up([slot])
 
     def segments_of(self, clients: Container[int]) -> set[int]:
         """Return the numbers of the segments with entries of these clients."""
@@ -96,7 +96,7 @@ class CommitBatch:
         """Give every entry this outcome, and free its slot."""
         for number, place in self._places:
             self._codes[number][place] = outcome
-        self._space.give_back([slot for _, slot, _ in self.entries])
+        self._space.give_up([slot for _, slot, _ in self.entries])
         self.entries.clear()
         self._places.clear()
 

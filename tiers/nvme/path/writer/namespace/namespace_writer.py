@@ -115,9 +115,9 @@ class NamespaceWriter:
         if 0 <= read_bytes <= MAX_READ_REPORT_BYTES:
             self._read_bytes = min(self._read_bytes + read_bytes, MAX_READ_REPORT_BYTES)
 
-    def write_reads(self) -> None:
-        """Write down what was read since the last commit: a tier that is only read has none."""
-        if self._read_bytes:
+    def write_totals(self) -> None:
+        """Write down bytes since the last commit: a tier that is only read has no commit."""
+        if self._read_bytes or self.space.written_in_vain:
             self._apply([], [], [])
 
     def totals(self) -> tuple[int, int]:
@@ -213,7 +213,7 @@ class NamespaceWriter:
 
     def close(self) -> None:
         """Close cleanly: everything is durable. Raises a `KVCascadeError`; it is closed anyway."""
-        self.write_reads()
+        self.write_totals()
         try:
             self.table.close()
             self._presence.close_clean()
@@ -273,19 +273,20 @@ class NamespaceWriter:
         cleared: Sequence[int],
     ) -> Applied:
         """Commit to the block table, then to the presence table."""
+        written = len(puts) + self.space.written_in_vain
         changes = Changes(
             self.table.epoch,
             puts,
             removals,
             cleared,
-            written_bytes=len(puts) * self.home.block_bytes,
+            written_bytes=written * self.home.block_bytes,
             read_bytes=self._read_bytes,
         )
         applied = self.table.apply(changes)
         if applied.outcome is not ApplyOutcome.DONE:
             _log.warning("%s: the index could not be written (%s)", self.home.name, applied.outcome)
         else:
-            self._read_bytes = 0
+            self._read_bytes = self.space.written_in_vain = 0
             if applied.journal is not None:
                 self.presence.apply(applied.journal)
         return applied

@@ -41,6 +41,9 @@ class SlotSpace:
         """Number of used slots."""
         self.dropped_at_opening = 0
         """Number of blocks that the opening removed because their segment files were missing."""
+        self.written_in_vain = 0
+        """Number of blocks that nodes wrote, or may have written, without a commit. It begins anew
+        once they are in the totals."""
         self._pools = [ExtentPool() for _ in range(paths)]
         self._grants: dict[int, HeldGrant] = {}
 
@@ -127,6 +130,11 @@ class SlotSpace:
         self._end(slots)
         self._free(slots)
 
+    def give_up(self, slots: Sequence[int]) -> None:
+        """End grants of blocks that were written, or may have been, and are not committed."""
+        self.written_in_vain += len(slots)
+        self.give_back(slots)
+
     def release(self, client: int, slots: Iterable[int]) -> list[int]:
         """End grants of a client; return those of the slots that were its own."""
         own = [slot for slot in dict.fromkeys(slots) if self.grant_of(slot, client)]
@@ -144,7 +152,7 @@ class SlotSpace:
 
     def end_client(self, client: int) -> None:
         """Free all slots granted to a client."""
-        self.give_back([slot for slot, grant in self._grants.items() if grant.client == client])
+        self.give_up([slot for slot, grant in self._grants.items() if grant.client == client])
 
     def clear(self) -> None:
         """Free every used slot; grants stay until their nodes end them."""
