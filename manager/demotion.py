@@ -173,7 +173,8 @@ class Demoter:
         self.aging = aging
         """Blocks to write once they are due. After a write that failed, they come back."""
         self.search = ColdSearch(level)
-        self._batch = batch_blocks(level.block_size)
+        self.batch_blocks = batch_blocks(level.block_size)
+        """Most blocks of one job."""
         self._window = max(1, round(high_watermark * level.capacity))
         slack = round((high_watermark - low_watermark) * level.capacity)
         self._slack = max(1, slack)
@@ -202,7 +203,7 @@ class Demoter:
         free_jobs = MAX_JOBS_IN_FLIGHT - self._counted_jobs
         if free_jobs <= 0 or not self._below.takes_puts or self._below.is_blocked:
             return
-        due = aging.take_due(free_jobs * self._batch)
+        due = aging.take_due(free_jobs * self.batch_blocks)
         left = self.demote(due) if due else 0
         if left:
             aging.put_back(due[-left:])
@@ -320,7 +321,7 @@ class Demoter:
         """Return how many of `n` blocks the next job may contain; 0: try again in a later step."""
         if self._counted_jobs >= MAX_JOBS_IN_FLIGHT or not self._below.takes_puts:
             return 0
-        room = self._below.room(min(n, self._batch))
+        room = self._below.room(min(n, self.batch_blocks))
         self.may_find_room = room == 0
         return room
 

@@ -161,7 +161,8 @@ class Stores:
         top, demoter = self._top, self._demoter
         wanted = min(need, top.capacity)
         if not may_drop:
-            demoter.demote_coldest(wanted)
+            # Many stores may follow in this step, and only a few writes may be in flight.
+            demoter.demote_coldest(max(wanted, demoter.batch_blocks))
             self._collect()
             if demoter.jobs or demoter.may_find_room:
                 return None

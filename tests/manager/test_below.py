@@ -99,6 +99,15 @@ def test_a_port_that_makes_room_puts_stores_off_and_loses_nothing() -> None:
     assert engine.manager.counters.dropped_dirty_blocks == 0
 
 
+def test_small_stores_that_are_put_off_do_not_fill_the_queue_with_small_writes() -> None:
+    engine = TwinEngine(slots=8)
+    assert engine.offer(keys(8)) == keys(8)
+    for number in range(8, 14):
+        assert engine.offer([key(number)]) is None
+    (write,) = demoters(engine.manager)[0].jobs.values()
+    assert len(write.hashes) == 8
+
+
 @pytest.mark.parametrize("answer", [Put.LATER, Put.FULL])
 def test_a_block_that_is_put_off_beside_one_that_is_there_is_written_later(answer: Put) -> None:
     engine = TwinEngine(mode=WriteMode.THROUGH)

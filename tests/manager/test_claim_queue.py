@@ -374,9 +374,9 @@ class TestRoom:
         rig.cascade.store(keys(100, 108))
         assert rig.manager.prepare_store(keys(110, 113)) is None
         second = Request()
-        rig.ask(second, 10, 12)
+        rig.ask(second, 10, 16)
         rig.manager.end_step()
-        assert not rig.has_turn(second)
+        assert not rig.has_turn(second), "8 blocks are written, and 3 of their slots are for stores"
 
     def test_who_does_not_come_for_its_blocks_gives_its_room_back(self) -> None:
         rig = Rig(promotion_deadline_s=10.0)
