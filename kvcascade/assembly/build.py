@@ -287,7 +287,7 @@ def open_cascade(
         chains = ChainNotes(nodes[0].note_chain) if nodes else None
         cascade = Cascade(settings, arena, manager, below, recorder, chains)
         undo.pop_all()
-    _log_start(cascade)
+    _log_start(cascade, geometry.tokens_per_block)
     return cascade
 
 
@@ -340,9 +340,9 @@ def _manager_options(settings: CascadeConfig, top: CpuBackend) -> ManagerOptions
     )
 
 
-def _log_start(cascade: Cascade) -> None:
+def _log_start(cascade: Cascade, tokens_per_block: float) -> None:
     """Log one line about the opened tiers, with the same facts as fields for structured logs."""
-    fields = start_fields(cascade)
+    fields = _start_fields(cascade, tokens_per_block)
     shown = "; ".join(
         f"{name} ({', '.join(f'{key}={value}' for key, value in facts.items())})"
         for name, facts in fields.items()
@@ -350,10 +350,14 @@ def _log_start(cascade: Cascade) -> None:
     logger.info("kvcascade opened: %s", shown, extra={"kvcascade": fields})
 
 
-def start_fields(cascade: Cascade) -> dict[str, dict[str, object]]:
-    """Return each tier's capacity and contents at the start."""
+def _start_fields(cascade: Cascade, tokens_per_block: float) -> dict[str, dict[str, object]]:
+    """Return each tier's capacity and contents at the start.
+
+    Prompts with fewer tokens than a block are in no tier.
+    """
+    tokens = {"tokens_per_block": round(tokens_per_block)} if tokens_per_block else {}
     facts: list[dict[str, object]] = [
-        {"pages": "huge" if cascade.arena.is_huge else "small"},
+        {**tokens, "pages": "huge" if cascade.arena.is_huge else "small"},
         *(tier.start_facts() for tier in cascade.below),
     ]
     states = cascade.manager.tier_states()

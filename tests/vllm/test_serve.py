@@ -131,6 +131,7 @@ def test_a_server_tells_what_it_holds(tmp_path: Path, model: Path) -> None:
         opened = [line for line in server.log().splitlines() if "kvcascade opened" in line]
         assert len(opened) == 1
         assert all(f"{fact}=" in opened[0] for fact in ("policy", "pages", "fingerprint"))
+        assert "tokens_per_block=32" in opened[0]
 
     router = Router()
     with Server(tmp_path / "again.log", model, extra, num_gpu_blocks_override=80) as server:
