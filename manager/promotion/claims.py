@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...tiers.base import BlockHash, BlockStatus
 from ..flow import Flow
+from ..level import Dirt
 from ..request import Request
 from ..workers import WorkerTransfers
 
@@ -66,7 +67,9 @@ class Holds:
     promotion budget.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dirt: Dirt) -> None:
+        """`dirt` counts the slots that may be evicted again."""
+        self._dirt = dirt
         self.users: dict[int, int] = {}
         """Number of requests that hold each slot; 0 is left out."""
         self._requests: dict[Request, None] = {}
@@ -89,6 +92,7 @@ class Holds:
             users = self.users.pop(status.block_id)
             if users > 1:
                 self.users[status.block_id] = users - 1
+        self._dirt.evictable_max += len(request.holds)
         request.holds.clear()
         del self._requests[request]
 

@@ -232,8 +232,7 @@ class Promoter:
             return True
         if any(queue.jobs for queue in self.queues):
             return True
-        top = self._top
-        return bool(top.policy.coldest(1, (), None if may_drop else top.dirt.settled_mask))
+        return self._top.has_victim(may_drop)
 
     def _send(self, queue: ReadQueue, hashes: list[BlockHash]) -> None:
         present: list[BlockHash] = []
