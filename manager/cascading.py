@@ -126,7 +126,7 @@ class CascadingOffloadingManager:
         worth = _worth_of(flow, options)
         served_end = options.served_end
         workers = self._workers = WorkerTransfers(flow, options.steps_until_flushed, served_end)
-        holds = self._holds = Holds()
+        holds = self._holds = Holds(flow.top.dirt)
         promoter = self._promoter = Promoter(flow, demoter, holds, workers, deadline_s, worth)
         slots = options.promotion_budget_slots
         room = PromotionRoom(flow, promoter, holds, workers, deadline_s, slots)

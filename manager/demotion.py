@@ -247,7 +247,7 @@ class Demoter:
         if self.jobs and not self._below.write_state().is_stalled:
             return True
         # settled blocks can be evicted at once
-        return bool(self._level.policy.coldest(1, (), self._level.dirt.settled_mask))
+        return self._level.has_victim(may_drop_dirty=False)
 
     def demote(self, block_hashes: Sequence[BlockHash]) -> int:
         """Start writing those blocks that are in the level, ready and dirty.

@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..tiers.base import Backend, BlockHash, BlockStatus, CachePolicy, SlotMask, slot_of
+from ..tiers.base import (
+    Backend,
+    BlockHash,
+    BlockStatus,
+    CachePolicy,
+    RefCounts,
+    SlotMask,
+    slot_of,
+)
 from .admission import USES_MAX, PastUses
 
 Pairs = list[tuple[BlockHash, BlockStatus]]
@@ -70,6 +78,9 @@ class Dirt:
         """1 for each slot whose block should be written to the next tier."""
         self.settled = bytearray(capacity)
         """1 for each slot whose block may be evicted."""
+        self.evictable_max = 0
+        """Upper limit of the number of settled slots that are not pinned. Each slot that is settled
+        or unpinned adds one. A search that finds too few victims sets the exact number."""
         self.dirty_mask: SlotMask = np.frombuffer(self.dirty, dtype=np.bool_)
         self.settled_mask: SlotMask = np.frombuffer(self.settled, dtype=np.bool_)
         if is_last:  # nothing below: every block may be evicted
@@ -93,6 +104,7 @@ class Dirt:
         for slot in slots:
             dirty[slot] = 0
             settled[slot] = 1
+        self.evictable_max += len(slots)
 
     def set_arriving(self, slots: Sequence[int] | Slots) -> None:
         """Mark these slots in flight: neither dirty nor settled. No effect in the last tier."""
@@ -101,11 +113,23 @@ class Dirt:
             self.dirty_mask[batch] = False
             self.settled_mask[batch] = False
 
+    def note_evicted(self, slots: Slots) -> None:
+        """Count evicted blocks as evictable no more."""
+        self.evictable_max -= int(np.count_nonzero(self.settled_mask[slots]))
+
+    def count_evictable(self, ref_counts: RefCounts | None) -> None:
+        """Set `evictable_max` to the exact number, in 0.1 ms for 131k slots. Without reference
+        counts, all settled slots count."""
+        mask = self.settled_mask
+        idle = mask if ref_counts is None else mask & (ref_counts == 0)
+        self.evictable_max = int(np.count_nonzero(idle))
+
     def clear(self) -> None:
         """Forget the state of every slot, because none is in use."""
         if not self._is_last:
             self.dirty_mask[:] = False
             self.settled_mask[:] = False
+            self.evictable_max = 0
 
 
 class UseCounts:
@@ -193,9 +217,6 @@ class Level:
         self._lost: list[BlockHash] = []
         """Hashes lost to another process's reset, not yet reported as removal events; in descending
         slot order."""
-        self._was_short = False
-        """True if the last search found too few victims. The next attempt then counts the
-        candidates first, because counting costs much less than another vain search."""
 
     def make_all_room(self, n: int, protected: Container[BlockHash], may_drop_dirty: bool) -> bool:
         """Evict until `n` slots are free. Return False and evict nothing if that is impossible."""
@@ -203,11 +224,12 @@ class Level:
         if missing <= 0:
             return True
         mask = self._evictable(may_drop_dirty)
-        if mask is not None and self._was_short and np.count_nonzero(mask) < missing:
+        if self._most_victims(missing, mask) < missing:
             return False
         evicted = self.policy.evict(missing, protected, mask)
-        self._was_short = evicted is None
         if evicted is None:
+            if mask is not None:
+                self.dirt.count_evictable(self.backend.ref_counts)
             return False
         self._free_evicted(evicted)
         return self.backend.get_num_free_blocks() >= n
@@ -219,8 +241,9 @@ class Level:
             return n
         free = self.backend.get_num_free_blocks()
         mask = self._evictable(may_drop_dirty)
-        possible = len(self.policy.coldest(n - free, protected, mask))
-        self.make_all_room(free + possible, protected, may_drop_dirty)
+        if most := self._most_victims(n - free, mask):
+            possible = len(self.policy.coldest(most, protected, mask))
+            self.make_all_room(free + possible, protected, may_drop_dirty)
         return min(n, self.backend.get_num_free_blocks())
 
     def make_room_of_spent(self, n: int, protected: Container[BlockHash]) -> None:
@@ -237,9 +260,20 @@ class Level:
         if evicted is not None:
             self._free_evicted(evicted)
 
+    def has_victim(self, may_drop_dirty: bool) -> bool:
+        """Return True if at least one block can be evicted."""
+        mask = self._evictable(may_drop_dirty)
+        return self._most_victims(1, mask) > 0 and bool(self.policy.coldest(1, (), mask))
+
+    def _most_victims(self, n: int, mask: SlotMask | None) -> int:
+        """Return an upper limit of the blocks that a search for `n` victims finds."""
+        return n if mask is None else min(n, self.dirt.evictable_max)
+
     def _free_evicted(self, evicted: Pairs) -> None:
         self.on_evicted(evicted)
-        self.backend.free_many([status for _, status in evicted])
+        statuses = [status for _, status in evicted]
+        self.dirt.note_evicted(np.fromiter(map(slot_of, statuses), np.intp, len(statuses)))
+        self.backend.free_many(statuses)
 
     def _evictable(self, may_drop_dirty: bool) -> SlotMask | None:
         return None if may_drop_dirty or self.is_last else self.dirt.settled_mask

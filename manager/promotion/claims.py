@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...tiers.base import BlockHash, BlockStatus
 from ..flow import Flow
+from ..level import Dirt
 from ..request import Request
 from ..workers import WorkerTransfers
 
@@ -66,7 +67,9 @@ class Holds:
     promotion budget.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dirt: Dirt) -> None:
+        """`dirt` counts the slots that may be evicted again."""
+        self._dirt = dirt
         self.users: dict[int, int] = {}
         """Number of requests that hold each slot; 0 is left out."""
         self._requests: dict[Request, None] = {}
@@ -89,6 +92,7 @@ class Holds:
             users = self.users.pop(status.block_id)
             if users > 1:
                 self.users[status.block_id] = users - 1
+        self._dirt.evictable_max += len(request.holds)
         request.holds.clear()
         del self._requests[request]
 
@@ -150,21 +154,22 @@ class PromotionRoom:
         claim has slots, this claim may also take those of dirty blocks, which are written back for
         it. With many hits, some load is always in flight, so a claim may be cut in two cases:
 
-        - it is larger than the whole budget, and loads in flight leave more than half of it;
+        - it is larger than the whole budget without late blocks, and loads in flight leave more
+          than half of that;
         - loads in flight alone have kept it waiting for `deadline_s`.
         """
         if claim.new_slots is None:
             return None
         if blocked is None:
-            held = len(claim.request.holds)
-            is_alone = self.taken() == held
+            held, late = len(claim.request.holds), self._promoter.late_blocks
+            is_alone = self.taken() - late == held
             room = self.left(self._most if is_alone else budget)
             if claim.new_slots <= room:
                 return room
             if not is_alone:
                 claim.alone_since_s = None
                 return None
-            return room if self._may_cut(claim, room + held) else None
+            return room if self._may_cut(claim, room + held, self._most - late) else None
         claim.alone_since_s = None
         if not claim.new_slots:
             return 0
@@ -173,16 +178,16 @@ class PromotionRoom:
         overtaken = blocked.overtaken_blocks + claim.new_slots
         return room if is_small and overtaken <= budget // OVERTAKING_SHARE else None
 
-    def _may_cut(self, claim: Claim, available: int) -> bool:
+    def _may_cut(self, claim: Claim, available: int, most: int) -> bool:
         """Return True if a claim that only loads in flight keep waiting may be cut.
 
-        `available`: slots that it holds or may take now.
+        `available`: slots that it holds or may take now. `most`: the same without loads in flight.
         """
         now_s = self._clock()
         if claim.alone_since_s is None:
             claim.alone_since_s = now_s
-        is_too_large = (claim.new_slots or 0) + len(claim.request.holds) > self._most
-        is_quiet = available > self._most // 2
+        is_too_large = (claim.new_slots or 0) + len(claim.request.holds) > most
+        is_quiet = available > most // 2
         return is_too_large and is_quiet or now_s >= claim.alone_since_s + self._deadline_s
 
     def budget(self) -> int:

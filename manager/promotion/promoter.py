@@ -78,13 +78,11 @@ class ReadQueue:
         return late
 
     def late_jobs(self, now_s: float) -> Iterator[ReadJob]:
-        """Mark the jobs that have become late. Yield them, except those of before a reset: a later
-        promotion may read the same blocks."""
+        """Mark the jobs that have become late, and yield them."""
         for job in self.jobs.values():
             if not job.is_late and now_s >= self._due_s(job):
                 job.is_late = True
-                if not job.is_orphan:
-                    yield job
+                yield job
 
     def next_due_s(self) -> float:
         """Return the earliest time at which a block or job may become late."""
@@ -127,6 +125,12 @@ class Promoter:
         self.late_s = math.inf
         """Earliest time at which a block or job may become late."""
 
+    @property
+    def late_blocks(self) -> int:
+        """Number of blocks in flight for which no request waits any more. They may never arrive."""
+        jobs = (job for queue in self.queues for job in queue.jobs.values())
+        return sum(len(job.hashes) for job in jobs if job.is_late and not job.is_orphan)
+
     def begin(self, block_hash: BlockHash, tier: int, *, is_probe: bool = False) -> Pending:
         """Queue a block that `tier` holds."""
         pending = self.pending[block_hash] = Pending(tier, is_probe=is_probe)
@@ -166,8 +170,9 @@ class Promoter:
             queue.moved_s = now_s
         if self._worth is not None:
             size = self._top.block_size
+            in_flight = 0 if job.is_late else len(job.hashes)
             speed = self._worth.links[ended.tier - 1]
-            speed.ended(len(job.hashes) * size, arrived * size, now_s)
+            speed.ended(in_flight * size, arrived * size, now_s)
         if job.is_orphan:
             self._top.release(job)
         else:
@@ -181,6 +186,11 @@ class Promoter:
             for block_hash in queue.take_late(now_s):
                 self._fail(block_hash, Reason.DEADLINE)
             for job in queue.late_jobs(now_s):
+                if self._worth is not None:
+                    size_bytes = len(job.hashes) * self._top.block_size
+                    self._worth.links[queue.tier - 1].given_up(size_bytes)
+                if job.is_orphan:  # a later promotion may read the same blocks
+                    continue
                 for block_hash in job.hashes:
                     pending = self.pending.get(block_hash)
                     if pending is not None:
@@ -232,8 +242,7 @@ class Promoter:
             return True
         if any(queue.jobs for queue in self.queues):
             return True
-        top = self._top
-        return bool(top.policy.coldest(1, (), None if may_drop else top.dirt.settled_mask))
+        return self._top.has_victim(may_drop)
 
     def _send(self, queue: ReadQueue, hashes: list[BlockHash]) -> None:
         present: list[BlockHash] = []

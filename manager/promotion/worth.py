@@ -58,7 +58,7 @@ class LinkSpeed:
     def __init__(self, latency_s: Callable[[], float] = lambda: 0.0) -> None:
         """`latency_s` returns the measured latency of the tier; 0 if it is unknown or none."""
         self.in_flight_bytes = 0
-        """Size of the reads in flight."""
+        """Size of the reads in flight, without those that were given up."""
         self._latency_of = latency_s
         self._latency_s = 0.0
         """Part of the time since `_since_s` in which no bytes could arrive."""
@@ -72,6 +72,11 @@ class LinkSpeed:
             self._since_s, self._arrived_bytes = now_s, 0
             self._latency_s = self._latency_of()
         self.in_flight_bytes += size_bytes
+
+    def given_up(self, size_bytes: int) -> None:
+        """Count a read as in flight no more, because no request waits for it. It may never end, and
+        then the time of an idle tier would count. If it does, `ended` gets a size of 0."""
+        self.in_flight_bytes -= size_bytes
 
     def ended(self, size_bytes: int, arrived_bytes: int, now_s: float) -> None:
         """Count a read of `size_bytes` that ended, of which `arrived_bytes` arrived."""

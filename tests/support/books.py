@@ -49,6 +49,7 @@ class Books:
         assert manager._claims.room.taken() <= self._most(), "beyond the budget"
         for request in requests:
             self._check_request(request)
+        self._check_evictable()
         self._cascade.apply_events()
         for index, backend in enumerate(self._cascade.backends):
             check = self._check_lower if index else self._check_top
@@ -59,6 +60,12 @@ class Books:
         """Slots that promotions may ever take."""
         given = self._manager.options.promotion_budget_slots
         return self._cascade.backends[0].capacity if given is None else given
+
+    def _check_evictable(self) -> None:
+        """A store looks for no more victims than the first tier says that there may be."""
+        top = levels(self._manager)[0]
+        victims = top.policy.coldest(top.capacity, mask=top.dirt.settled_mask)
+        assert top.is_last or len(victims) <= top.dirt.evictable_max, "never evicted"
 
     def _check_request(self, request: Request) -> None:
         """Only those that were admitted take room, and what they wait for is on its way."""

@@ -13,6 +13,7 @@ from kvcascade.tiers.base import (
     BlockHash,
     BlockStatus,
     LoadStoreSpec,
+    RefCounts,
 )
 
 
@@ -22,10 +23,16 @@ class MemoryBackend(Backend):
     def __init__(self, block_size: int, capacity: int, medium: str = "MEMORY") -> None:
         super().__init__(block_size, medium, capacity)
         self.data = bytearray(block_size * capacity)
-        self._statuses = [BlockStatus(0, slot) for slot in range(capacity)]
+        table = (BlockStatus * capacity)(*(BlockStatus(0, slot) for slot in range(capacity)))
+        self._statuses = list(table)
+        self._ref_counts: RefCounts = np.frombuffer(memoryview(table), np.int32)[::2]
         self._free = set(range(capacity))
         self.is_overtaken = False
         """Set it to play another process that resets the tier."""
+
+    @property
+    def ref_counts(self) -> RefCounts:
+        return self._ref_counts
 
     def get_num_free_blocks(self) -> int:
         return len(self._free)
