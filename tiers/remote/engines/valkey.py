@@ -16,6 +16,7 @@ import threading
 import time
 from binascii import crc_hqx
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from ....config.remote import SCHEMES, RemoteTierOptions, is_loopback
@@ -48,6 +49,8 @@ IDLE_CONNECTIONS_MAX = 16
 IDLE_LIMIT_S = 60.0
 """Longest time without use of a connection. Gateways between hosts drop idle ones without a word,
 some after four minutes."""
+SILENT_SHARE = 4
+"""A node is silent after this part of a call's time without a byte."""
 LIST_ROUNDS_MAX = 1 << 26
 """Limit on the batches of one node's list."""
 TAIL_BYTES = 128
@@ -79,6 +82,15 @@ Answer = RemoteOutcome | Address
 """Outcome of a key, or the node that has it; without a host it is on the host that was asked."""
 Work = Callable[[RespConnection, Sequence[int], list[Answer]], None]
 """Exchange about the keys with these numbers; it sets the answer of each as it comes."""
+
+
+class _Limit(NamedTuple):
+    """Time of one call, at all nodes together."""
+
+    ends_s: float
+    """Monotonic time of its end."""
+    silent_s: float
+    """A node without a byte for so long has timed out at the end. Another one is busy."""
 
 
 class Nodes:
@@ -130,7 +142,7 @@ class Nodes:
                     raise
                 except ValueError:  # a name that no host can have, as a cluster may say it
                     raise RespBrokenError("the address is none") from None
-            found.ends_s = ends_s
+            found.begin(ends_s)
             is_old = time.monotonic() - found.idle_since_s > IDLE_LIMIT_S
             if not (is_old or found.is_stale):
                 return found
@@ -424,7 +436,7 @@ class ValkeyEngine(RemoteEngine):
             answers[0] = RemoteOutcome.OK
 
         answers: list[Answer] = [RemoteOutcome.IO_ERROR]
-        self._at(address, [""], [0], work, answers, time.monotonic() + limit_s)
+        self._at(address, [""], [0], work, answers, self._limit(limit_s))
         answer = answers[0]
         return RemoteOutcome.IO_ERROR if isinstance(answer, Address) else answer
 
@@ -433,13 +445,13 @@ class ValkeyEngine(RemoteEngine):
 
     def _routed(self, names: Sequence[str], work: Work, limit_s: float) -> list[RemoteOutcome]:
         """Do the work at the node of each name, following the cluster's redirections."""
-        ends_s = time.monotonic() + limit_s
+        limit = self._limit(limit_s)
         answers: list[Answer] = [RemoteOutcome.IO_ERROR] * len(names)
         places = self._nodes.places(dict(enumerate(names)))
         for _ in range(1 + REDIRECTS_MAX):
             moved: dict[Address, list[int]] = {}
             for address, some in places.items():
-                self._at(address, names, some, work, answers, ends_s)
+                self._at(address, names, some, work, answers, limit)
                 for number in some:
                     answer = answers[number]
                     if isinstance(answer, Address):
@@ -449,6 +461,9 @@ class ValkeyEngine(RemoteEngine):
                 break
         return [RemoteOutcome.BUSY if isinstance(a, Address) else a for a in answers]
 
+    def _limit(self, limit_s: float) -> _Limit:
+        return _Limit(time.monotonic() + limit_s, min(limit_s, self.timeout_s) / SILENT_SHARE)
+
     def _at(
         self,
         address: Address,
@@ -456,23 +471,23 @@ class ValkeyEngine(RemoteEngine):
         some: Sequence[int],
         work: Work,
         answers: list[Answer],
-        ends_s: float,
+        limit: _Limit,
     ) -> None:
         """Do the work at one node; after a fault, keys without an answer get its outcome."""
         waiting = RemoteOutcome.RESTING  # stands for no answer yet
         for i in some:
             answers[i] = waiting
-        connection = None
+        connection, begun_s, has_failed = None, time.monotonic(), True
         fault: RemoteOutcome
         try:
-            connection = self._nodes.borrow(address, ends_s)
+            connection = self._nodes.borrow(address, limit.ends_s)
             work(connection, some, answers)
             moved = [i for i in some if isinstance(answers[i], Address)]
             if moved:
                 place = answers[moved[0]]
                 assert isinstance(place, Address)
                 self._nodes.note_move(connection, address, hash_slot(names[moved[0]]), place)
-            if connection.leads_to_replica:  # the name of a primary may lead to another server now
+            if "READONLY" in connection.errors:  # its name may lead to another server now
                 self._nodes.leave(address)
             self._nodes.give_back(address, connection)
             return
@@ -486,12 +501,15 @@ class ValkeyEngine(RemoteEngine):
                 return
             fault = RemoteOutcome.IO_ERROR if isinstance(answer, Address) else answer
         except TimeoutError:
-            fault = RemoteOutcome.TIMED_OUT
+            moved_s = begun_s if connection is None else connection.moved_s
+            has_failed = time.monotonic() - moved_s >= limit.silent_s
+            fault = RemoteOutcome.TIMED_OUT if has_failed else RemoteOutcome.BUSY
         except OSError:
             fault = RemoteOutcome.IO_ERROR
         if connection is not None:
             connection.close()
-        self._nodes.note_failure(address)
+        if has_failed:
+            self._nodes.note_failure(address)
         for i in some:
             if answers[i] is waiting:
                 answers[i] = fault
