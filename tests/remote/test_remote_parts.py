@@ -501,6 +501,54 @@ def test_nodes_that_left_a_cluster_are_forgotten() -> None:
     assert len(nodes._known) == 2 and len(nodes._idle) == 1
 
 
+def test_a_node_that_left_its_cluster_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on, and knows no other node. First that is one with slots, then the seed."""
+    outside: set[str] = set()
+    owner: list[Address] = []
+
+    def node(name: str, *, has_slots: bool) -> Callable[[socket.socket], None]:
+        def serve(connection: socket.socket) -> None:
+            while got := connection.recv(65536):
+                place = HOST.encode(), owner[0].port
+                if name in outside:
+                    connection.sendall(b"-CLUSTERDOWN Hash slot not served\r\n")
+                elif has_slots:
+                    connection.sendall(b":2\r\n")
+                elif b"CLUSTER" in got:
+                    pair = b"*2\r\n$9\r\n%s\r\n:%d\r\n" % place
+                    connection.sendall(b"*1\r\n*3\r\n:0\r\n:16383\r\n" + pair)
+                else:
+                    connection.sendall(b"-MOVED 1 %s:%d\r\n" % place)
+
+        return serve
+
+    def ask() -> RemoteOutcome:
+        (answer,) = engine.exist_many(["a"], 2.0)
+        return answer
+
+    own = Login(connect_timeout_s=0.5, stall_s=5.0)
+    with (
+        peer(node("former", has_slots=True)) as former,
+        peer(node("other", has_slots=True)) as other,
+        peer(node("seed", has_slots=False), own) as engine,
+    ):
+        nodes, other_place = engine._nodes, other._nodes.first
+        owner.append(former._nodes.first)
+        assert ask() is RemoteOutcome.OK
+        outside.add("former")
+        owner[0] = other_place
+        assert [ask(), ask()] == [RemoteOutcome.BUSY, RemoteOutcome.OK], "the seed knows"
+
+        outside.add("seed")
+        nodes.note_failure(other_place)  # a moment without a network
+        assert [ask(), ask()] == [RemoteOutcome.BUSY, RemoteOutcome.OK], "the other node is known"
+        outside.add("other")
+        assert ask() is RemoteOutcome.BUSY
+        assert nodes.first == other_place, "while all are down, the next turn takes its time"
+        monkeypatch.setattr("kvcascade.tiers.remote.engines.valkey.TURN_S", 0.0)
+        assert ask() is RemoteOutcome.BUSY and nodes.first != other_place
+
+
 class _Telling(_Connection):
     """A connection to a node that tells this of its cluster."""
 

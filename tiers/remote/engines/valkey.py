@@ -11,11 +11,12 @@ The server evicts by its own rules (`maxmemory-policy`), and a time to live is o
 
 from __future__ import annotations
 
+import math
 import ssl
 import threading
 import time
 from binascii import crc_hqx
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -49,6 +50,9 @@ IDLE_CONNECTIONS_MAX = 16
 IDLE_LIMIT_S = 60.0
 """Longest time without use of a connection. Gateways between hosts drop idle ones without a word,
 some after four minutes."""
+TURN_S = 10.0
+"""Shortest time between two turns to another node because one does not serve a slot. While a
+cluster is down, all of them do not."""
 SILENT_SHARE = 4
 """A node is silent after this part of a call's time without a byte."""
 LIST_ROUNDS_MAX = 1 << 26
@@ -107,6 +111,8 @@ class Nodes:
         """Empty without a cluster."""
         self._left_s: dict[Address, float] = {}
         """Time at which a node failed. No connection that was opened before is used again."""
+        self._turned_s = -math.inf
+        """Time of the last turn by `note_unserved`."""
         self._is_closed = False
 
     @property
@@ -173,6 +179,19 @@ class Nodes:
         with self._lock:
             self._slots = {s: a for s, a in self._slots.items() if a != address}
             if self._known[0] == address:
+                self._known.append(self._known.pop(0))
+
+    def note_unserved(self, address: Address, slots: Set[int]) -> None:
+        """Forget that a node has these slots, and ask another one first.
+
+        A node that left its cluster and goes on knows nothing of the others.
+        """
+        now_s = time.monotonic()
+        with self._lock:
+            if address in {self._slots.get(slot) for slot in slots}:
+                self._slots = {s: a for s, a in self._slots.items() if s not in slots}
+            if self._known[0] == address and now_s - self._turned_s >= TURN_S:
+                self._turned_s = now_s
                 self._known.append(self._known.pop(0))
 
     def note_move(
@@ -489,6 +508,9 @@ class ValkeyEngine(RemoteEngine):
                 self._nodes.note_move(connection, address, hash_slot(names[moved[0]]), place)
             if "READONLY" in connection.errors:  # its name may lead to another server now
                 self._nodes.leave(address)
+            if "CLUSTERDOWN" in connection.errors:
+                busy = [i for i in some if answers[i] is RemoteOutcome.BUSY]
+                self._nodes.note_unserved(address, {hash_slot(names[i]) for i in busy})
             self._nodes.give_back(address, connection)
             return
         except RespError as error:
