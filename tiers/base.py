@@ -65,7 +65,7 @@ class BlockOutcome(Enum):
     NO_SPACE = "no_space"  # the destination is full
     CANCELLED = "cancelled"  # the transfer never started
     HELD = "held"  # not written: another process stored the same block there first
-    REFUSED = "refused"  # not written: over the write budget, or dropped by a remote tier
+    REFUSED = "refused"  # over the write budget, or dropped by a remote tier before its turn
 
 
 @dataclass(frozen=True, slots=True)

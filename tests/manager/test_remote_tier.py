@@ -168,7 +168,7 @@ class TestQuestions:
         rig.clock.advance(0.2)
         rig.pump()
         (ended,) = rig.tier.poll()
-        assert list(ended.outcomes) == [BlockOutcome.IO_ERROR] * 2
+        assert list(ended.outcomes) == [BlockOutcome.REFUSED] * 2
 
     def test_the_next_read_of_a_block_has_a_whole_deadline(self, rig: RemoteTierRig) -> None:
         answered(rig, 2, after_s=1.5)
@@ -177,7 +177,7 @@ class TestQuestions:
             rig.clock.advance(0.6)
             rig.pump()
         ends = {ended.ticket: set(ended.outcomes) for ended in rig.tier.poll()}
-        assert ends == {1: {BlockOutcome.IO_ERROR}, 2: {OK}}
+        assert ends == {1: {BlockOutcome.REFUSED}, 2: {OK}}
 
     def test_a_slow_answer_to_a_request_that_left_spoils_no_later_read(
         self, rig: RemoteTierRig
@@ -192,7 +192,7 @@ class TestQuestions:
         (ended,) = rig.tier.poll()
         assert set(ended.outcomes) == {OK} and not rig.tier.rests(1)
 
-    @pytest.mark.parametrize(("turn_s", "outcome"), [(1.9, BlockOutcome.IO_ERROR), (2.0, OK)])
+    @pytest.mark.parametrize(("turn_s", "outcome"), [(1.9, BlockOutcome.REFUSED), (2.0, OK)])
     def test_what_a_lookup_left_counts_for_one_deadline(
         self, rig: RemoteTierRig, turn_s: float, outcome: BlockOutcome
     ) -> None:

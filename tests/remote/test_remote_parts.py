@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import count
 from time import monotonic
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from support.clock import ManualClock
 from support.keys import key, keys
 from support.remote_rig import RemoteRig
-from support.remote_servers import HOST
+from support.remote_servers import HOST, peer
 from support.remote_twin import RemoteTwin
 from support.waiting import WAIT_LIMIT_S, wait_until
 
@@ -249,36 +249,6 @@ def test_a_reset_while_a_question_ends_is_not_taken_for_done() -> None:
     assert generation.current(1.0).outcome is RemoteOutcome.BUSY
     assert generation.is_reset_pending and generation.value is None and generation.own_mark is None
     assert generation.current(1.0).outcome is RemoteOutcome.OK and generation.own_mark == 7
-
-
-Serve = Callable[[socket.socket], None]
-
-
-@contextmanager
-def peer(serve: Serve, login: Login | None = None) -> Iterator[ValkeyEngine]:
-    """An engine whose server is this function, called for each connection."""
-    with socket.create_server((HOST, 0)) as server:
-        port = server.getsockname()[1]
-
-        def accept() -> None:
-            while True:
-                try:
-                    connection, _ = server.accept()
-                except OSError:
-                    return
-                with connection:
-                    serve(connection)
-
-        thread = threading.Thread(target=accept, daemon=True)
-        thread.start()
-        login = login or Login(connect_timeout_s=0.5, stall_s=0.3)
-        engine = ValkeyEngine(Address(HOST, port), login)
-        try:
-            yield engine
-        finally:
-            engine.close()
-            server.shutdown(socket.SHUT_RDWR)
-            thread.join(10.0)
 
 
 BAD_REPLIES = (
@@ -549,6 +519,54 @@ def test_nodes_that_left_a_cluster_are_forgotten() -> None:
     assert len(nodes._known) == 2 and len(nodes._idle) == 1
 
 
+def test_a_node_that_left_its_cluster_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on, and knows no other node. First that is one with slots, then the seed."""
+    outside: set[str] = set()
+    owner: list[Address] = []
+
+    def node(name: str, *, has_slots: bool) -> Callable[[socket.socket], None]:
+        def serve(connection: socket.socket) -> None:
+            while got := connection.recv(65536):
+                place = HOST.encode(), owner[0].port
+                if name in outside:
+                    connection.sendall(b"-CLUSTERDOWN Hash slot not served\r\n")
+                elif has_slots:
+                    connection.sendall(b":2\r\n")
+                elif b"CLUSTER" in got:
+                    pair = b"*2\r\n$9\r\n%s\r\n:%d\r\n" % place
+                    connection.sendall(b"*1\r\n*3\r\n:0\r\n:16383\r\n" + pair)
+                else:
+                    connection.sendall(b"-MOVED 1 %s:%d\r\n" % place)
+
+        return serve
+
+    def ask() -> RemoteOutcome:
+        (answer,) = engine.exist_many(["a"], 2.0)
+        return answer
+
+    own = Login(connect_timeout_s=0.5, stall_s=5.0)
+    with (
+        peer(node("former", has_slots=True)) as former,
+        peer(node("other", has_slots=True)) as other,
+        peer(node("seed", has_slots=False), own) as engine,
+    ):
+        nodes, other_place = engine._nodes, other._nodes.first
+        owner.append(former._nodes.first)
+        assert ask() is RemoteOutcome.OK
+        outside.add("former")
+        owner[0] = other_place
+        assert [ask(), ask()] == [RemoteOutcome.BUSY, RemoteOutcome.OK], "the seed knows"
+
+        outside.add("seed")
+        nodes.note_failure(other_place)  # a moment without a network
+        assert [ask(), ask()] == [RemoteOutcome.BUSY, RemoteOutcome.OK], "the other node is known"
+        outside.add("other")
+        assert ask() is RemoteOutcome.BUSY
+        assert nodes.first == other_place, "while all are down, the next turn takes its time"
+        monkeypatch.setattr("kvcascade.tiers.remote.engines.valkey.TURN_S", 0.0)
+        assert ask() is RemoteOutcome.BUSY and nodes.first != other_place
+
+
 class _Telling(_Connection):
     """A connection to a node that tells this of its cluster."""
 
@@ -630,10 +648,11 @@ def test_a_peer_that_trickles_costs_the_limit() -> None:
             except OSError:
                 return
 
-    with peer(serve) as engine:
+    with peer(serve, Login(0.5, 2.0)) as engine:
         begun_s = monotonic()
-        assert engine.get_into(["a"], [PrivateBuffer(4096)], 1.0) == [RemoteOutcome.TIMED_OUT]
+        assert engine.get_into(["a"], [PrivateBuffer(4096)], 1.0) == [RemoteOutcome.BUSY]
         assert monotonic() - begun_s < 4.0
+        assert not engine._nodes._left_s, "the node did not fail"
         is_over.set()
 
 

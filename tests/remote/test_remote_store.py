@@ -94,7 +94,7 @@ class TestLookups:
         other.store.get(1, keys(2), slots, limit_s=0.5)
         rig.clock.advance(0.6)
         outcomes = other.ended(1, READ)
-        assert outcomes == [TIMED_OUT] * 2
+        assert outcomes == [RemoteOutcome.DROPPED] * 2
         stepping.run_all()
         check(keys(2), slots, outcomes)
 

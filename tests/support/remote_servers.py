@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,6 +27,9 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
+
+from kvcascade.tiers.remote.engines.resp import Address, Login
+from kvcascade.tiers.remote.engines.valkey import ValkeyEngine
 
 from .debian import libraries, unpacked
 from .waiting import wait_until
@@ -260,3 +263,33 @@ def answering_always(status: int, body: str) -> Iterator[int]:
         server.shutdown()
         thread.join(10.0)
         server.server_close()
+
+
+Serve = Callable[[socket.socket], None]
+
+
+@contextmanager
+def peer(serve: Serve, login: Login | None = None) -> Iterator[ValkeyEngine]:
+    """An engine whose server is this function, called for each connection."""
+    with socket.create_server((HOST, 0)) as server:
+        port = server.getsockname()[1]
+
+        def accept() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                with connection:
+                    serve(connection)
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        login = login or Login(connect_timeout_s=0.5, stall_s=0.3)
+        engine = ValkeyEngine(Address(HOST, port), login)
+        try:
+            yield engine
+        finally:
+            engine.close()
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join(10.0)

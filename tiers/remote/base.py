@@ -39,7 +39,7 @@ class RemoteOutcome(StrEnum):
     DENIED = "denied"
     """The server refused the credentials or the right, or the bucket does not exist."""
     BUSY = "busy"
-    """The server asks to come back later."""
+    """The server asks to come back later, or the time was over while bytes came."""
     TIMED_OUT = "timed_out"
     """No answer in time, or no time left to ask."""
     IO_ERROR = "io_error"
@@ -90,14 +90,22 @@ FAILURES = frozenset(
 
 
 def worst_of(outcomes: Iterable[RemoteOutcome]) -> RemoteOutcome:
-    """Return the first failure, or `OK`."""
-    return next((outcome for outcome in outcomes if outcome in FAILURES), RemoteOutcome.OK)
+    """Return the first failure, or `OK`. `BUSY` is the least of the failures."""
+    failures = [outcome for outcome in outcomes if outcome in FAILURES]
+    is_busy = RemoteOutcome.BUSY
+    mildest = is_busy if failures else RemoteOutcome.OK
+    return next((outcome for outcome in failures if outcome is not is_busy), mildest)
 
 
 def outcome_of_call(outcomes: Sequence[RemoteOutcome]) -> RemoteOutcome:
-    """Return the first failure, `OK` if a payload was moved, or else the first outcome."""
+    """Return the first failure, `OK` if a payload was moved, or else the first outcome.
+
+    A server that was `BUSY` only after it had moved a payload did not fail.
+    """
     worst = worst_of(outcomes)
-    return worst if worst in FAILURES or RemoteOutcome.OK in outcomes else outcomes[0]
+    if RemoteOutcome.OK in outcomes:
+        return RemoteOutcome.OK if worst is RemoteOutcome.BUSY else worst
+    return worst if worst in FAILURES else outcomes[0]
 
 
 class PrivateBuffer:

@@ -16,6 +16,7 @@ from .remote_job import RemoteJob
 
 SPARE_BUFFERS_MAX = 32
 """Limit on the private buffers that are kept for the next reads."""
+_SLOW = frozenset({RemoteOutcome.BUSY, RemoteOutcome.TIMED_OUT})
 
 
 class RemoteRead(RemoteJob):
@@ -87,8 +88,12 @@ class _Landing(Sequence[PrivateBuffer]):
 class Reads:
     """Makes the calls of reads. Any thread."""
 
-    def __init__(self, link: RemoteLink) -> None:
+    def __init__(self, link: RemoteLink, brief_s: float) -> None:
+        """A call with less time than `brief_s` may move nothing although the server works."""
         self.link = link
+        self._brief_s = brief_s
+        self._expected_s = 0.0
+        """Time that the next call needs: twice that of the last one, and `brief_s` at most."""
         self._lock = threading.Lock()
         self._spare: list[PrivateBuffer] = []
 
@@ -97,6 +102,13 @@ class Reads:
         outcomes = [outcome] * len(numbers)
         self.link.counters.note(Verb.READ, outcomes)
         job.settle(numbers, outcomes)
+
+    def is_over(self, job: RemoteRead) -> bool:
+        """Return True if a job needs no call, or its time is over before a call would end.
+
+        A block that is cut off is lost, and on a busy link it delays others.
+        """
+        return not job.left or job.ends_s - self.link.clock() < self._expected_s
 
     def read(self, job: RemoteRead, numbers: Sequence[int]) -> RemoteOutcome:
         """Read some blocks of a job. Return the outcome of the call. Runs on a thread."""
@@ -108,7 +120,8 @@ class Reads:
             return generation.outcome
         names = [link.objects.name(job.keys[n], generation.value) for n in numbers]
         landing = _Landing(self, job, numbers, generation.value)
-        left_s = max(0.0, job.ends_s - link.clock())
+        begun_s = link.clock()
+        left_s = max(0.0, job.ends_s - begun_s)
 
         def get() -> list[RemoteOutcome]:
             found = link.engine.get_into(names, landing, left_s, landing.arrived)
@@ -117,13 +130,19 @@ class Reads:
             return found
 
         outcomes = link.call(Verb.READ, get)
+        took_s = link.clock() - begun_s
+        if not {RemoteOutcome.OK, RemoteOutcome.BUSY}.isdisjoint(outcomes):
+            self._expected_s = min(2 * took_s, self._brief_s)
         for number, outcome in zip(numbers, outcomes, strict=True):
             if outcome is not RemoteOutcome.OK:  # what arrived has its outcome from `deliver`
                 job.settle([number], [outcome])
         if set(outcomes) & {RemoteOutcome.ABSENT, RemoteOutcome.CORRUPT}:
             keys = [job.keys[number] for number in numbers]
             self._forget_missing(keys, names, outcomes, epoch)
-        return outcome_of_call(outcomes)
+        outcome = outcome_of_call(outcomes)
+        if max(left_s, took_s) < self._brief_s and outcome in _SLOW:
+            return RemoteOutcome.DROPPED  # it says nothing about the server
+        return outcome
 
     def _forget_missing(
         self,

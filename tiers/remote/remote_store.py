@@ -44,7 +44,8 @@ calls: each of them may have a copy in memory."""
 NAMES_PER_CALL_MAX = 64
 """Limit on the blocks of one call, however small they are."""
 SLOW_SHARE = 4
-"""A call is slow after this part of the time that the engine gives one request."""
+"""A call is slow after this part of the time that the engine gives one request, and brief before
+this part of a deadline."""
 CLOSE_ROUND_S = 0.005
 """Time between two looks at what is under way while the store closes."""
 
@@ -157,8 +158,8 @@ class RemoteStore:
             may_begin=options.when is not WriteWhen.OFF,
         )
         self._link = RemoteLink(engine, objects, generation, memory, counters, clock)
-        self._lookups, self._reads = RemoteLookups(self._link), Reads(self._link)
-        self._uploads = Uploads(self._link)
+        self._lookups, self._uploads = RemoteLookups(self._link), Uploads(self._link)
+        self._reads = Reads(self._link, options.deadline_s / SLOW_SHARE)
 
         stall_s = max(options.deadline_s, engine.timeout_s)
         # A write that ends well may take its limit, and a request that began within it.
@@ -174,7 +175,7 @@ class RemoteStore:
 
         reads, writes = options.reads_at_a_time, options.writes_at_a_time
         self._asking = lane(LOOKUPS_AT_A_TIME, None, RemoteOutcome.TIMED_OUT, stall_s)
-        self._reading = lane(reads, options.read_bytes_per_s, RemoteOutcome.TIMED_OUT, stall_s)
+        self._reading = lane(reads, options.read_bytes_per_s, RemoteOutcome.DROPPED, stall_s)
         self._writing = lane(writes, options.write_bytes_per_s, RemoteOutcome.DROPPED, write_s)
         self._gathered: list[ChainAsk] = []
         self._asks: dict[int, ChainAsk] = {}
@@ -257,7 +258,7 @@ class RemoteStore:
         self._jobs[ticket] = job
         reads = self._reads
         if keys and self._reading.is_open:
-            self._begin(self._reading, job, reads.read, reads.give_up, lambda: not job.left)
+            self._begin(self._reading, job, reads.read, reads.give_up, partial(reads.is_over, job))
         else:
             reads.give_up(job, range(len(keys)), RemoteOutcome.RESTING)
             self._report(job)

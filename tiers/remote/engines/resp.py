@@ -83,11 +83,10 @@ class RespConnection:
 
     def __init__(self, address: Address, login: Login, ends_s: float) -> None:
         """Connect and log in. Raises `OSError` or `RespError`."""
-        self.ends_s = ends_s
-        """Monotonic time at which every wait ends with `TimeoutError`."""
-        self.opened_s = time.monotonic()
-        self.leads_to_replica = False
-        """True once the server has refused a write because it is a replica."""
+        self.errors: set[str] = set()
+        """Codes of the errors that came since `begin`, see `RespError`."""
+        self.begin(ends_s)
+        self.opened_s = self.moved_s
         self.idle_since_s = 0.0
         """Monotonic time of its last use, once it is idle."""
         self._stall_s = login.stall_s
@@ -116,6 +115,14 @@ class RespConnection:
         if login.database:
             self.send([b"SELECT", str(login.database).encode()])
             self.expect(b"+OK")
+
+    def begin(self, ends_s: float) -> None:
+        """Begin a use of the connection, by one thread."""
+        self.ends_s = ends_s
+        """Monotonic time at which every wait ends with `TimeoutError`."""
+        self.moved_s = time.monotonic()
+        """Monotonic time at which the use began, or a byte last went or came."""
+        self.errors.clear()
 
     def close(self) -> None:
         """Close the socket; idempotent."""
@@ -151,10 +158,12 @@ class RespConnection:
         if isinstance(self._socket, ssl.SSLSocket):
             for piece in pieces:
                 self._socket.sendall(piece)
+                self.moved_s = time.monotonic()
             return
         left = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
         while left:
             sent = self._socket.sendmsg(left[:PIECES_PER_SEND])
+            self.moved_s = time.monotonic()
             while left and sent >= len(left[0]):
                 sent -= len(left.pop(0))
             if left and sent:
@@ -210,7 +219,7 @@ class RespConnection:
 
     def _error(self, line: bytes) -> RespError:
         error = RespError(line[1:])
-        self.leads_to_replica |= error.code == "READONLY"
+        self.errors.add(error.code)
         return error
 
     def _lines(self, most: int) -> list[bytes]:
@@ -279,6 +288,7 @@ class RespConnection:
             got = self._socket.recv_into(target[ready:])
             if not got:
                 raise RespBrokenError("the server closed the connection")
+            self.moved_s = time.monotonic()
             ready += got
 
     def _line(self) -> bytes:
@@ -306,6 +316,7 @@ class RespConnection:
         got = self._socket.recv_into(self._view[self._end :])
         if not got:
             raise RespBrokenError("the server closed the connection")
+        self.moved_s = time.monotonic()
         self._end += got
 
     def _left_s(self) -> float:

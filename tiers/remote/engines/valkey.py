@@ -11,11 +11,13 @@ The server evicts by its own rules (`maxmemory-policy`), and a time to live is o
 
 from __future__ import annotations
 
+import math
 import ssl
 import threading
 import time
 from binascii import crc_hqx
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from ....config.remote import SCHEMES, RemoteTierOptions, is_loopback
@@ -48,6 +50,11 @@ IDLE_CONNECTIONS_MAX = 16
 IDLE_LIMIT_S = 60.0
 """Longest time without use of a connection. Gateways between hosts drop idle ones without a word,
 some after four minutes."""
+TURN_S = 10.0
+"""Shortest time between two turns to another node because one does not serve a slot. While a
+cluster is down, all of them do not."""
+SILENT_SHARE = 4
+"""A node is silent after this part of a call's time without a byte."""
 LIST_ROUNDS_MAX = 1 << 26
 """Limit on the batches of one node's list."""
 TAIL_BYTES = 128
@@ -81,6 +88,15 @@ Work = Callable[[RespConnection, Sequence[int], list[Answer]], None]
 """Exchange about the keys with these numbers; it sets the answer of each as it comes."""
 
 
+class _Limit(NamedTuple):
+    """Time of one call, at all nodes together."""
+
+    ends_s: float
+    """Monotonic time of its end."""
+    silent_s: float
+    """A node without a byte for so long has timed out at the end. Another one is busy."""
+
+
 class Nodes:
     """Idle connections of each node, and which node has which slot. Any thread."""
 
@@ -95,6 +111,8 @@ class Nodes:
         """Empty without a cluster."""
         self._left_s: dict[Address, float] = {}
         """Time at which a node failed. No connection that was opened before is used again."""
+        self._turned_s = -math.inf
+        """Time of the last turn by `note_unserved`."""
         self._is_closed = False
 
     @property
@@ -130,7 +148,7 @@ class Nodes:
                     raise
                 except ValueError:  # a name that no host can have, as a cluster may say it
                     raise RespBrokenError("the address is none") from None
-            found.ends_s = ends_s
+            found.begin(ends_s)
             is_old = time.monotonic() - found.idle_since_s > IDLE_LIMIT_S
             if not (is_old or found.is_stale):
                 return found
@@ -161,6 +179,19 @@ class Nodes:
         with self._lock:
             self._slots = {s: a for s, a in self._slots.items() if a != address}
             if self._known[0] == address:
+                self._known.append(self._known.pop(0))
+
+    def note_unserved(self, address: Address, slots: Set[int]) -> None:
+        """Forget that a node has these slots, and ask another one first.
+
+        A node that left its cluster and goes on knows nothing of the others.
+        """
+        now_s = time.monotonic()
+        with self._lock:
+            if address in {self._slots.get(slot) for slot in slots}:
+                self._slots = {s: a for s, a in self._slots.items() if s not in slots}
+            if self._known[0] == address and now_s - self._turned_s >= TURN_S:
+                self._turned_s = now_s
                 self._known.append(self._known.pop(0))
 
     def note_move(
@@ -424,7 +455,7 @@ class ValkeyEngine(RemoteEngine):
             answers[0] = RemoteOutcome.OK
 
         answers: list[Answer] = [RemoteOutcome.IO_ERROR]
-        self._at(address, [""], [0], work, answers, time.monotonic() + limit_s)
+        self._at(address, [""], [0], work, answers, self._limit(limit_s))
         answer = answers[0]
         return RemoteOutcome.IO_ERROR if isinstance(answer, Address) else answer
 
@@ -433,13 +464,13 @@ class ValkeyEngine(RemoteEngine):
 
     def _routed(self, names: Sequence[str], work: Work, limit_s: float) -> list[RemoteOutcome]:
         """Do the work at the node of each name, following the cluster's redirections."""
-        ends_s = time.monotonic() + limit_s
+        limit = self._limit(limit_s)
         answers: list[Answer] = [RemoteOutcome.IO_ERROR] * len(names)
         places = self._nodes.places(dict(enumerate(names)))
         for _ in range(1 + REDIRECTS_MAX):
             moved: dict[Address, list[int]] = {}
             for address, some in places.items():
-                self._at(address, names, some, work, answers, ends_s)
+                self._at(address, names, some, work, answers, limit)
                 for number in some:
                     answer = answers[number]
                     if isinstance(answer, Address):
@@ -449,6 +480,9 @@ class ValkeyEngine(RemoteEngine):
                 break
         return [RemoteOutcome.BUSY if isinstance(a, Address) else a for a in answers]
 
+    def _limit(self, limit_s: float) -> _Limit:
+        return _Limit(time.monotonic() + limit_s, min(limit_s, self.timeout_s) / SILENT_SHARE)
+
     def _at(
         self,
         address: Address,
@@ -456,24 +490,27 @@ class ValkeyEngine(RemoteEngine):
         some: Sequence[int],
         work: Work,
         answers: list[Answer],
-        ends_s: float,
+        limit: _Limit,
     ) -> None:
         """Do the work at one node; after a fault, keys without an answer get its outcome."""
         waiting = RemoteOutcome.RESTING  # stands for no answer yet
         for i in some:
             answers[i] = waiting
-        connection = None
+        connection, begun_s, has_failed = None, time.monotonic(), True
         fault: RemoteOutcome
         try:
-            connection = self._nodes.borrow(address, ends_s)
+            connection = self._nodes.borrow(address, limit.ends_s)
             work(connection, some, answers)
             moved = [i for i in some if isinstance(answers[i], Address)]
             if moved:
                 place = answers[moved[0]]
                 assert isinstance(place, Address)
                 self._nodes.note_move(connection, address, hash_slot(names[moved[0]]), place)
-            if connection.leads_to_replica:  # the name of a primary may lead to another server now
+            if "READONLY" in connection.errors:  # its name may lead to another server now
                 self._nodes.leave(address)
+            if "CLUSTERDOWN" in connection.errors:
+                busy = [i for i in some if answers[i] is RemoteOutcome.BUSY]
+                self._nodes.note_unserved(address, {hash_slot(names[i]) for i in busy})
             self._nodes.give_back(address, connection)
             return
         except RespError as error:
@@ -486,12 +523,15 @@ class ValkeyEngine(RemoteEngine):
                 return
             fault = RemoteOutcome.IO_ERROR if isinstance(answer, Address) else answer
         except TimeoutError:
-            fault = RemoteOutcome.TIMED_OUT
+            moved_s = begun_s if connection is None else connection.moved_s
+            has_failed = time.monotonic() - moved_s >= limit.silent_s
+            fault = RemoteOutcome.TIMED_OUT if has_failed else RemoteOutcome.BUSY
         except OSError:
             fault = RemoteOutcome.IO_ERROR
         if connection is not None:
             connection.close()
-        self._nodes.note_failure(address)
+        if has_failed:
+            self._nodes.note_failure(address)
         for i in some:
             if answers[i] is waiting:
                 answers[i] = fault
