@@ -206,6 +206,7 @@ class TestRedisLogin:
                 ("+ping", "does not let this user read"),
                 ("+exists +info", "does not let this user read"),
                 ("+@read", 'set writes to "off"'),
+                ("+@read +@write +exec", "takes no objects from this user"),
                 ("+@read +@write +multi +exec -unlink", "remove objects"),
             ):
                 user = ("on", f">{SECRET}", "~*", *rights.split())

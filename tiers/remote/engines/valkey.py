@@ -606,8 +606,10 @@ def _transaction(connection: RespConnection) -> Answer | None:
     """Read the replies of one transaction; None if only half of the pair was written."""
     error: RespError | None = None
     for reply in (b"+OK", b"+QUEUED", b"+QUEUED"):  # MULTI and two SET
+        # A server that refuses MULTI carries the other commands out one by one.
+        alone = () if error is None else _NX_REPLIES
         try:
-            connection.expect(reply)
+            connection.expect(reply, *alone)
         except RespError as found:
             error = error or found
     try:
