@@ -19,7 +19,6 @@ from ...handlers.node.path_wire import JobDone, NodeState, PutJob, ResetJob, pac
 from ...tiers.base import BlockHash, BlockOutcome
 from ...tiers.breaker import Breaker
 from ...tiers.nvme.path.path_messages import Touch, Why
-from ...tiers.remote.presence import drop_oldest
 from ..admission import EnduranceWatch
 from ..base import BlockEvent
 from ..flow import MAX_JOBS_IN_FLIGHT
@@ -47,6 +46,8 @@ may drop blocks meanwhile that are not below."""
 FAILURES_OF_SEVERAL_PATHS = MAX_JOBS_IN_FLIGHT + 1
 """Consecutive failed writes that let a tier of several paths rest. If one path fails, the writer
 rests it, and at most the writes in flight fail."""
+MAX_OVER_BUDGET = 1 << 17
+"""Most blocks that are remembered because the write budget kept them out."""
 MAX_PUT_BYTES = 4 << 30
 """Largest number of bytes of puts in flight."""
 
@@ -170,7 +171,8 @@ class NodeWrites(Traffic[NodeFeed]):
     def _note_over_budget(self, keys: Sequence[BlockHash]) -> None:
         self._flow.counters.demote_over_budget_blocks += len(keys)
         self._over_budget |= dict.fromkeys(keys)
-        drop_oldest(self._over_budget)
+        while len(self._over_budget) > MAX_OVER_BUDGET:
+            del self._over_budget[next(iter(self._over_budget))]
 
     def _is_failure(self, stored: int, failed: int, no_space: int) -> bool:
         """Return True if blocks could not be written.
