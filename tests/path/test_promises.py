@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 import re
 from pathlib import Path
@@ -273,8 +274,11 @@ def test_nodes_drop_a_segment_after_its_file_is_gone() -> None:
 class RealRig(PathRig):
     """A rig on a real folder, with LMDB."""
 
-    def __init__(self, folder: Path, segments: int, slots_per_segment: int = 8) -> None:
-        super().__init__(segments, slots_per_segment, roots=(folder,), real=RealFileSystem())
+    def __init__(
+        self, folder: Path, segments: int, slots_per_segment: int = 8, **options: Any
+    ) -> None:
+        real = RealFileSystem()
+        super().__init__(segments, slots_per_segment, roots=(folder,), real=real, **options)
 
     def _open_table(
         self, folder: Path, map_bytes: int, identity: bytes, **facts: Any
@@ -285,6 +289,40 @@ class RealRig(PathRig):
 @pytest.mark.parametrize("keys", [8, 32_768])
 def test_a_smaller_capacity_counts_an_index_that_stays_large(keys: int, tmp_path: Path) -> None:
     rig = RealRig(tmp_path, 80, slots_per_segment=512)
+def test_with_power_every_name_is_synced_before_the_first_block_is_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block is lost if the index, or a folder on the way to it, has no name after the loss."""
+    events: list[tuple[str, Path]] = []
+    fsync, rename, mkdir = os.fsync, os.rename, os.mkdir
+
+    def syncing(descriptor: int) -> None:
+        fsync(descriptor)
+        events.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+
+    def renaming(source: Path, target: Path) -> None:
+        rename(source, target)
+        events.append(("name", Path(target).parent))
+
+    def making(path: Path, mode: int) -> None:
+        mkdir(path, mode)
+        events.append(("name", Path(path).parent))
+
+    with monkeypatch.context() as patched:
+        for name, call in ("fsync", syncing), ("mkdir", making):
+            patched.setattr(os, name, call)
+        for name in "rename", "replace":
+            patched.setattr(os, name, renaming)
+        rig = RealRig(tmp_path, 4, durability="power")
+        node = RigNode(rig)
+        assert node.store([1]) == [OK] and node.welcome is not None
+    folder = tmp_path / node.welcome.folder
+    for each in tmp_path, folder, folder / "blocks":
+        last = [event for event in events if event[1] == each][-1]
+        assert last == ("sync", each)
+    rig.close()
+
+
     node = RigNode(rig)
     for start in range(0, keys, 4096):
         assert len(node.store(range(start, min(keys, start + 4096)), steps=300))

@@ -349,3 +349,4 @@ def _remove_segments(fs: FileSystem, folder: Path) -> None:
         fs.unlink(folder / SEGMENTS / name)
     if left:
         _log.warning("removed %d segments in %s: their index is gone", len(left), folder)
+            fs.sync_dir(folder.parent)
