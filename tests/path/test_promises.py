@@ -61,20 +61,23 @@ def test_power_holds_from_the_welcome_on_or_the_node_is_refused(fails: bool) -> 
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize("has_mount_point", [False, True])
 def test_a_tier_of_which_a_disk_is_not_mounted_is_refused_and_keeps_its_blocks(
-    is_lost: bool,
+    has_mount_point: bool, is_lost: bool
 ) -> None:
     one, two, disk = Path("/one"), Path("/two"), Path("/disk")
     rig = PathRig(8, roots=(one, two))
     folder, blocks = filled(rig)
     rig.close()
     rig.fs.rename(two, disk)
-    rig.fs.make_dir(two)  # the mount point
+    if has_mount_point:
+        rig.fs.make_dir(two)
     for _ in range(2):
         with pytest.raises(ConfigError, match="/two has nothing of this tier; mount its disk"):
             rig.start()
     assert rig.fs.list_dir(two) == []
     if is_lost:
+        rig.fs.make_dir(two)
         rig.fs.make_dir(two / folder)  # the remedy
     else:
         rig.fs.remove_tree(two)
@@ -286,9 +289,6 @@ class RealRig(PathRig):
         return open_block_table(folder, map_bytes, identity, **facts)
 
 
-@pytest.mark.parametrize("keys", [8, 32_768])
-def test_a_smaller_capacity_counts_an_index_that_stays_large(keys: int, tmp_path: Path) -> None:
-    rig = RealRig(tmp_path, 80, slots_per_segment=512)
 def test_with_power_every_name_is_synced_before_the_first_block_is_acknowledged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,6 +323,9 @@ def test_with_power_every_name_is_synced_before_the_first_block_is_acknowledged(
     rig.close()
 
 
+@pytest.mark.parametrize("keys", [8, 32_768])
+def test_a_smaller_capacity_counts_an_index_that_stays_large(keys: int, tmp_path: Path) -> None:
+    rig = RealRig(tmp_path, 80, slots_per_segment=512)
     node = RigNode(rig)
     for start in range(0, keys, 4096):
         assert len(node.store(range(start, min(keys, start + 4096)), steps=300))
