@@ -10,10 +10,11 @@ from contextlib import ExitStack, suppress
 from enum import Enum, IntEnum
 from hashlib import sha256
 from pathlib import Path
+from threading import Event
 
 import msgspec
 import pytest
-from support.path_rig import BLOCK_BYTES, PathRig
+from support.path_rig import BLOCK_BYTES, Message, PathRig, slots_in, uint64
 from support.waiting import wait_until
 from support.writer_twin import namespace_spec
 
@@ -25,11 +26,17 @@ from kvcascade.handlers.node.path_wire import NodeJoined, NodeSetup, from_node_p
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path import path_messages
 from kvcascade.tiers.nvme.path.frames import FrameReader, frame
-from kvcascade.tiers.nvme.path.path_lock import PathDoor, try_lead
+from kvcascade.tiers.nvme.path.path_lock import LOCK_NAME, PathDoor, try_lead
 from kvcascade.tiers.nvme.path.path_messages import (
     PROTOCOL,
+    Commit,
+    CommitDone,
+    FromNode,
     Grant,
+    Granted,
     Hello,
+    KeysListed,
+    ListKeys,
     NamespaceSpec,
     PathOptions,
     Removed,
@@ -40,6 +47,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     from_writer,
 )
 from kvcascade.tiers.nvme.path.writer.namespace.namespace_writer import NamespaceWriter
+from kvcascade.tiers.nvme.path.writer.path_options import PATH_FOLDER
 from kvcascade.tools.commands.path_session import open_session
 
 OPTIONS = PathOptions(capacity_bytes=64 << 20, segment_bytes=1 << 20)
@@ -128,7 +136,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[[], WriterService]]:
         assert service.stop(WAIT_S)
 
 
-def say(connection: socket.socket, message: Hello | Retire) -> None:
+def say(connection: socket.socket, message: FromNode) -> None:
     connection.setblocking(True)
     connection.settimeout(WAIT_S)
     connection.sendall(frame(message))
@@ -140,11 +148,17 @@ def hello(path: Path) -> Hello:
 
 def first(connection: socket.socket) -> object:
     """The first message that comes; None at the end of the connection."""
+    return first_of(connection, object)
+
+
+def first_of(connection: socket.socket, kind: type[Message]) -> Message | None:
+    """The first message of a kind that comes; None at the end of the connection."""
     reader = FrameReader()
     with suppress(ConnectionResetError):
         while data := connection.recv(1 << 16):
-            for body in reader.feed(data):
-                return from_writer.decode(body)
+            for message in map(from_writer.decode, reader.feed(data)):
+                if isinstance(message, kind):
+                    return message
     return None
 
 
@@ -196,7 +210,8 @@ class ServedPath:
     def serve(self, rounds: int = 1) -> None:
         """Do what a `WriterService` does."""
         for _ in range(rounds):
-            self.clients.receive(0.0)
+            for receive in self.clients.wait(0.0):
+                receive()
             self.clients.send(self.rig.writer.step())
             self.clients.flush()
             self.clients.drop_ended()
@@ -299,9 +314,8 @@ def test_a_newer_version_retires_a_service(
 
 
 def test_a_service_whose_folder_was_replaced_stops_and_is_no_second_writer(
-    tmp_path: Path, serve: Callable[[], WriterService], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, serve: Callable[[], WriterService]
 ) -> None:
-    monkeypatch.setattr("kvcascade.handlers.node.path.path_service.PLACE_CHECK_INTERVAL_S", 0.0)
     service = serve()
     with service.connect() as connection:
         say(connection, hello(tmp_path))
@@ -310,6 +324,52 @@ def test_a_service_whose_folder_was_replaced_stops_and_is_no_second_writer(
             """It goes on until it looks."""
     wait_until(lambda: not service.is_alive)
     assert not (tmp_path / ".kvcascade").exists()
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_writer_whose_lock_was_deleted_during_a_pause_writes_nothing(
+    tmp_path: Path,
+    serve: Callable[[], WriterService],
+    monkeypatch: pytest.MonkeyPatch,
+    is_stopped: bool,
+) -> None:
+    """Another process may lead meanwhile. The pause is one of the process, as by SIGSTOP."""
+    wait, is_paused, goes_on, pauses = ClientSockets.wait, Event(), Event(), Event()
+
+    def paused(clients: ClientSockets, limit_s: float | None) -> list[Callable[[], None]]:
+        arrived = wait(clients, limit_s)
+        if arrived and pauses.is_set():
+            is_paused.set()
+            assert goes_on.wait(WAIT_S)
+        return arrived
+
+    monkeypatch.setattr(ClientSockets, "wait", paused)
+    service, keys = serve(), [b"one", b"two"]
+    with service.connect() as connection:
+        say(connection, hello(tmp_path))
+        assert first_of(connection, Welcome)
+        say(connection, Grant(1, keys))
+        granted = first_of(connection, Granted)
+        assert granted is not None and slots_in(granted) == [0, 1]
+        pauses.set()
+        say(connection, Commit(2, granted.epoch, keys, granted.slots, uint64([7, 7])))
+        assert is_paused.wait(WAIT_S)
+        (tmp_path / PATH_FOLDER / LOCK_NAME).unlink()
+        lock = try_lead(RealFileSystem(), tmp_path)
+        assert lock is not None
+        if is_stopped:
+            assert not service.stop(0.0)
+        goes_on.set()
+        assert first_of(connection, CommitDone) is None, "it ends without an answer"
+    lock.release()
+    wait_until(lambda: not service.is_alive)
+    assert not list(tmp_path.glob("*/blocks/clean"))
+    pauses.clear()
+    with serve().connect() as connection:
+        say(connection, hello(tmp_path))
+        assert first_of(connection, Welcome)
+        say(connection, ListKeys(b"", 16))
+        assert first_of(connection, KeysListed) == KeysListed(b"", [])
 
 
 @pytest.mark.parametrize("is_thread", [True, False])

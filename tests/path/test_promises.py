@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 import re
 from pathlib import Path
@@ -61,20 +62,23 @@ def test_power_holds_from_the_welcome_on_or_the_node_is_refused(fails: bool) -> 
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize("has_mount_point", [False, True])
 def test_a_tier_of_which_a_disk_is_not_mounted_is_refused_and_keeps_its_blocks(
-    is_lost: bool,
+    has_mount_point: bool, is_lost: bool
 ) -> None:
     one, two, disk = Path("/one"), Path("/two"), Path("/disk")
     rig = PathRig(8, roots=(one, two))
     folder, blocks = filled(rig)
     rig.close()
     rig.fs.rename(two, disk)
-    rig.fs.make_dir(two)  # the mount point
+    if has_mount_point:
+        rig.fs.make_dir(two)
     for _ in range(2):
         with pytest.raises(ConfigError, match="/two has nothing of this tier; mount its disk"):
             rig.start()
     assert rig.fs.list_dir(two) == []
     if is_lost:
+        rig.fs.make_dir(two)
         rig.fs.make_dir(two / folder)  # the remedy
     else:
         rig.fs.remove_tree(two)
@@ -274,13 +278,50 @@ def test_nodes_drop_a_segment_after_its_file_is_gone() -> None:
 class RealRig(PathRig):
     """A rig on a real folder, with LMDB."""
 
-    def __init__(self, folder: Path, segments: int, slots_per_segment: int = 8) -> None:
-        super().__init__(segments, slots_per_segment, roots=(folder,), real=RealFileSystem())
+    def __init__(
+        self, folder: Path, segments: int, slots_per_segment: int = 8, **options: Any
+    ) -> None:
+        real = RealFileSystem()
+        super().__init__(segments, slots_per_segment, roots=(folder,), real=real, **options)
 
     def _open_table(
         self, folder: Path, map_bytes: int, identity: bytes, **facts: Any
     ) -> BlockTable:
         return open_block_table(folder, map_bytes, identity, **facts)
+
+
+def test_with_power_every_name_is_synced_before_the_first_block_is_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block is lost if the index, or a folder on the way to it, has no name after the loss."""
+    events: list[tuple[str, Path]] = []
+    fsync, rename, mkdir = os.fsync, os.rename, os.mkdir
+
+    def syncing(descriptor: int) -> None:
+        fsync(descriptor)
+        events.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+
+    def renaming(source: Path, target: Path) -> None:
+        rename(source, target)
+        events.append(("name", Path(target).parent))
+
+    def making(path: Path, mode: int) -> None:
+        mkdir(path, mode)
+        events.append(("name", Path(path).parent))
+
+    with monkeypatch.context() as patched:
+        for name, call in ("fsync", syncing), ("mkdir", making):
+            patched.setattr(os, name, call)
+        for name in "rename", "replace":
+            patched.setattr(os, name, renaming)
+        rig = RealRig(tmp_path, 4, durability="power")
+        node = RigNode(rig)
+        assert node.store([1]) == [OK] and node.welcome is not None
+    folder = tmp_path / node.welcome.folder
+    for each in tmp_path, folder, folder / "blocks":
+        last = [event for event in events if event[1] == each][-1]
+        assert last == ("sync", each)
+    rig.close()
 
 
 @pytest.mark.parametrize("keys", [8, 32_768])

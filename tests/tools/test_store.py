@@ -269,10 +269,7 @@ def test_a_service_that_waits_can_be_stopped(tmp_path: Path) -> None:
         engine.close()
 
 
-def test_a_path_that_is_taken_away_ends_the_service(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvcascade.handlers.node.path.path_service.PLACE_CHECK_INTERVAL_S", 0.0)
+def test_a_path_that_is_taken_away_ends_the_service(tmp_path: Path) -> None:
     root = tmp_path / "kv"
     root.mkdir()
     parts = parts_of([root], GIVEN, {})

@@ -11,7 +11,7 @@ from __future__ import annotations
 import selectors
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
@@ -33,8 +33,7 @@ from ....tiers.nvme.path.writer_note import note_of_this_process, save_note
 from .path_link import FrameSocket, Waker
 
 PLACE_CHECK_INTERVAL_S = 1.0
-"""Time between two checks that the lock and the folder of the path, and those of its namespaces,
-are still in place."""
+"""Time between two checks that the namespaces of the path are still in place."""
 IO_THREADS = 3
 """Threads that create and delete segment files, and open namespaces, which takes one at most."""
 
@@ -75,7 +74,7 @@ class ClientSockets:
         return ours
 
     def wake(self) -> None:
-        """End the wait of `receive`. Any thread."""
+        """End the `wait`. Any thread."""
         self._waker.wake()
 
     def listen(self) -> None:
@@ -84,10 +83,9 @@ class ClientSockets:
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
             self._is_deaf = False
 
-    def receive(self, limit_s: float | None) -> None:
-        """Wait for connections and messages, and hand them to the writer."""
-        for key, _ in self._selector.select(limit_s):
-            key.data()
+    def wait(self, limit_s: float | None) -> list[Callable[[], None]]:
+        """Wait for connections and messages. Return the calls that hand them to the writer."""
+        return [key.data for key, _ in self._selector.select(limit_s)]
 
     def send(self, replies: Iterable[Reply]) -> None:
         """Queue messages of the writer; those to clients that are gone are dropped."""
@@ -246,27 +244,32 @@ class WriterService:
             self._end()
 
     def _serve_once(self) -> None:
-        self._clients.receive(self._writer.wait_s)
+        arrived = self._clients.wait(self._writer.wait_s)
+        if not self._is_in_place:  # another process may have become the writer during a pause
+            self._is_stopping = True
+            return
+        now_s = time.monotonic()
+        if now_s - self._checked_s >= PLACE_CHECK_INTERVAL_S:
+            self._checked_s = now_s
+            self._clients.listen()
+            self._writer.forget_gone()
+        for receive in arrived:
+            receive()
         self._clients.send(self._writer.step())
         self._clients.flush()
-        self._check_place()
         self._clients.drop_ended()
         if self._writer.wants_close:
             self.was_retired = self._is_stopping = True
 
-    def _check_place(self) -> None:
-        now_s = time.monotonic()
-        if now_s - self._checked_s < PLACE_CHECK_INTERVAL_S:
-            return
-        self._checked_s = now_s
-        self._clients.listen()
-        if not (self._lock.is_in_place() and self._door.is_in_place()):
-            _log.error("the folder of the tier was replaced or unmounted; nothing is written")
-            self._is_stopping, self._is_clean = True, False
-        else:
-            self._writer.forget_gone()
+    @property
+    def _is_in_place(self) -> bool:
+        """True while no other process can be the writer of the path."""
+        return self._lock.is_in_place() and self._door.is_in_place()
 
     def _end(self) -> None:
+        if not self._is_in_place:
+            _log.error("the folder of the tier was replaced or unmounted; nothing is written")
+            self._is_clean = False
         try:
             self._clients.send(self._writer.close(is_clean=self._is_clean))
             self._clients.flush()

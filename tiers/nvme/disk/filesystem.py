@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import ClassVar
 from weakref import WeakSet
 
-from ....errors import InUseError
+from ....errors import PROCESS_ERRNOS, InUseError
 
 PAGE_BYTES = 4096
 BLOCK_UNIT_BYTES = 512
@@ -398,7 +398,7 @@ class RealFileSystem(FileSystem):
         if not os.path.isdir(path):
             return _bytes_on_disk(path)
         total = 0
-        for parent, _, files in os.walk(path):
+        for parent, _, files in os.walk(path, onerror=_raise_if_lacking):
             for name in files:
                 try:
                     total += _bytes_on_disk(os.path.join(parent, name))
@@ -474,6 +474,12 @@ def _check_ours(found: os.stat_result, is_kind: Callable[[int], bool], path: Pat
         raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
     if found.st_mode & OTHERS_WRITE:
         raise PermissionError(errno.EPERM, "other users may write to it", str(path))
+
+
+def _raise_if_lacking(error: OSError) -> None:
+    """Raise the error if the process lacks descriptors or memory. Its files would count nothing."""
+    if error.errno in PROCESS_ERRNOS:
+        raise error
 
 
 def _bytes_on_disk(path: str | Path) -> int:

@@ -369,6 +369,7 @@ def open_block_table(
     with os_errors(f"opening the block table in {folder}"):
         if not os.path.lexists(folder / INDEX_FILE):
             _create(folder, map_bytes)
+        RealFileSystem().sync_dir(folder)  # each time: a kill may have come before it
         check_file(folder, map_bytes)
         check_pages(folder, is_trusted=is_same_boot)
         former_bytes = os.path.getsize(folder / INDEX_FILE)

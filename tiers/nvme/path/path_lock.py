@@ -34,9 +34,9 @@ _NO_SOCKETS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 def try_lead(fs: FileSystem, root: Path) -> FileLock | None:
     """Become the writer of a path. Return None if another process is.
 
-    The holder checks `FileLock.is_in_place` now and then, and stops to write if it is False: the
-    tier was unmounted or replaced. Raises `ConfigError` if the path does not exist or belongs to
-    another user, or `TierIOError`.
+    The holder checks `FileLock.is_in_place` before it writes, and stops if it is False: the tier
+    was unmounted or replaced, or another process may lead. Raises `ConfigError` if the path does
+    not exist or belongs to another user, or `TierIOError`.
     """
     if not fs.exists(root):
         raise ConfigError(f"path {str(root)!r} does not exist; create it")

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .....errors import KVCascadeError, os_errors
+from .....errors import FINAL_ERRORS, InUseError, KVCascadeError, os_errors
 from .....logs import get_logger
 from ....endurance import DAY_S, day_totals
 from ...disk.filesystem import FileLock
@@ -59,16 +59,23 @@ class IdleNamespaces:
         self._found: dict[str, IdleNamespace] = {}
 
     def find(self, capacity_bytes: int, *, with_days: bool) -> None:
-        """Find all namespaces. With `with_days` the record of the last day of each is read."""
-        for name in homes_under(self._means.fs, self._roots[0]):
-            try:
-                self._found[name] = self._look(name, capacity_bytes, with_days)
-            except KVCascadeError as error:
-                _log.warning(
-                    "%s cannot be used, and is removed if room is needed: %s",
-                    self._roots[0] / name,
-                    error,
-                )
+        """Find all namespaces. With `with_days` the record of the last day of each is read.
+
+        Raises `TierIOError` if the bytes of one cannot be counted.
+        """
+        with ExitStack() as if_failed:
+            if_failed.callback(self.close)
+            for name in homes_under(self._means.fs, self._roots[0]):
+                folder = self._roots[0] / name
+                try:
+                    self._found[name] = self._look(name, capacity_bytes, with_days)
+                except FINAL_ERRORS as error:
+                    text = "%s cannot be used, and is removed if room is needed: %s"
+                    _log.warning(text, folder, error)
+                except KVCascadeError as error:
+                    _log.warning("%s cannot be opened for now, and is kept: %s", folder, error)
+                    self._keep(name)
+            if_failed.pop_all()
 
     def add(self, home: NamespaceHome, day: bytes) -> None:
         """Count a namespace that was open, with its record of the last day.
@@ -149,7 +156,8 @@ class IdleNamespaces:
     def _look(self, name: str, capacity_bytes: int, with_days: bool) -> IdleNamespace:
         fs = self._means.fs
         home = open_home(fs, self._roots, name, capacity_bytes)
-        assert home is not None, "its description was just read"
+        if home is None:
+            raise InUseError(f"{name} is being removed by another program")
         try:
             with os_errors(f"looking at {name}"):
                 last_used_s = fs.modified_at(home.folders[0] / LOCK)
@@ -162,6 +170,20 @@ class IdleNamespaces:
         finally:
             home.close()
         return IdleNamespace(name, sizes, last_used_s, day, locks=locks)
+
+    def _keep(self, name: str) -> None:
+        """Count a namespace that cannot be opened for now, unless its directory is not ours."""
+        fs, now_s = self._means.fs, self._means.wall_clock()
+        folders = [root / name for root in self._roots]
+        try:
+            fs.check_dir(folders[0])
+        except OSError:
+            return
+        lock = folders[0] / LOCK
+        with os_errors(f"looking at {name}"):
+            last_used_s = fs.modified_at(lock) if fs.exists(lock) else now_s
+            sizes = [fs.used_bytes(folder) if fs.exists(folder) else 0 for folder in folders]
+        self._found[name] = IdleNamespace(name, sizes, last_used_s, b"", now_s + RETRY_AFTER_S)
 
     def _day_of(self, home: NamespaceHome) -> bytes:
         """Return the record of the last day; empty if the block table cannot be opened.

@@ -3,8 +3,9 @@
 The writer counts its own namespaces exactly: it makes and deletes every file of them. Namespaces of
 older versions are measured while the lock is held that those versions take, too, before they make a
 file. So both together keep the capacity and the reserve. If room is needed, namespaces of older
-versions that no process has open are removed, the one used longest ago first. A namespace that
-cannot be opened counts among them, such as one whose segments are larger than the capacity.
+versions that no process has open are removed, the one used longest ago first. A damaged namespace
+counts among them, and one whose segments are larger than the capacity. A namespace that cannot be
+opened for now is kept.
 
 `claim` runs on an I/O thread, everything else on the writer's thread.
 """

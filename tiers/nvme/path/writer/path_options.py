@@ -182,10 +182,11 @@ def check_mounted(fs: FileSystem, roots: Sequence[Path]) -> None:
                 f"path: {roots[0]} has nothing of this tier, but {root / min(here)} is a part "
                 "of it; mount its disk, or remove that directory if the disk is lost"
             )
-        if not first or not fs.exists(root):
+        if not first:
             continue
         with os_errors(f"listing {root}"):
-            is_there = not {BUDGET_LOCK, *first}.isdisjoint(fs.list_dir(root))
+            names = fs.list_dir(root) if fs.exists(root) else []
+        is_there = not {BUDGET_LOCK, *first}.isdisjoint(names)
         if not is_there:
             raise ConfigError(
                 f"path: {root} has nothing of this tier; mount its disk, or create the folder "
@@ -203,7 +204,8 @@ def _check_parts(fs: FileSystem, roots: Sequence[Path]) -> None:
     for part, root in enumerate(roots):
         for name, document in _homes(fs, root).items():
             found = document.get("part"), document.get("parts")
-            if found != (part, len(roots)) and (name in first or not is_recorded):
+            is_part = not document or found == (part, len(roots))
+            if not is_part and (name in first or not is_recorded):
                 raise ConfigError(
                     f"path: {root / name} was made as part {found[0]} of {found[1]}, counted from "
                     f"0, and is given as part {part} of {len(roots)}; give the same list of paths "

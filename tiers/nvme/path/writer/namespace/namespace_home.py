@@ -15,7 +15,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ......errors import ConfigError, CorruptionError, InUseError, KVCascadeError, os_errors
+from ......errors import (
+    FINAL_ERRORS,
+    ConfigError,
+    CorruptionError,
+    InUseError,
+    KVCascadeError,
+    os_errors,
+)
 from ......logs import get_logger
 from ....disk.filesystem import FileLock, FileSystem
 from ....namespace import (
@@ -243,13 +250,22 @@ def read_description(fs: FileSystem, folder: Path) -> Mapping[str, Any]:
 
 
 def homes_under(fs: FileSystem, root: Path) -> dict[str, Mapping[str, Any]]:
-    """Return the namespaces of this version in a path: names, and checked descriptions."""
+    """Return the namespaces of this version in a path: names, and checked descriptions.
+
+    A description that cannot be read for now, such as for want of descriptors, is returned empty.
+    """
     found: dict[str, Mapping[str, Any]] = {}
     with os_errors(f"listing {root}"):
         names = [name for name in fs.list_dir(root) if is_namespace_name(name)]
     for name in names:
-        with suppress(KVCascadeError):
+        if not fs.exists(root / name / DESCRIPTION):
+            continue
+        try:
             found[name] = read_description(fs, root / name)
+        except FINAL_ERRORS:
+            continue
+        except KVCascadeError:
+            found[name] = {}
     return found
 
 
@@ -335,6 +351,7 @@ def _describe(
             for name in (BLOCKS, STATE, SEGMENTS) if part == 0 else (SEGMENTS,):
                 fs.make_dir(folder / name)
             data = json.dumps(document, indent=2).encode() + b"\n"
+            fs.sync_dir(folder.parent)
             fs.replace(folder / DESCRIPTION, data)
         documents.append(document)
     return documents[-1]
