@@ -116,6 +116,12 @@ class Dirt:
     def note_evicted(self, slots: Slots) -> None:
         """Count evicted blocks as evictable no more."""
         self.evictable_max -= int(np.count_nonzero(self.settled_mask[slots]))
+        if not self._is_last:
+            self.settled_mask[slots] = False
+
+    def note_unpinned(self, n: int) -> None:
+        """Count so many slots that lost a pin, of which some may be settled."""
+        self.evictable_max += n
 
     def count_evictable(self, ref_counts: RefCounts | None) -> None:
         """Set `evictable_max` to the exact number, in 0.1 ms for 131k slots. Without reference

@@ -12,7 +12,7 @@ from itertools import filterfalse
 from ..tiers.base import BlockHash
 from .base import PrepareStoreOutput
 from .demotion import Demoter
-from .flow import Flow
+from .flow import MAX_JOBS_IN_FLIGHT, Flow
 from .lookup import Answers
 from .promotion.claim_queue import ClaimQueue
 from .promotion.promoter import Promoter
@@ -161,8 +161,10 @@ class Stores:
         top, demoter = self._top, self._demoter
         wanted = min(need, top.capacity)
         if not may_drop:
-            # Many stores may follow in this step, and only a few writes may be in flight.
-            demoter.demote_coldest(max(wanted, demoter.batch_blocks))
+            # Many stores may follow in this step, and only a few writes may be in flight. Each
+            # pins an eighth of a small tier at most: the tier below may hang.
+            most = top.capacity // (2 * MAX_JOBS_IN_FLIGHT)
+            demoter.demote_coldest(max(wanted, min(demoter.batch_blocks, most)))
             self._collect()
             if demoter.jobs or demoter.may_find_room:
                 return None

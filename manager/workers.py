@@ -89,7 +89,7 @@ class WorkerTransfers:
                 self.loads[block_hash] = (status, left - 1)
             assert status.ref_cnt > 0, "a loading block is pinned"
             status.ref_cnt -= 1
-        self._top.dirt.evictable_max += len(block_hashes)
+        self._top.dirt.note_unpinned(len(block_hashes))
 
     def using(self) -> list[BlockStatus]:
         """Return the slots that workers use now, each once."""
@@ -159,7 +159,7 @@ class WorkerTransfers:
         _, statuses, pinned = self.quarantine.pop(0)
         for status in pinned:
             status.ref_cnt -= 1
-        self._top.dirt.evictable_max += len(pinned)
+        self._top.dirt.note_unpinned(len(pinned))
         for status in statuses:
             self._drop_count(status)
 

@@ -83,6 +83,13 @@ class Breaker:
         if self._failures >= self._limit:
             self._open()
 
+    def withdrawn(self) -> None:
+        """Count a transfer that ended and says nothing about the tier. As a probe it failed."""
+        if self._failures >= self._limit:
+            self.ended(is_failure=True)
+        else:
+            self._under_way -= 1
+
     def trip(self) -> None:
         """Open the breaker at once, because a transfer was refused."""
         self._failures = max(self._failures, self._limit)

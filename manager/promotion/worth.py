@@ -80,6 +80,9 @@ class LinkSpeed:
 
     def ended(self, size_bytes: int, arrived_bytes: int, now_s: float) -> None:
         """Count a read of `size_bytes` that ended, of which `arrived_bytes` arrived."""
+        is_known = self._bytes_per_s is not None
+        if is_known and not (size_bytes or self.in_flight_bytes):  # the tier was idle meanwhile
+            return
         self.in_flight_bytes -= size_bytes
         self._arrived_bytes += arrived_bytes
         elapsed_s = now_s - self._since_s

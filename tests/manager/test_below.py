@@ -100,12 +100,12 @@ def test_a_port_that_makes_room_puts_stores_off_and_loses_nothing() -> None:
 
 
 def test_small_stores_that_are_put_off_do_not_fill_the_queue_with_small_writes() -> None:
-    engine = TwinEngine(slots=8)
-    assert engine.offer(keys(8)) == keys(8)
-    for number in range(8, 14):
+    engine = TwinEngine(slots=64, below=128)
+    assert engine.offer(keys(64)) == keys(64)
+    for number in range(64, 72):
         assert engine.offer([key(number)]) is None
-    (write,) = demoters(engine.manager)[0].jobs.values()
-    assert len(write.hashes) == 8
+    sizes = [len(write.hashes) for write in demoters(engine.manager)[0].jobs.values()]
+    assert sizes == [8] * 4, "the other half may leave, if these never end"
 
 
 @pytest.mark.parametrize("answer", [Put.LATER, Put.FULL])

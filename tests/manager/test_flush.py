@@ -396,3 +396,19 @@ def test_shutdown_refreshes_the_recency_of_so_many_at_most(
     cascade.manager.shutdown()
     coldest = [block_hash for block_hash, _ in cascade.policies[1].coldest(16)]
     assert coldest == [key(5), key(3), key(2), key(1), key(0), key(4)], "the hottest one alone"
+
+
+@pytest.mark.parametrize("slots", [16, 64, 512])
+def test_a_small_first_tier_takes_stores_though_the_tier_below_hangs(slots: int) -> None:
+    """The writes that never end leave it blocks that may leave."""
+    cascade = Cascade((slots, 1000))
+    for number in range(slots):
+        assert cascade.store([key(number)])
+    taken = 0
+    for number in range(slots, slots + 80):
+        cascade.now_s += 0.5
+        cascade.manager.end_step()
+        if cascade.manager.prepare_store([key(number)], Request()) is not None:
+            cascade.manager.complete_store({key(number)})
+            taken += 1
+    assert taken >= 40

@@ -148,3 +148,13 @@ def test_an_eviction_leaves_no_victims_that_are_counted_in_vain(
         for start in range(700, 800, 4)
     )
     assert len(full.searches) == 0
+
+
+def test_slots_of_evicted_blocks_do_not_count_as_evictable() -> None:
+    cascade = Cascade((8, 64), is_immediate=True)
+    cascade.store(keys(0, 8))
+    cascade.manager.flush_dirty(cascade.now_s + 1)
+    top = levels(cascade.manager)[0]
+    assert top.make_all_room(6, (), may_drop_dirty=False)
+    top.dirt.count_evictable(cascade.backends[0].ref_counts)
+    assert top.dirt.evictable_max == 2

@@ -518,3 +518,14 @@ def test_blocks_of_a_backlog_leave_with_the_request_that_named_them_last() -> No
     assert [block in backlog for block in blocks] == [False, False, True, True]
     backlog.end(last)
     assert not backlog.shared(blocks) and backlog.tokens == 0.0
+
+
+def test_a_read_that_was_given_up_and_ends_in_an_idle_tier_is_no_measure() -> None:
+    link = LinkSpeed()
+    link.started(1 << 30, 0.0)
+    link.ended(1 << 30, 1 << 30, 1.0)
+    known = link.bytes_per_s(1.0)
+    link.started(1 << 20, 2.0)
+    link.given_up(1 << 20)
+    link.ended(0, 1 << 20, 600.0)
+    assert link.bytes_per_s(600.0) == known == 1 << 30

@@ -31,7 +31,7 @@ CALLS: dict[str, Callable[[RemoteEngine], RemoteOutcome]] = {
     "remove": lambda engine: engine.remove(names(2), LIMIT_S)[1],
     "counter": lambda engine: engine.counter("other/generation", 1, LIMIT_S).outcome,
     "advance": lambda engine: engine.advance(COUNTER, 1, LIMIT_S).outcome,
-    "list_objects": lambda engine: next(iter(engine.list_objects("", LIMIT_S))).outcome,
+    "list_objects": lambda engine: next(iter(engine.list_objects("space/", LIMIT_S))).outcome,
 }
 
 

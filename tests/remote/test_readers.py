@@ -47,6 +47,22 @@ def test_a_reset_reaches_a_host_that_began_before_there_was_anything() -> None:
     assert reader.read(keys(1)) == [ABSENT]
 
 
+def test_counters_that_the_server_lost_are_left_to_those_who_write() -> None:
+    reader = RemoteRig(when=OFF)
+    writer = reader.host()
+    writer.write(keys(1))
+    assert reader.look(keys(1)) == [OK]
+    reader.twin.counters.clear()
+    for _ in range(3):
+        reader.clock.advance(FORGOTTEN_S)
+        assert reader.read(keys(1)) == [ABSENT]
+    assert not reader.twin.counters and not reader.twin.calls["advance"]
+    assert not sum(reader.store.state().openings.values())
+    assert writer.write(keys(2)) == [OK] * 2
+    reader.clock.advance(FORGOTTEN_S)
+    assert reader.read(keys(2)) == [OK] * 2
+
+
 def test_the_right_to_read_is_enough_before_anything_is_stored(redis: ServerProcess) -> None:
     redis_command(redis.port, "ACL", "SETUSER", "reader", "reset", "on", ">word", "~*", "+@read")
     url = f"redis://{HOST}:{redis.port}"

@@ -91,10 +91,8 @@ FAILURES = frozenset(
 
 def worst_of(outcomes: Iterable[RemoteOutcome]) -> RemoteOutcome:
     """Return the first failure, or `OK`. `BUSY` is the least of the failures."""
-    failures = [outcome for outcome in outcomes if outcome in FAILURES]
-    is_busy = RemoteOutcome.BUSY
-    mildest = is_busy if failures else RemoteOutcome.OK
-    return next((outcome for outcome in failures if outcome is not is_busy), mildest)
+    failures = (outcome for outcome in outcomes if outcome in FAILURES)
+    return min(failures, key=lambda each: each is RemoteOutcome.BUSY, default=RemoteOutcome.OK)
 
 
 def outcome_of_call(outcomes: Sequence[RemoteOutcome]) -> RemoteOutcome:
@@ -307,9 +305,10 @@ class RemoteEngine(ABC):
     def list_objects(self, prefix: str, limit_s: float) -> Iterator[Listing]:
         """Yield all objects whose names begin with `prefix`, in batches and in any order.
 
-        The prefix ends with a slash or is empty. A batch takes `limit_s` seconds at most, and to
-        the server it is no use of any object. A batch whose outcome is not `OK` is the last one. An
-        object that is written or removed meanwhile may be missing; one may be named twice.
+        The prefix ends with a slash or is empty. If it is empty, objects outside the folders of
+        namespaces (32 hexadecimal digits) may be left out. A batch takes `limit_s` seconds at most,
+        and to the server it is no use of any object. A batch whose outcome is not `OK` is the last
+        one. An object that is written or removed meanwhile may be missing; one may be named twice.
         """
 
     @abstractmethod

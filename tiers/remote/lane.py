@@ -237,7 +237,10 @@ class Lane:
     def _note_end(self, outcome: RemoteOutcome, took_s: float) -> bool:
         """Return True if more calls at a time may be made than before."""
         with self._lock:
-            self.breaker.ended(outcome in FAILURES)
+            if outcome is RemoteOutcome.DROPPED:
+                self.breaker.withdrawn()
+            else:
+                self.breaker.ended(outcome in FAILURES)
             if outcome in (RemoteOutcome.TIMED_OUT, RemoteOutcome.DENIED):
                 self.breaker.trip()  # it cost a whole deadline, or will not change soon
             return self._limit.note(took_s, outcome, is_needed=bool(self._waiting))

@@ -16,6 +16,8 @@ from .remote_job import RemoteJob
 
 SPARE_BUFFERS_MAX = 32
 """Limit on the private buffers that are kept for the next reads."""
+PATIENCE = 0.9
+"""Share of the expected time of a call that is left after each call that did not begin."""
 _SLOW = frozenset({RemoteOutcome.BUSY, RemoteOutcome.TIMED_OUT})
 
 
@@ -102,6 +104,8 @@ class Reads:
         outcomes = [outcome] * len(numbers)
         self.link.counters.note(Verb.READ, outcomes)
         job.settle(numbers, outcomes)
+        if outcome is RemoteOutcome.DROPPED:  # so that one begins at last
+            self._expected_s *= PATIENCE
 
     def is_over(self, job: RemoteRead) -> bool:
         """Return True if a job needs no call, or its time is over before a call would end.

@@ -74,7 +74,7 @@ class _Counters:
         may_begin: bool,
     ) -> None:
         self._engine = engine
-        self._may_begin = may_begin
+        self.may_begin = may_begin
         self._name = name
         self._marks_name = marks_name
         self._on_asked = on_asked
@@ -97,7 +97,7 @@ class _Counters:
 
         A host that writes nothing begins none. It reads 0: no block has that generation.
         """
-        if self._may_begin:
+        if self.may_begin:
             return self._sent(self._engine.counter(self._name, begins_at, limit_s))
         return self._read(self._name, limit_s)
 
@@ -277,11 +277,15 @@ class SharedGeneration:
     ) -> tuple[CounterAnswer, int]:
         """Return the counter, raised if it must be, and the mark of the last reset.
 
-        The mark is read after the counter, so that it is no older.
+        The mark is read after the counter, so that it is no older. A host that writes nothing
+        raises none. It finds no blocks until others have done it.
         """
         counters = self._counters
         marked = counters.last_mark(limit_s)
         least = max(now, marked.value, self._newest + 1)
+        is_lost = marked.value < self.mark or answer.value < max(self._newest, marked.value)
+        if marked.outcome is RemoteOutcome.OK and is_lost and not counters.may_begin:
+            return CounterAnswer(RemoteOutcome.OK), marked.value  # others repair the counters
         if marked.outcome is RemoteOutcome.OK and marked.value < self.mark:
             raised = counters.raise_generation(least, limit_s)
             if raised.outcome is not RemoteOutcome.OK:

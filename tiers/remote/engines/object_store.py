@@ -314,7 +314,7 @@ class ObjectStoreEngine(RemoteEngine):
         def lists() -> Iterator[Any]:
             store, prefixes = self._store, [prefix or None]
             if self._folder is not None and not prefix:
-                prefixes = [*_folders_of_objects(self._folder.path)]
+                prefixes = [*_namespaces_in(self._folder.path)]
             for each in prefixes:
                 yield from self._obstore.list(store, each, chunk_size=LISTED_AT_A_TIME)
 
@@ -553,18 +553,13 @@ def _read_file(path: str, buffer: PrivateBuffer) -> bool:
     return True
 
 
-def _folders_of_objects(share: Path) -> Iterator[str]:
-    """Yield the folders that may hold objects.
+def _namespaces_in(share: Path) -> Iterator[str]:
+    """Return the folders of namespaces.
 
     A share can hold others, too, on which a list of everything fails: links in a circle, names that
-    are no text, and folders that this user may not read, such as `lost+found`. A namespace that
-    may not be read is not left out.
+    are no text, and folders that this user may not read, such as `lost+found`.
     """
-    with os.scandir(share) as entries:
-        for each in entries:
-            if each.name.isascii() and each.is_dir(follow_symlinks=False):
-                if _NAMESPACE.fullmatch(each.name) or os.access(each.path, os.R_OK | os.X_OK):
-                    yield each.name
+    return filter(_NAMESPACE.fullmatch, os.listdir(share))
 
 
 def _after(requests: int, answer: CounterAnswer) -> CounterAnswer:

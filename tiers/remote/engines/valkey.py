@@ -523,8 +523,11 @@ class ValkeyEngine(RemoteEngine):
                 return
             fault = RemoteOutcome.IO_ERROR if isinstance(answer, Address) else answer
         except TimeoutError:
-            moved_s = begun_s if connection is None else connection.moved_s
-            has_failed = time.monotonic() - moved_s >= limit.silent_s
+            now_s = time.monotonic()
+            if connection is None:  # no connection, although there was time for one
+                has_failed = now_s < limit.ends_s or now_s - begun_s >= limit.silent_s
+            else:
+                has_failed = now_s - connection.moved_s >= limit.silent_s
             fault = RemoteOutcome.TIMED_OUT if has_failed else RemoteOutcome.BUSY
         except OSError:
             fault = RemoteOutcome.IO_ERROR
