@@ -128,13 +128,15 @@ class IdleNamespaces:
         """Return the bytes of all of them in a path."""
         return sum(one.bytes_by_path[path] for one in self._found.values())
 
+    def usable_bytes_in(self, path: int) -> int:
+        """Return the bytes in a path of those that may be opened for their room."""
+        return sum(one.bytes_by_path[path] for one in self._usable)
+
     def oldest(self, spared: str | None) -> tuple[str, float] | None:
         """Return the one that was used longest ago, with the seconds since then."""
-        now_s = self._means.wall_clock()
-        found = (one for one in self._found.values() if one.name != spared)
-        usable = [one for one in found if one.usable_from_s <= now_s]
+        usable = (one for one in self._usable if one.name != spared)
         one = min(usable, key=lambda each: each.last_used_s, default=None)
-        return None if one is None else (one.name, now_s - one.last_used_s)
+        return None if one is None else (one.name, self._means.wall_clock() - one.last_used_s)
 
     def written_in_day(self) -> int:
         """Return the bytes written to them in the last day, as far as their records were read."""
@@ -145,6 +147,11 @@ class IdleNamespaces:
         """Release all locks."""
         for name in list(self._found):
             self.take(name)
+
+    @property
+    def _usable(self) -> list[IdleNamespace]:
+        now_s = self._means.wall_clock()
+        return [one for one in self._found.values() if one.usable_from_s <= now_s]
 
     def _look(self, name: str, capacity_bytes: int, with_days: bool) -> IdleNamespace:
         fs = self._means.fs

@@ -156,7 +156,8 @@ class PathNamespaces:
         Return their names, with the error of those that could not be opened.
         """
         ended: dict[str, KVCascadeError | None] = {}
-        for opening, found in self.openings.take():
+        while (one := self.openings.take()) is not None:
+            opening, found = one
             if isinstance(found, NamespaceWriter):
                 ended[opening.name] = self._adopt(opening, found)
                 continue
@@ -327,23 +328,31 @@ class PathNamespaces:
     ) -> NamespaceHome:
         """Make the directories of a namespace for tables of `sizes`. Runs on an I/O thread.
 
-        If they have no room, namespaces of older versions leave. Raises a `KVCascadeError`.
+        If they have no room, namespaces of older versions leave. Raises a `KVCascadeError`, such as
+        `NoSpaceError` if that is not enough.
         """
+        capacity = self.space.capacity
         check_mounted(self.fs, self.roots)
         for path, size in enumerate(sizes):
             if self.fs.exists(self.roots[path]):
-                with self.space.capacity.claim(path, size, 0):
+                with capacity.claim(path, size, capacity.own_bytes[path]):
                     pass
         home = make_home(self.fs, self.roots, name, spec, options)
-        return _with_room(self.fs, home, self.space.capacity)
+        return _with_room(self.fs, home, capacity)
 
     def _lacking(self, opening: NamespaceToOpen) -> int | None:
-        """Return a path in which the tables of a namespace lack room that segments have."""
-        reserve = self.options.min_free_bytes
-        for path, size in enumerate(opening.bytes_by_path if reserve else ()):
+        """Return a path in which the tables of a namespace lack room that segments have.
+
+        They lack it in the capacity or on the disk.
+        """
+        space, sizes = self.space, opening.bytes_by_path
+        own = [space.held_bytes(path) + size for path, size in enumerate(sizes)]
+        space.capacity.own_bytes = own
+        for path, size in enumerate(sizes):
             with suppress(OSError):  # the opening itself says what is wrong
-                missing = size + reserve - self.fs.free_bytes(self.roots[path])
-                if 0 < missing <= self.space.freeable_bytes(path):
+                short = size + self.options.min_free_bytes - self.fs.free_bytes(self.roots[path])
+                missing = max(short, -space.capacity.left_bytes(path, own[path]))
+                if 0 < missing <= space.freeable_bytes(path):
                     return path
         return None
 
