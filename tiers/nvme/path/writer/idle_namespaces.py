@@ -17,6 +17,7 @@ from .....logs import get_logger
 from ....endurance import DAY_S, day_totals
 from ...disk.filesystem import FileLock
 from ...namespace import DESCRIPTION, LOCK
+from ..path_messages import PathOptions
 from ..presence_file import recorded_slots
 from .namespace.namespace_home import (
     BLOCKS,
@@ -58,11 +59,11 @@ class IdleNamespaces:
         self._roots = tuple(roots)
         self._found: dict[str, IdleNamespace] = {}
 
-    def find(self, capacity_bytes: int, *, with_days: bool) -> None:
-        """Find all namespaces. With `with_days` the record of the last day of each is read."""
+    def find(self, options: PathOptions) -> None:
+        """Find all namespaces. With a write budget, the record of the last day of each is read."""
         for name in homes_under(self._means.fs, self._roots[0]):
             try:
-                self._found[name] = self._look(name, capacity_bytes, with_days)
+                self._found[name] = self._look(name, options)
             except KVCascadeError as error:
                 _log.warning(
                     "%s cannot be used, and is removed if room is needed: %s",
@@ -153,15 +154,16 @@ class IdleNamespaces:
         now_s = self._means.wall_clock()
         return [one for one in self._found.values() if one.usable_from_s <= now_s]
 
-    def _look(self, name: str, capacity_bytes: int, with_days: bool) -> IdleNamespace:
+    def _look(self, name: str, options: PathOptions) -> IdleNamespace:
         fs = self._means.fs
-        home = open_home(fs, self._roots, name, capacity_bytes)
+        home = open_home(fs, self._roots, name, options)
         assert home is not None, "its description was just read"
         try:
             with os_errors(f"looking at {name}"):
                 last_used_s = fs.modified_at(home.folders[0] / LOCK)
             is_recent = self._means.wall_clock() - last_used_s < RECENT_S
-            day = self._day_of(home) if with_days and is_recent else b""
+            is_counted = is_recent and options.write_budget_bytes is not None
+            day = self._day_of(home) if is_counted else b""
             with os_errors(f"looking at {name}"):  # afterwards, since the table may have changed
                 sizes = [fs.used_bytes(folder) for folder in home.folders]
             locks = list(home.locks)

@@ -78,7 +78,7 @@ class PathNamespaces:
         self.record = record_in_force(means.fs, roots, options)
         in_force = self.record.options
         idle = IdleNamespaces(means, roots)
-        idle.find(in_force.capacity_bytes, with_days=in_force.write_budget_bytes is not None)
+        idle.find(in_force)
         capacity = PathCapacity(means.fs, roots, in_force, clock)
         self._looked_at: set[str] = set()
         """Namespaces that a tool had opened and that had no segment then. They stay, because nobody
@@ -287,7 +287,7 @@ class PathNamespaces:
         """
         if name in self.openings:
             raise InUseError(f"{name} is being opened; try again later")
-        home = open_home(self.fs, self.roots, name, self.options.capacity_bytes)
+        home = open_home(self.fs, self.roots, name, self.options)
         day = self.space.idle.take(name)
         try:
             return home is None or remove_home(self.fs, home)
@@ -316,7 +316,7 @@ class PathNamespaces:
         is_known = name in self.space.idle.names
         if not (is_known and self.fs.exists(self.roots[0] / name / BLOCKS)):
             plan = plan_namespace(options, spec.block_bytes, paths)
-            sizes = [fixed_bytes(plan.slots, path) for path in range(paths)]
+            sizes = [fixed_bytes(plan.slots, path, options.policy) for path in range(paths)]
         self._begin_opening(name, partial(self._make_home, name, spec, options, sizes), sizes)
 
     def _make_home(
@@ -346,7 +346,7 @@ class PathNamespaces:
         They lack it in the capacity or on the disk.
         """
         space, sizes = self.space, opening.bytes_by_path
-        own = [space.held_bytes(path) + size for path, size in enumerate(sizes)]
+        own = [space.own_bytes(path, with_new=False) + size for path, size in enumerate(sizes)]
         space.capacity.own_bytes = own
         for path, size in enumerate(sizes):
             with suppress(OSError):  # the opening itself says what is wrong
@@ -376,7 +376,7 @@ class PathNamespaces:
     def _home_of(self, name: str) -> NamespaceHome:
         """Open the directories of an existing namespace. Runs on an I/O thread."""
         check_mounted(self.fs, self.roots)
-        home = open_home(self.fs, self.roots, name, self.options.capacity_bytes)
+        home = open_home(self.fs, self.roots, name, self.options)
         if home is None:
             raise ConfigError(f"there is no namespace {name} any more")
         return _with_room(self.fs, home, self.space.capacity)
@@ -436,7 +436,7 @@ def _with_room(fs: FileSystem, home: NamespaceHome, capacity: PathCapacity) -> N
         if former % home.layout.slots or not 0 < former < home.slots:
             return home
         with os_errors(f"opening {home.folders[0]}"):
-            more = fixed_bytes(home.slots, 0) - fs.used_bytes(home.folders[0] / BLOCKS)
+            more = home.bytes_beside_segments(0) - fs.used_bytes(home.folders[0] / BLOCKS)
         try:
             with capacity.claim(0, more, 0):
                 pass

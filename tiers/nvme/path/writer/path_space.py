@@ -111,13 +111,12 @@ class PathSpace:
         """True while a segment is being made, emptied or deleted, or a namespace opened."""
         return self.files.is_busy or self._is_emptying or len(self._openings) > 0
 
-    def own_bytes(self, path: int) -> int:
-        """Return the bytes of our namespaces in a path, with those that are being made."""
-        return self.held_bytes(path) + self._openings.bytes_in(path)
+    def own_bytes(self, path: int, *, with_new: bool = True) -> int:
+        """Return the bytes of our namespaces in a path, all that they may take without asking.
 
-    def held_bytes(self, path: int) -> int:
-        """Return the bytes of our namespaces in a path, all that they may take without asking."""
-        total = self.idle.bytes_in(path)
+        `with_new`: with those of new namespaces that are being opened.
+        """
+        total = self.idle.bytes_in(path) + (self._openings.bytes_in(path) if with_new else 0)
         return total + sum(self.files.bytes_in(name, path) for name in self.namespaces)
 
     @property
@@ -176,8 +175,8 @@ class PathSpace:
             return
         lacking = self._openings.lacking
         for path in range(self.capacity.paths):
-            is_over = self.capacity.left_bytes(path, self.held_bytes(path)) < 0
-            if (is_over or lacking == path) and self.take_coldest(None, {path}):
+            left_bytes = self.capacity.left_bytes(path, self.own_bytes(path, with_new=False))
+            if (left_bytes < 0 or lacking == path) and self.take_coldest(None, {path}):
                 return
         if lacking is not None:
             self._take_last(lacking)
