@@ -106,6 +106,18 @@ def test_a_model_whose_tables_never_fit_is_refused_and_costs_nothing() -> None:
     assert segments_of(rig, old) == before
 
 
+def test_a_full_model_that_lost_its_index_counts_once() -> None:
+    rig, old = full(ONE)
+    before = segments_of(rig, old)
+    rig.close()
+    rig.disks.clear()
+    rig.fs.remove_tree(ROOT / old.welcome.folder / "blocks")  # type: ignore[union-attr]
+    rig.start()
+    again = RigNode(rig, "old")
+    assert again.welcome is not None, again.refused
+    assert segments_of(rig, again) == before
+
+
 def test_room_of_a_damaged_model_that_never_leaves_costs_the_others_nothing() -> None:
     rig = PathRig(TWO)
     damaged = RigNode(rig, "damaged")
