@@ -119,7 +119,7 @@ def test_a_label_does_not_part_those_whose_fields_are_equal() -> None:
 
 
 def test_a_node_is_told_which_options_began_another_cache_of_its_model() -> None:
-    rig = PathRig(WIDE)
+    rig = PathRig(2 * WIDE, 512)
     facts = {"weights": "files:1", "dtype": "float16", "tokens": "16"}
     newest = facts | {"dtype": "bfloat16", "rope": "yarn"}
 
@@ -140,7 +140,7 @@ def test_a_node_is_told_which_options_began_another_cache_of_its_model() -> None
 
 def test_openings_run_one_after_the_other() -> None:
     executor = SteppingExecutor()
-    rig = PathRig(WIDE, executor=executor)
+    rig = PathRig(10 * WIDE, executor=executor)
     nodes = [RigNode(rig, label, may_wait=True) for label in ("a", "b", "c")]
     for number in range(3):
         assert len(executor) == 1, "segments of others are made meanwhile"
@@ -350,7 +350,7 @@ def test_reads_of_a_reader_are_no_uses() -> None:
 
 @pytest.mark.parametrize("label", ["model", "another namespace"])
 def test_the_first_node_with_metrics_reports_them(label: str) -> None:
-    rig = PathRig()
+    rig = PathRig(WIDE)
     cache, engine = RigNode(rig, label, has_metrics=False), RigNode(rig)
     rig.step(seconds=2.0)
     for node, expected in (cache, False), (engine, True):

@@ -86,6 +86,8 @@ def test_a_namespace_that_needs_room_takes_the_coldest_segments_of_another() -> 
     before = segments(rig)["old"]
     most = bytes_of(rig)
     new = RigNode(rig, "new")
+    rig.step(300, seconds=0.01)
+    assert new.has_answer()
     fill(new, range(1000, 1016))
     counts = segments(rig)
     assert counts["new"] >= 2
@@ -393,22 +395,22 @@ def test_a_disk_that_lacks_more_than_a_segment_costs_no_whole_namespace() -> Non
 
 
 def test_the_room_of_an_older_version_that_ended_is_used() -> None:
-    rig = PathRig(20)
+    rig = PathRig(60)
     old = ROOT / "old-0123456789ab"
     rig.fs.make_dir(old)
-    rig.fs.open(old / "000000.safetensors", create=True).preallocate(14 * 9 * BLOCK_BYTES)
+    rig.fs.open(old / "000000.safetensors", create=True).preallocate(40 * 9 * BLOCK_BYTES)
     lock = rig.fs.lock(old / "lock", shared=True)
     node = RigNode(rig)
     fill(node, range(0, 96))
     assert [*segments(rig).values()] < [10]
     lock.release()
     rig.step(seconds=RETRY_AFTER_S)
-    fill(node, range(1000, 1240))
-    assert [*segments(rig).values()] == [20] and not rig.fs.exists(old)
+    fill(node, range(1000, 1480))
+    assert [*segments(rig).values()] == [60] and not rig.fs.exists(old)
 
 
 def test_a_disk_that_lacks_more_than_all_segments_costs_nothing_when_a_model_comes() -> None:
-    rig = PathRig(40, min_free_bytes=8 << 20)
+    rig = PathRig(120, min_free_bytes=8 << 20)
     fill(RigNode(rig, "old"), range(0, 40))
     before = segments(rig)
     rig.fs.size_bytes = rig.fs.used_bytes(Path("/"))

@@ -225,7 +225,7 @@ def test_a_reset_is_named_to_others_that_publish_events(monkeypatch: pytest.Monk
 
 
 def test_one_node_of_each_namespace_reports_its_figures() -> None:
-    rig = PathRig()
+    rig = PathRig(120)
     nodes = [RigNode(rig), RigNode(rig), RigNode(rig, label="another"), RigNode(rig)]
 
     def reporters() -> list[tuple[bool, bool] | None]:
@@ -241,7 +241,7 @@ def test_one_node_of_each_namespace_reports_its_figures() -> None:
 
 
 def test_an_engine_without_requests_does_not_report_for_others() -> None:
-    rig = PathRig()
+    rig = PathRig(120)
     idle, first, second = RigNode(rig), RigNode(rig), RigNode(rig)
     other_idle, other = RigNode(rig, label="another"), RigNode(rig, label="another")
     nodes = [idle, first, second, other_idle, other]

@@ -45,7 +45,7 @@ def test_prompts_of_all_engines_are_in_one_log() -> None:
 
 
 def test_namespaces_have_logs_of_their_own() -> None:
-    rig = PathRig()
+    rig = PathRig(120)
     one, two = RigNode(rig), RigNode(rig, label="another")
     prompt(rig, one, [1, 2], 0)
     prompt(rig, two, [7], 0)

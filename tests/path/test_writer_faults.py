@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
-import msgspec
 import numpy as np
 import pytest
 from support.path_rig import PathRig, RigNode, int32, key_of, slots_in, uint64
@@ -257,9 +256,7 @@ def test_a_reset_after_one_that_the_disk_refused_keeps_out_what_was_stored_betwe
 @pytest.mark.parametrize("policy", ORDERS)
 @pytest.mark.parametrize("is_settle", [True, False])
 def test_a_use_that_names_a_block_twice_counts_once(policy: str, is_settle: bool) -> None:
-    rig = PathRig()
-    rig.close()
-    rig.start(msgspec.structs.replace(rig.options, policy=policy))
+    rig = PathRig(policy=policy)
     node = RigNode(rig)
     node.store([1, 2, 3])
     rig.send(node.client, Touch([key_of(1), key_of(2), key_of(1)], is_settle=is_settle))

@@ -9,10 +9,16 @@ import numpy as np
 
 from kvcascade.tiers.base import SlotMask
 from kvcascade.tiers.policies.lru import LruOrder
+from kvcascade.tiers.policies.order import EvictionOrder
+from kvcascade.tiers.policies.prefix import PrefixOrder
 
 
 class Sound(LruOrder):
     """No fault at all."""
+
+
+class SoundPrefix(PrefixOrder):
+    """No fault at all, and the most arrays."""
 
 
 class FailsAtInsert(LruOrder):
@@ -125,6 +131,6 @@ FAILING = (
 )
 
 
-def path_of(order: type[LruOrder]) -> str:
+def path_of(order: type[EvictionOrder]) -> str:
     """The name of a class in the configuration."""
     return f"{order.__module__}:{order.__name__}"

@@ -44,7 +44,7 @@ def coldest_in(root: Path) -> list[bytes]:
     fs = RealFileSystem()
     record, (name,) = load_record(fs, root), homes_under(fs, root)
     assert record is not None
-    home = open_home(fs, [root], name, record.options.capacity_bytes)
+    home = open_home(fs, [root], name, record.options)
     assert home is not None
     means = StartMeans(fs, time.time, open_block_table, boot_id())
     namespace = open_namespace_writer(means, home, record.options.policy, is_durable=False)

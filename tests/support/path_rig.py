@@ -88,7 +88,8 @@ class PathRig:
         self.disks: dict[Path, MemoryBlockDisk] = {}
         self.boot = b"boot 1"
         paths = len(self.roots)
-        capacity = capacity_of(segments, slots_per_segment, BLOCK_BYTES, paths)
+        policy = str(options.get("policy", "lru"))
+        capacity = capacity_of(segments, slots_per_segment, BLOCK_BYTES, paths, policy)
         self.options = PathOptions(
             **{  # type: ignore[arg-type]
                 "capacity_bytes": capacity,

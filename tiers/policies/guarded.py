@@ -180,6 +180,8 @@ def guarded(policy: str, order: type[EvictionOrder]) -> type[EvictionOrder]:
         "guarded": order,
         "wants_tags": order.wants_tags,
         "wants_chains": order.wants_chains,
+        "state_bytes": order.state_bytes,
+        "state_bytes_per_slot": order.state_bytes_per_slot,
     }
     if order.expect is EvictionOrder.expect:  # else digests were made for nothing
         facts["expect"] = EvictionOrder.expect

@@ -46,6 +46,7 @@ class LirsOrder(EvictionOrder):
     """
 
     wants_tags = True
+    state_bytes_per_slot = 93
 
     def __init__(self, capacity: int, arrays: ArraySource = heap_arrays) -> None:
         super().__init__(capacity, arrays)

@@ -67,6 +67,10 @@ class EvictionOrder(ABC):
 
     wants_tags: ClassVar[bool] = False
     wants_chains: ClassVar[bool] = False
+    state_bytes: ClassVar[int] = 256 << 10
+    """With `state_bytes_per_slot`, the most bytes of the arrays as files. The capacity of a tier on
+    disk counts them."""
+    state_bytes_per_slot: ClassVar[int] = 76
 
     def __init__(self, capacity: int, arrays: ArraySource = heap_arrays) -> None:
         self.capacity = capacity

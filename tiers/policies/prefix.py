@@ -91,6 +91,8 @@ class PrefixOrder(EvictionOrder):
 
     wants_tags = True
     wants_chains = True
+    state_bytes = 2304 << 10
+    state_bytes_per_slot = 105
 
     def __init__(self, capacity: int, arrays: ArraySource = heap_arrays) -> None:
         super().__init__(capacity, arrays)

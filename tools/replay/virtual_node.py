@@ -191,7 +191,7 @@ class VirtualPath:
         size, budget_bytes = options.block_bytes, options.tier.write_budget_bytes
         budget = None if budget_bytes is None else budget_bytes // options.moved_bytes * size
         asked = PathOptions(
-            capacity_of(1, options.slots, size),
+            capacity_of(1, options.slots, size, policy=options.tier.policy),
             policy=options.tier.policy,
             write_budget_bytes=budget,
             segment_bytes=options.slots * size,  # all room is there from the first block on

@@ -17,6 +17,7 @@ from .....logs import get_logger
 from ....endurance import DAY_S, day_totals
 from ...disk.filesystem import FileLock
 from ...namespace import DESCRIPTION, LOCK
+from ..path_messages import PathOptions
 from ..presence_file import recorded_slots
 from .namespace.namespace_home import (
     BLOCKS,
@@ -58,8 +59,8 @@ class IdleNamespaces:
         self._roots = tuple(roots)
         self._found: dict[str, IdleNamespace] = {}
 
-    def find(self, capacity_bytes: int, *, with_days: bool) -> None:
-        """Find all namespaces. With `with_days` the record of the last day of each is read.
+    def find(self, options: PathOptions) -> None:
+        """Find all namespaces. With a write budget, the record of the last day of each is read.
 
         Raises `TierIOError` if the bytes of one cannot be counted.
         """
@@ -68,7 +69,7 @@ class IdleNamespaces:
             for name in homes_under(self._means.fs, self._roots[0]):
                 folder = self._roots[0] / name
                 try:
-                    self._found[name] = self._look(name, capacity_bytes, with_days)
+                    self._found[name] = self._look(name, options)
                 except FINAL_ERRORS as error:
                     text = "%s cannot be used, and is removed if room is needed: %s"
                     _log.warning(text, folder, error)
@@ -135,13 +136,15 @@ class IdleNamespaces:
         """Return the bytes of all of them in a path."""
         return sum(one.bytes_by_path[path] for one in self._found.values())
 
+    def usable_bytes_in(self, path: int) -> int:
+        """Return the bytes in a path of those that may be opened for their room."""
+        return sum(one.bytes_by_path[path] for one in self._usable)
+
     def oldest(self, spared: str | None) -> tuple[str, float] | None:
         """Return the one that was used longest ago, with the seconds since then."""
-        now_s = self._means.wall_clock()
-        found = (one for one in self._found.values() if one.name != spared)
-        usable = [one for one in found if one.usable_from_s <= now_s]
+        usable = (one for one in self._usable if one.name != spared)
         one = min(usable, key=lambda each: each.last_used_s, default=None)
-        return None if one is None else (one.name, now_s - one.last_used_s)
+        return None if one is None else (one.name, self._means.wall_clock() - one.last_used_s)
 
     def written_in_day(self) -> int:
         """Return the bytes written to them in the last day, as far as their records were read."""
@@ -153,16 +156,22 @@ class IdleNamespaces:
         for name in list(self._found):
             self.take(name)
 
-    def _look(self, name: str, capacity_bytes: int, with_days: bool) -> IdleNamespace:
+    @property
+    def _usable(self) -> list[IdleNamespace]:
+        now_s = self._means.wall_clock()
+        return [one for one in self._found.values() if one.usable_from_s <= now_s]
+
+    def _look(self, name: str, options: PathOptions) -> IdleNamespace:
         fs = self._means.fs
-        home = open_home(fs, self._roots, name, capacity_bytes)
+        home = open_home(fs, self._roots, name, options)
         if home is None:
             raise InUseError(f"{name} is being removed by another program")
         try:
             with os_errors(f"looking at {name}"):
                 last_used_s = fs.modified_at(home.folders[0] / LOCK)
             is_recent = self._means.wall_clock() - last_used_s < RECENT_S
-            day = self._day_of(home) if with_days and is_recent else b""
+            is_counted = is_recent and options.write_budget_bytes is not None
+            day = self._day_of(home) if is_counted else b""
             with os_errors(f"looking at {name}"):  # afterwards, since the table may have changed
                 sizes = [fs.used_bytes(folder) for folder in home.folders]
             locks = list(home.locks)

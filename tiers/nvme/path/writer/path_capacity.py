@@ -83,10 +83,13 @@ class PathCapacity:
         """Names of our namespaces, open or not. The writer's thread replaces it before a
         namespace is opened and before segments are made. So a job takes none of ours for that of
         another process, and none that could not be opened for ours."""
+        self.own_bytes: Sequence[int] = ()
+        """Bytes of our files in each path, with the tables of the namespace that is made next. The
+        writer's thread replaces it before that."""
         self.was_made = False
         """True once a segment was made; whoever waits for that sets it to False."""
         self._foreign = [0] * len(roots)
-        """Bytes in each path of older versions that are in use, when they were measured last."""
+        """Bytes in each path of older versions that are in use. `claim` measures them."""
         self._retry_at_s = [0.0] * len(roots)
         """Time of the next attempt to make a segment, by path."""
         self._rests_until_s = [0.0] * len(roots)
@@ -119,11 +122,6 @@ class PathCapacity:
         """Let a segment be made again in a path: one was deleted there."""
         self._retry_at_s[path] = 0.0
 
-    def note_made(self, path: int, foreign: int) -> None:
-        """Note that a segment was made, and the bytes of older versions in a path in use."""
-        self.was_made = True
-        self._foreign[path] = foreign
-
     def may_try(self, path: int, own_bytes: int) -> bool:
         """Return True if our files may have `own_bytes` in a path, and no attempt failed lately.
 
@@ -138,13 +136,12 @@ class PathCapacity:
     # -- on an I/O thread ----------------------------------------------------------------------
 
     @contextmanager
-    def claim(self, path: int, growth: int, own_bytes: int) -> Iterator[int]:
+    def claim(self, path: int, growth: int, own_bytes: int) -> Iterator[None]:
         """Make a file of `growth` bytes in a path inside this context.
 
-        `own_bytes` are those of our files with the new one. Yields the bytes of older versions that
-        are in use; others were removed as far as room was needed. Raises `NoSpaceError` if capacity
-        or reserve would not be kept, and `ConfigError` if the disk of the path is not mounted any
-        more.
+        `own_bytes` are those of our files with the new one. Older versions that are not in use are
+        removed as far as room is needed. Raises `NoSpaceError` if capacity or reserve would not be
+        kept, and `ConfigError` if the disk of the path is not mounted any more.
         """
         root = self._roots[path]
         if not self._is_mounted(root):  # the lock file would hide that from the next start
@@ -155,7 +152,8 @@ class PathCapacity:
         except InUseError:
             raise NoSpaceError(f"another process is making room in {root}; try again") from None
         try:
-            yield self._make_room(root, growth, own_bytes)
+            self._make_room(path, growth, own_bytes)
+            yield
         finally:
             lock.release()
 
@@ -169,7 +167,8 @@ class PathCapacity:
         )
         return is_here or not is_first
 
-    def _make_room(self, root: Path, growth: int, own_bytes: int) -> int:
+    def _make_room(self, path: int, growth: int, own_bytes: int) -> None:
+        root = self._roots[path]
         taken = remove_leftovers(self._fs, root)
         ahead = held = 0
         with ExitStack() as locks:
@@ -185,11 +184,11 @@ class PathCapacity:
                 taken += one.used_bytes
             with os_errors(f"asking for the free space of {root}"):
                 free = self._fs.free_bytes(root)
+            self._foreign[path] = held + ahead
             over = taken + ahead + own_bytes - self.share_bytes
             reserve = self.options.min_free_bytes
             short = growth + reserve + (ahead if reserve else 0) - free
             self._remove_oldest(root, idle, over, short)
-            return held + ahead
 
     def _remove_oldest(
         self, root: Path, idle: Sequence[FoundNamespace], over: int, short: int
@@ -203,7 +202,7 @@ class PathCapacity:
             removed += one.used_bytes
         if removed < over:
             raise NoSpaceError(
-                f"the capacity in {root} is taken by namespaces that other processes use; stop "
+                f"the capacity in {root} is taken by namespaces that other engines use; stop "
                 "them, or raise the capacity"
             )
         if removed < short:

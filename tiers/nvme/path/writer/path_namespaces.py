@@ -32,6 +32,7 @@ from ..presence_file import recorded_slots
 from .idle_namespaces import IdleNamespaces
 from .namespace.namespace_home import (
     BLOCKS,
+    SEGMENTS,
     NamespaceHome,
     check_same,
     key_of,
@@ -78,7 +79,7 @@ class PathNamespaces:
         self.record = record_in_force(means.fs, roots, options)
         in_force = self.record.options
         idle = IdleNamespaces(means, roots)
-        idle.find(in_force.capacity_bytes, with_days=in_force.write_budget_bytes is not None)
+        idle.find(in_force)
         capacity = PathCapacity(means.fs, roots, in_force, clock)
         self._looked_at: set[str] = set()
         """Namespaces that a tool had opened and that had no segment then. They stay, because nobody
@@ -158,7 +159,8 @@ class PathNamespaces:
         Return their names, with the error of those that could not be opened.
         """
         ended: dict[str, KVCascadeError | None] = {}
-        for opening, found in self.openings.take():
+        while (one := self.openings.take()) is not None:
+            opening, found = one
             if isinstance(found, NamespaceWriter):
                 ended[opening.name] = self._adopt(opening, found)
                 continue
@@ -288,7 +290,7 @@ class PathNamespaces:
         """
         if name in self.openings:
             raise InUseError(f"{name} is being opened; try again later")
-        home = open_home(self.fs, self.roots, name, self.options.capacity_bytes)
+        home = open_home(self.fs, self.roots, name, self.options)
         day = self.space.idle.take(name)
         try:
             return home is None or remove_home(self.fs, home)
@@ -317,8 +319,18 @@ class PathNamespaces:
         is_known = name in self.space.idle.names
         if not (is_known and self.fs.exists(self.roots[0] / name / BLOCKS)):
             plan = plan_namespace(options, spec.block_bytes, paths)
-            sizes = [fixed_bytes(plan.slots, path) for path in range(paths)]
+            sizes = [
+                max(0, fixed_bytes(plan.slots, path, options.policy) - self._left_bytes(name, path))
+                for path in range(paths)
+            ]
         self._begin_opening(name, partial(self._make_home, name, spec, options, sizes), sizes)
+
+    def _left_bytes(self, name: str, path: int) -> int:
+        """Return the bytes beside the segments of a namespace that lost its index."""
+        folder, fs = self.roots[path] / name, self.fs
+        with os_errors(f"looking at {folder}"):
+            used = fs.used_bytes(folder) if fs.exists(folder) else 0
+            return used - (fs.used_bytes(folder / SEGMENTS) if fs.exists(folder / SEGMENTS) else 0)
 
     def _make_home(
         self,
@@ -329,23 +341,31 @@ class PathNamespaces:
     ) -> NamespaceHome:
         """Make the directories of a namespace for tables of `sizes`. Runs on an I/O thread.
 
-        If they have no room, namespaces of older versions leave. Raises a `KVCascadeError`.
+        If they have no room, namespaces of older versions leave. Raises a `KVCascadeError`, such as
+        `NoSpaceError` if that is not enough.
         """
+        capacity = self.space.capacity
         check_mounted(self.fs, self.roots)
         for path, size in enumerate(sizes):
             if self.fs.exists(self.roots[path]):
-                with self.space.capacity.claim(path, size, 0):
+                with capacity.claim(path, size, capacity.own_bytes[path]):
                     pass
         home = make_home(self.fs, self.roots, name, spec, options)
-        return _with_room(self.fs, home, self.space.capacity)
+        return _with_room(self.fs, home, capacity)
 
     def _lacking(self, opening: NamespaceToOpen) -> int | None:
-        """Return a path in which the tables of a namespace lack room that segments have."""
-        reserve = self.options.min_free_bytes
-        for path, size in enumerate(opening.bytes_by_path if reserve else ()):
+        """Return a path in which the tables of a namespace lack room that segments have.
+
+        They lack it in the capacity or on the disk.
+        """
+        space, sizes = self.space, opening.bytes_by_path
+        own = [space.own_bytes(path, with_new=False) + size for path, size in enumerate(sizes)]
+        space.capacity.own_bytes = own
+        for path, size in enumerate(sizes):
             with suppress(OSError):  # the opening itself says what is wrong
-                missing = size + reserve - self.fs.free_bytes(self.roots[path])
-                if 0 < missing <= self.space.freeable_bytes(path):
+                short = size + self.options.min_free_bytes - self.fs.free_bytes(self.roots[path])
+                missing = max(short, -space.capacity.left_bytes(path, own[path]))
+                if 0 < missing <= space.freeable_bytes(path):
                     return path
         return None
 
@@ -369,7 +389,7 @@ class PathNamespaces:
     def _home_of(self, name: str) -> NamespaceHome:
         """Open the directories of an existing namespace. Runs on an I/O thread."""
         check_mounted(self.fs, self.roots)
-        home = open_home(self.fs, self.roots, name, self.options.capacity_bytes)
+        home = open_home(self.fs, self.roots, name, self.options)
         if home is None:
             raise ConfigError(f"there is no namespace {name} any more")
         return _with_room(self.fs, home, self.space.capacity)
@@ -429,7 +449,7 @@ def _with_room(fs: FileSystem, home: NamespaceHome, capacity: PathCapacity) -> N
         if former % home.layout.slots or not 0 < former < home.slots:
             return home
         with os_errors(f"opening {home.folders[0]}"):
-            more = fixed_bytes(home.slots, 0) - fs.used_bytes(home.folders[0] / BLOCKS)
+            more = home.bytes_beside_segments(0) - fs.used_bytes(home.folders[0] / BLOCKS)
         try:
             with capacity.claim(0, more, 0):
                 pass

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from .....errors import ConfigError
+from ....policies import order_class
 from ...segments.format import (
     MAX_BLOCK_BYTES,
     MAX_SEGMENTS,
@@ -23,10 +25,11 @@ MAX_SEGMENTS_PER_PATH = 128
 node."""
 SMALL_FILES_BYTES = 64 << 10
 """Room per namespace and path for small files."""
-STATE_FIXED_BYTES = 256 << 10
-STATE_BYTES_PER_SLOT = 110
-"""Arrays of the eviction order and of the last uses. The largest policy takes 99 bytes; what finds
-no room lives in memory."""
+STATE_BYTES_PER_SLOT = 34
+"""Arrays beside the eviction order: last uses (10), the log of prompts (16), and the uses that are
+noted beside an order of another package (8)."""
+
+_order_of = cache(order_class)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +46,41 @@ class SegmentPlan:
         return self.slots_per_segment * self.segments
 
 
-def fixed_bytes(slots: int, path: int) -> int:
+def state_bytes(slots: int, policy: str) -> int:
+    """Return the most bytes of the arrays in the state folder of a namespace.
+
+    What finds no room on the disk lives in memory.
+    """
+    order = _order_of(policy)
+    return order.state_bytes + (order.state_bytes_per_slot + STATE_BYTES_PER_SLOT) * slots
+
+
+def fixed_bytes(slots: int, path: int, policy: str) -> int:
     """Return the most bytes of a namespace in a path beside its segments."""
     if path > 0:
         return SMALL_FILES_BYTES
-    state = STATE_FIXED_BYTES + STATE_BYTES_PER_SLOT * slots
-    return SMALL_FILES_BYTES + block_table_bytes(slots) + presence_bytes(slots) + state
+    tables = block_table_bytes(slots) + presence_bytes(slots)
+    return SMALL_FILES_BYTES + tables + state_bytes(slots, policy)
 
 
-def capacity_of(segments: int, slots_per_segment: int, block_bytes: int, paths: int = 1) -> int:
+def capacity_of(
+    segments: int, slots_per_segment: int, block_bytes: int, paths: int = 1, policy: str = "lru"
+) -> int:
     """Return the least capacity with which a namespace may have so many segments."""
     file_bytes = SegmentLayout(block_bytes, slots_per_segment, "0" * 64).file_bytes
     per_path = -(-segments // paths)
-    return paths * (per_path * file_bytes + fixed_bytes(per_path * paths * slots_per_segment, 0))
+    slots = per_path * paths * slots_per_segment
+    return paths * (per_path * file_bytes + fixed_bytes(slots, 0, policy))
 
 
 def plan_namespace(options: PathOptions, block_bytes: int, paths: int) -> SegmentPlan:
     """Lay out a new namespace with the options of its path. Raises `ConfigError`."""
+    capacity, policy = options.capacity_bytes, options.policy
     if options.segment_bytes is None:
-        return plan_segments(options.capacity_bytes, block_bytes, paths)
+        return plan_segments(capacity, block_bytes, paths, policy=policy)
     slots = max(1, options.segment_bytes // max(1, block_bytes))
     try:
-        return plan_segments(options.capacity_bytes, block_bytes, paths, slots)
+        return plan_segments(capacity, block_bytes, paths, slots, policy)
     except ConfigError as error:
         if slots == 1:
             raise
@@ -72,7 +88,11 @@ def plan_namespace(options: PathOptions, block_bytes: int, paths: int) -> Segmen
 
 
 def plan_segments(
-    capacity_bytes: int, block_bytes: int, paths: int, slots_per_segment: int | None = None
+    capacity_bytes: int,
+    block_bytes: int,
+    paths: int,
+    slots_per_segment: int | None = None,
+    policy: str = "lru",
 ) -> SegmentPlan:
     """Lay out a capacity over `paths`; no namespace may have more segments than that.
 
@@ -85,10 +105,10 @@ def plan_segments(
         )
 
     def needed(per_path: int, slots: int) -> int:
-        return capacity_of(per_path * paths, slots, block_bytes, paths)
+        return capacity_of(per_path * paths, slots, block_bytes, paths, policy)
 
     if slots_per_segment is None:
-        usable = capacity_bytes // paths - fixed_bytes(0, 0)
+        usable = capacity_bytes // paths - fixed_bytes(0, 0, policy)
         largest = max(SEGMENT_BYTES, usable // MAX_SEGMENTS_PER_PATH)
         small = usable // MIN_SEGMENTS_PER_PATH - PAGE_BYTES
         slots_per_segment = max(1, min(largest, small) // block_bytes)

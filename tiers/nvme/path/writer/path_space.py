@@ -111,9 +111,12 @@ class PathSpace:
         """True while a segment is being made, emptied or deleted, or a namespace opened."""
         return self.files.is_busy or self._is_emptying or len(self._openings) > 0
 
-    def own_bytes(self, path: int) -> int:
-        """Return the bytes of our namespaces in a path, all that they may take without asking."""
-        total = self.idle.bytes_in(path) + self._openings.bytes_in(path)
+    def own_bytes(self, path: int, *, with_new: bool = True) -> int:
+        """Return the bytes of our namespaces in a path, all that they may take without asking.
+
+        `with_new`: with those of new namespaces that are being opened.
+        """
+        total = self.idle.bytes_in(path) + (self._openings.bytes_in(path) if with_new else 0)
         return total + sum(self.files.bytes_in(name, path) for name in self.namespaces)
 
     @property
@@ -122,9 +125,15 @@ class PathSpace:
         return self.idle.names.union(self.namespaces, self._openings)
 
     def freeable_bytes(self, path: int) -> int:
-        """Return the bytes in a path that would be free without any segment."""
-        total = self.idle.bytes_in(path)
-        return total + sum(self.files.segment_bytes(name, path) for name in self.namespaces)
+        """Return the bytes in a path that would be free without any segment.
+
+        A namespace without engines leaves with its last one.
+        """
+        total, files = self.idle.usable_bytes_in(path), self.files
+        for name, namespace in self.namespaces.items():
+            is_used = namespace.clients
+            total += files.segment_bytes(name, path) if is_used else files.bytes_in(name, path)
+        return total
 
     # -- what is done for a need ----------------------------------------------------------------
 
@@ -161,14 +170,16 @@ class PathSpace:
         self._evict_from_s[namespace.home.name] = self._clock() + PATH_REST_S
 
     def shrink(self) -> None:
-        """Take a segment if a path holds more than its share."""
+        """Take a segment if a path holds more than its share, or if a new namespace lacks room."""
         if self.is_taking:
             return
+        lacking = self._openings.lacking
         for path in range(self.capacity.paths):
-            is_over = self.capacity.left_bytes(path, self.own_bytes(path)) < 0
-            if is_over or self._openings.lacking == path:
-                if self.take_coldest(None, {path}):
-                    return
+            left_bytes = self.capacity.left_bytes(path, self.own_bytes(path, with_new=False))
+            if (left_bytes < 0 or lacking == path) and self.take_coldest(None, {path}):
+                return
+        if lacking is not None:
+            self._take_last(lacking)
 
     def take_coldest(
         self, spared: str | None, paths: set[int], least_age_s: float = -np.inf
@@ -301,6 +312,16 @@ class PathSpace:
         number = max(numbers, key=lambda n: (float(ages[n]), n))
         return float(ages[number]), number
 
+    def _take_last(self, path: int) -> None:
+        """Take a segment of a namespace without engines that has only its tables in a path."""
+        files, paths = self.files, self.capacity.paths
+        for name, namespace in self.namespaces.items():
+            if not namespace.clients and not files.segment_bytes(name, path):
+                numbers = namespace.space.segments | namespace.space.left_out
+                ready = (n for n in numbers if files.may_delete(n % paths))
+                if any(self.take(name, number) for number in ready):
+                    return
+
     def _take_colder(self, namespace: NamespaceWriter) -> None:
         """Take a segment that is colder than this namespace's coldest blocks, if there is one."""
         name, now_s = namespace.home.name, self._clock()
@@ -339,6 +360,8 @@ class PathSpace:
         name, capacity, files = namespace.home.name, self.capacity, self.files
         if files.making_since_s(name) is not None:
             return True
+        if self._openings.lacking is not None:  # it would take what others make room for
+            return False
         size, taken = files.file_bytes(name), {p: self.own_bytes(p) for p in capacity.awake}
         planned: dict[int, list[int]] = {}
         wanted = 1 + max(0, lacking - 1) // namespace.space.slots_per_segment
@@ -369,6 +392,7 @@ class PathSpace:
         self._taken_for = "", 0.0
         if not is_gone:
             return
+        self._openings.note_room()
         since_s, freed = self._freed
         self._freed = since_s, freed + self.files.file_bytes(name)
         if needs is not None:

@@ -166,9 +166,9 @@ class SegmentJobs:
         def create(n: int) -> None:
             some, left = numbers[:n], numbers[n:]
             ours = own_bytes - len(left) * size
-            with self._capacity.claim(path, n * size, ours) as foreign:
+            with self._capacity.claim(path, n * size, ours):
                 namespace.home.segments.create(some)
-            self._done.append(lambda: self._made(files, some, foreign))
+            self._done.append(lambda: self._made(files, some))
             self._done.append(lambda: self._give_up(files, left))
 
         def make(n: int) -> None:
@@ -225,11 +225,11 @@ class SegmentJobs:
     def _is_open(self, files: _Files) -> bool:
         return self._files.get(files.namespace.home.name) is files
 
-    def _made(self, files: _Files, numbers: list[int], foreign: int) -> None:
+    def _made(self, files: _Files, numbers: list[int]) -> None:
         path = numbers[0] % self._capacity.paths
         self._failing.discard(path)
         files.retry_at_s.pop(path, None)
-        self._capacity.note_made(path, foreign)
+        self._capacity.was_made = True
         if self._is_open(files):
             files.making.difference_update(numbers)
             for number in numbers:

@@ -70,6 +70,8 @@ class NamespaceHome:
     slots: int
     """Final number of slots."""
     segments: SegmentFiles
+    policy: str
+    """Eviction policy whose arrays are counted."""
     locks: list[FileLock] = field(default_factory=list)
     news: str = ""
     """Sentence for the log of the node that begins the namespace, if it changed some option."""
@@ -102,7 +104,8 @@ class NamespaceHome:
 
     def bytes_beside_segments(self, path: int) -> int:
         """Return the most bytes in a path beside the segments."""
-        return fixed_bytes(self.slots, path) + (self.unplanned_bytes if path == 0 else 0)
+        planned = fixed_bytes(self.slots, path, self.policy)
+        return planned + (self.unplanned_bytes if path == 0 else 0)
 
     def slots_within(self, share_bytes: int) -> int:
         """Return the slots that fit into paths of this capacity each: those of a segment at least.
@@ -165,7 +168,7 @@ def make_home(
     Raises `ConfigError`, `FormatError`, `CorruptionError`, `InUseError` or `TierIOError`.
     """
     key = key_of(spec)
-    home = open_home(fs, roots, name, options.capacity_bytes)
+    home = open_home(fs, roots, name, options)
     if home is not None:
         try:
             check_same(home, key, spec.block_bytes)
@@ -178,7 +181,7 @@ def make_home(
     locks = _lock_folders(fs, roots, folders)
     try:
         document = _describe(fs, folders, key, spec.block_bytes, plan)
-        home = _home(fs, name, folders, document, plan, locks)
+        home = _home(fs, name, folders, document, plan, options.policy, locks)
         home.news = _news_of(name, key, homes_under(fs, roots[0]))
     except BaseException:
         _release(locks)
@@ -213,7 +216,7 @@ def check_same(home: NamespaceHome, key: NamespaceKey, block_bytes: int) -> None
 
 
 def open_home(
-    fs: FileSystem, roots: Sequence[Path], name: str, capacity_bytes: int
+    fs: FileSystem, roots: Sequence[Path], name: str, options: PathOptions
 ) -> NamespaceHome | None:
     """Open an existing namespace by the name of its directory; None if there is none.
 
@@ -223,9 +226,9 @@ def open_home(
     if not fs.exists(folders[0] / DESCRIPTION):
         return None
     document = read_description(fs, folders[0])
-    size = document["slots_per_segment"]
+    size, capacity = document["slots_per_segment"], options.capacity_bytes
     try:
-        plan = plan_segments(capacity_bytes, document["block_bytes"], len(roots), size)
+        plan = plan_segments(capacity, document["block_bytes"], len(roots), size, options.policy)
     except ConfigError as error:
         raise ConfigError(f"{error}, or remove the directory {folders[0]}") from None
     locks = _lock_folders(fs, roots, folders)
@@ -233,7 +236,7 @@ def open_home(
         with os_errors(f"opening {folders[0]}"):
             for folder in folders:
                 fs.make_dir(folder / SEGMENTS)
-        return _home(fs, name, folders, document, plan, locks)
+        return _home(fs, name, folders, document, plan, options.policy, locks)
     except BaseException:
         _release(locks)
         raise
@@ -282,6 +285,7 @@ def _home(
     folders: tuple[Path, ...],
     document: Mapping[str, Any],
     plan: SegmentPlan,
+    policy: str,
     locks: list[FileLock],
 ) -> NamespaceHome:
     fingerprint = NamespaceKey("", document["fields"]).fingerprint
@@ -289,7 +293,7 @@ def _home(
     segments = SegmentFiles(fs, [folder / SEGMENTS for folder in folders], layout)
     highest = max(segments.found(), default=-1)
     slots = max(plan.segments, highest + 1) * plan.slots_per_segment
-    return NamespaceHome(name, folders, document, slots, segments, locks)
+    return NamespaceHome(name, folders, document, slots, segments, policy, locks)
 
 
 def _lock_folders(fs: FileSystem, roots: Sequence[Path], folders: Sequence[Path]) -> list[FileLock]:

@@ -7,6 +7,7 @@ thread.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from .namespace_start import StartMeans, open_namespace_writer
 from .namespace_writer import NamespaceWriter
 
 ROOM_LIMIT_S = 5.0
-"""Longest time that a new namespace waits until others have made room for its tables."""
+"""Longest time that a new namespace waits until another segment leaves for its tables."""
 
 _log = get_logger(__name__)
 
@@ -61,13 +62,15 @@ class NamespaceOpenings:
         clock: Callable[[], float],
     ) -> None:
         """`lacking` returns the number of a path in which a new namespace lacks room that segments
-        have; None if there is no such path."""
+        have; None if there is no such path. Each opening begins right after it was asked."""
         self._means = means
         self._policy = policy
         self._lacking = lacking
         self._clock = clock
         self.lacking: int | None = None
         """Number of the path in which a new namespace waits for room; None if none does."""
+        self._room_at_s = -math.inf
+        """Time at which others made room last."""
         self._runs = ""
         """Name of the namespace that is being opened now."""
         self._executor = executor
@@ -96,15 +99,23 @@ class NamespaceOpenings:
             self._waiting[opening.name] = replace(known, is_for_room=True)
         self._go_on()
 
-    def take(self) -> list[tuple[NamespaceToOpen, Opened]]:
-        """Return what has been opened, or could not be opened, since the last call."""
-        ended: list[tuple[NamespaceToOpen, Opened]] = []
+    def note_room(self) -> None:
+        """Note that others made room: a namespace that lacks more of it goes on waiting."""
+        self._room_at_s = self._clock()
+
+    def take(self) -> tuple[NamespaceToOpen, Opened] | None:
+        """Return an opening that has ended; None if there is none.
+
+        The next one begins with the next call, when the namespace that was opened is counted.
+        """
         self._go_on()
-        while self._running is not None and self._running.done():
-            ended.append((self._waiting.pop(self._runs), self._running.result()))
-            self._running = None
-            self._go_on()
-        return ended
+        if self._running is None or not self._running.done():
+            return None
+        opening, found = self._waiting.pop(self._runs), self._running.result()
+        self._running = None
+        if opening.is_for_room:
+            self.note_room()
+        return opening, found
 
     def bytes_in(self, path: int) -> int:
         """Return the bytes of new namespaces in a path."""
@@ -125,7 +136,8 @@ class NamespaceOpenings:
         self.lacking = None
         for opening in self._waiting.values():
             path = self._lacking(opening)
-            if path is not None and self._clock() - opening.begun_s < ROOM_LIMIT_S:
+            waits_since_s = max(opening.begun_s, self._room_at_s)
+            if path is not None and self._clock() - waits_since_s < ROOM_LIMIT_S:
                 self.lacking = path
                 continue
             self._runs, self._running = opening.name, Future()
