@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -290,10 +291,17 @@ class RealRig(PathRig):
         return open_block_table(folder, map_bytes, identity, **facts)
 
 
+@pytest.mark.parametrize("is_index_lost", [False, True])
 def test_with_power_every_name_is_synced_before_the_first_block_is_acknowledged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_index_lost: bool
 ) -> None:
     """A block is lost if the index, or a folder on the way to it, has no name after the loss."""
+    if is_index_lost:
+        rig = RealRig(tmp_path, 4, durability="power")
+        former = RigNode(rig)
+        assert former.store([0]) == [OK] and former.welcome is not None
+        rig.close()
+        shutil.rmtree(tmp_path / former.welcome.folder / "blocks")
     events: list[tuple[str, Path]] = []
     fsync, rename, mkdir = os.fsync, os.rename, os.mkdir
 
@@ -318,7 +326,9 @@ def test_with_power_every_name_is_synced_before_the_first_block_is_acknowledged(
         node = RigNode(rig)
         assert node.store([1]) == [OK] and node.welcome is not None
     folder = tmp_path / node.welcome.folder
-    for each in tmp_path, folder, folder / "blocks":
+    for each in (
+        (folder, folder / "blocks") if is_index_lost else (tmp_path, folder, folder / "blocks")
+    ):
         last = [event for event in events if event[1] == each][-1]
         assert last == ("sync", each)
     rig.close()

@@ -183,3 +183,17 @@ def test_a_model_waits_as_long_as_segments_leave() -> None:
         if new.has_answer():
             break
     assert new.welcome is not None and rig.clock() > 10 * ROOM_LIMIT_S
+
+
+def test_other_paths_grow_while_a_model_waits_for_room_in_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = PathRig(60, roots=ROOTS[-1])
+    node = RigNode(rig)
+    node.store(range(8))
+    (namespace,) = rig.writer.namespaces.values()
+    path, made = rig.writer.path, list[int]()
+    monkeypatch.setattr(path.space.files, "make", lambda _of, numbers, _own: made.extend(numbers))
+    path.openings.lacking = 0
+    assert path.space._grow(namespace, 100)
+    assert made and {number % len(ROOTS[-1]) for number in made} == {1}

@@ -96,3 +96,8 @@ def test_a_namespace_of_a_former_plan_is_opened_and_keeps_what_fits(
     assert on_disk(rig, node.welcome.slots) <= capacity
     assert len(held) == blocks or 8 * 8 <= len(held) < room // BLOCK_BYTES
     assert node.store([5000], steps=200) and node.held([5000])
+
+
+def test_a_policy_whose_package_is_not_installed_is_counted_as_others() -> None:
+    """A tool may lack the package that the engines have."""
+    assert state_bytes(1000, "absent.package:Order") == state_bytes(1000, "lru")

@@ -32,7 +32,6 @@ from ..presence_file import recorded_slots
 from .idle_namespaces import IdleNamespaces
 from .namespace.namespace_home import (
     BLOCKS,
-    SEGMENTS,
     NamespaceHome,
     check_same,
     key_of,
@@ -255,6 +254,7 @@ class PathNamespaces:
 
         Return False if its files could not be deleted: the next writer finds them again.
         """
+        namespace.write_totals()
         name, day = namespace.home.name, namespace.table.day_record()
         namespace.abandon()
         self.space.forget(name)
@@ -316,21 +316,10 @@ class PathNamespaces:
         sizes: Sequence[int] = ()
         for gone, day in self.space.idle.take_gone(self.openings):
             self._record_removal(gone, day)
-        is_known = name in self.space.idle.names
-        if not (is_known and self.fs.exists(self.roots[0] / name / BLOCKS)):
+        if name not in self.space.idle.names:  # else its segments give the room of lost tables
             plan = plan_namespace(options, spec.block_bytes, paths)
-            sizes = [
-                max(0, fixed_bytes(plan.slots, path, options.policy) - self._left_bytes(name, path))
-                for path in range(paths)
-            ]
+            sizes = [fixed_bytes(plan.slots, path, options.policy) for path in range(paths)]
         self._begin_opening(name, partial(self._make_home, name, spec, options, sizes), sizes)
-
-    def _left_bytes(self, name: str, path: int) -> int:
-        """Return the bytes beside the segments of a namespace that lost its index."""
-        folder, fs = self.roots[path] / name, self.fs
-        with os_errors(f"looking at {folder}"):
-            used = fs.used_bytes(folder) if fs.exists(folder) else 0
-            return used - (fs.used_bytes(folder / SEGMENTS) if fs.exists(folder / SEGMENTS) else 0)
 
     def _make_home(
         self,

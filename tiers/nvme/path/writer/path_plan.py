@@ -7,6 +7,7 @@ from functools import cache
 
 from .....errors import ConfigError
 from ....policies import order_class
+from ....policies.order import EvictionOrder
 from ...segments.format import (
     MAX_BLOCK_BYTES,
     MAX_SEGMENTS,
@@ -29,7 +30,14 @@ STATE_BYTES_PER_SLOT = 34
 """Arrays beside the eviction order: last uses (10), the log of prompts (16), and the uses that are
 noted beside an order of another package (8)."""
 
-_order_of = cache(order_class)
+
+@cache
+def _order_of(policy: str) -> type[EvictionOrder]:
+    """Return the class of a policy, or the base class where its package is not installed."""
+    try:
+        return order_class(policy)
+    except ConfigError:
+        return EvictionOrder
 
 
 @dataclass(frozen=True, slots=True)

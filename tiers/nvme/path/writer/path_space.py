@@ -127,8 +127,10 @@ class PathSpace:
     def freeable_bytes(self, path: int) -> int:
         """Return the bytes in a path that would be free without any segment.
 
-        A namespace without engines leaves with its last one.
+        A namespace without engines leaves with its last one. Nothing is free while deletions fail.
         """
+        if not self.files.may_delete(path):
+            return 0
         total, files = self.idle.usable_bytes_in(path), self.files
         for name, namespace in self.namespaces.items():
             is_used = namespace.clients
@@ -360,9 +362,9 @@ class PathSpace:
         name, capacity, files = namespace.home.name, self.capacity, self.files
         if files.making_since_s(name) is not None:
             return True
-        if self._openings.lacking is not None:  # it would take what others make room for
-            return False
-        size, taken = files.file_bytes(name), {p: self.own_bytes(p) for p in capacity.awake}
+        size, lacking_path = files.file_bytes(name), self._openings.lacking
+        # A new namespace waits for the room that others make in that path.
+        taken = {p: self.own_bytes(p) for p in capacity.awake if p != lacking_path}
         planned: dict[int, list[int]] = {}
         wanted = 1 + max(0, lacking - 1) // namespace.space.slots_per_segment
         for _ in range(min(wanted, SEGMENTS_AT_A_TIME)):

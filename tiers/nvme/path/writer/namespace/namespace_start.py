@@ -67,6 +67,7 @@ class StartMeans:
         identity = digest + b"%d/%d" % (layout.block_bytes, layout.slots)
         with os_errors(f"opening {home.folders[0]}"):
             self.fs.make_dir(home.folders[0] / BLOCKS)
+            self.fs.sync_dir(home.folders[0])
         return self.open_table(
             home.folders[0] / BLOCKS,
             block_table_bytes(home.slots),
