@@ -188,9 +188,11 @@ class IdleNamespaces:
             fs.check_dir(folders[0])
         except OSError:
             return
-        lock = folders[0] / LOCK
+        try:
+            last_used_s = fs.modified_at(folders[0] / LOCK)
+        except OSError:
+            last_used_s = now_s
         with os_errors(f"looking at {name}"):
-            last_used_s = fs.modified_at(lock) if fs.exists(lock) else now_s
             sizes = [fs.used_bytes(folder) if fs.exists(folder) else 0 for folder in folders]
         self._found[name] = IdleNamespace(name, sizes, last_used_s, b"", now_s + RETRY_AFTER_S)
 
