@@ -307,7 +307,10 @@ class Demoter:
         """Search only the `window` coldest blocks; None: all."""
         started = settled = 0
         self.was_cut_short = self.may_find_room = False
-        while started < n and not self.was_cut_short and (limit := self._next_size(n - started)):
+        while started < n and not self.was_cut_short:
+            limit = self._next_size(min(n - started, max_settled - settled))
+            if not limit:
+                break
             cold = self.search.next_cold(limit, window)
             sent = self._send(cold)
             if sent is None or not cold:

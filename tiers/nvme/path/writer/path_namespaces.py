@@ -316,10 +316,13 @@ class PathNamespaces:
         sizes: Sequence[int] = ()
         for gone, day in self.space.idle.take_gone(self.openings):
             self._record_removal(gone, day)
-        if name not in self.space.idle.names:  # else its segments give the room of lost tables
+        is_known = name in self.space.idle.names
+        if not (is_known and self.fs.exists(self.roots[0] / name / BLOCKS)):
             plan = plan_namespace(options, spec.block_bytes, paths)
             sizes = [fixed_bytes(plan.slots, path, options.policy) for path in range(paths)]
-        self._begin_opening(name, partial(self._make_home, name, spec, options, sizes), sizes)
+        make = partial(self._make_home, name, spec, options, sizes)
+        # One that lost its tables waits for nothing: its own segments give the room afterwards.
+        self._begin_opening(name, make, () if is_known else sizes)
 
     def _make_home(
         self,
@@ -337,7 +340,8 @@ class PathNamespaces:
         check_mounted(self.fs, self.roots)
         for path, size in enumerate(sizes):
             if self.fs.exists(self.roots[path]):
-                with capacity.claim(path, size, capacity.own_bytes[path]):
+                own_bytes = capacity.own_bytes[path] if capacity.own_bytes else 0
+                with capacity.claim(path, size, own_bytes):
                     pass
         home = make_home(self.fs, self.roots, name, spec, options)
         return _with_room(self.fs, home, capacity)
