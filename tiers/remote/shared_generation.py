@@ -282,17 +282,20 @@ class SharedGeneration:
         """
         counters = self._counters
         marked = counters.last_mark(limit_s)
+        if marked.outcome is not RemoteOutcome.OK:
+            return marked, 0
         least = max(now, marked.value, self._newest + 1)
-        is_lost = marked.value < self.mark or answer.value < max(self._newest, marked.value)
-        if marked.outcome is RemoteOutcome.OK and is_lost and not counters.may_begin:
+        is_mark_lost = marked.value < self.mark
+        is_behind = answer.value < max(self._newest, marked.value)
+        if (is_mark_lost or is_behind) and not counters.may_begin:
             return CounterAnswer(RemoteOutcome.OK), marked.value  # others repair the counters
-        if marked.outcome is RemoteOutcome.OK and marked.value < self.mark:
+        if is_mark_lost:
             raised = counters.raise_generation(least, limit_s)
             if raised.outcome is not RemoteOutcome.OK:
                 return raised, 0
             marked = counters.restore_mark(self.mark, limit_s)
-        if marked.outcome is not RemoteOutcome.OK:
-            return marked, 0
+            if marked.outcome is not RemoteOutcome.OK:
+                return marked, 0
         if counters.has_lost_mark or answer.value < max(self._newest, marked.value):
             answer = counters.raise_generation(max(least, marked.value), limit_s)
         return answer, marked.value

@@ -27,7 +27,6 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from importlib import import_module
-from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
@@ -314,7 +313,9 @@ class ObjectStoreEngine(RemoteEngine):
         def lists() -> Iterator[Any]:
             store, prefixes = self._store, [prefix or None]
             if self._folder is not None and not prefix:
-                prefixes = [*_namespaces_in(self._folder.path)]
+                # A share can hold folders of others, on which a list of everything fails: links in
+                # a circle, names that are no text, and what this user may not read (`lost+found`).
+                prefixes = [*filter(_NAMESPACE.fullmatch, os.listdir(self._folder.path))]
             for each in prefixes:
                 yield from self._obstore.list(store, each, chunk_size=LISTED_AT_A_TIME)
 
@@ -551,15 +552,6 @@ def _read_file(path: str, buffer: PrivateBuffer) -> bool:
     finally:
         os.close(file)
     return True
-
-
-def _namespaces_in(share: Path) -> Iterator[str]:
-    """Return the folders of namespaces.
-
-    A share can hold others, too, on which a list of everything fails: links in a circle, names that
-    are no text, and folders that this user may not read, such as `lost+found`.
-    """
-    return filter(_NAMESPACE.fullmatch, os.listdir(share))
 
 
 def _after(requests: int, answer: CounterAnswer) -> CounterAnswer:

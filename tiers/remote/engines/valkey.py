@@ -178,8 +178,7 @@ class Nodes:
         self.leave(address)
         with self._lock:
             self._slots = {s: a for s, a in self._slots.items() if a != address}
-            if self._known[0] == address:
-                self._known.append(self._known.pop(0))
+            self._put_last(address)
 
     def note_unserved(self, address: Address, slots: Set[int]) -> None:
         """Forget that a node has these slots, and ask another one first.
@@ -190,9 +189,15 @@ class Nodes:
         with self._lock:
             if address in {self._slots.get(slot) for slot in slots}:
                 self._slots = {s: a for s, a in self._slots.items() if s not in slots}
-            if self._known[0] == address and now_s - self._turned_s >= TURN_S:
+            if now_s - self._turned_s >= TURN_S and self._put_last(address):
                 self._turned_s = now_s
-                self._known.append(self._known.pop(0))
+
+    def _put_last(self, address: Address) -> bool:
+        """Ask another node than this one first. Return False if it was not the first."""
+        if self._known[0] != address:
+            return False
+        self._known.append(self._known.pop(0))
+        return True
 
     def note_move(
         self, connection: RespConnection, asked: Address, slot: int, address: Address
