@@ -31,6 +31,7 @@ from .level import Tier, Transfer
 from .lookup import Answers, Lookups
 from .promotion.claim_queue import ClaimQueue
 from .promotion.claims import Holds, PromotionRoom
+from .promotion.load_choice import LoadChoice
 from .promotion.promoter import Promoter
 from .promotion.worth import PrefillSpeed, Worth
 from .request import Request, RequestEnds
@@ -131,8 +132,9 @@ class CascadingOffloadingManager:
         slots = options.promotion_budget_slots
         room = PromotionRoom(flow, promoter, holds, workers, deadline_s, slots)
         answers = Answers(flow.top.policy.ready_at)
+        choice = LoadChoice(flow, promoter, room, worth, served_end)
         claims = self._claims = ClaimQueue(
-            flow, promoter, holds, room, worth, answers, deadline_s, served_end
+            flow, promoter, holds, room, choice, answers, deadline_s, served_end
         )
         store_wait_s = deadline_s if options.waits_for_stores else None
         lookups = self.lookups = Lookups(

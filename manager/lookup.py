@@ -212,6 +212,7 @@ class Lookups:
         with self._lock:  # from here on, the background removes no block of the first tier
             self._count_misses()
             self.asking = request
+            request.may_ask = self._claims.choice.may_ask(request)
             is_waiting = bool(request.pending) or request.asked is not None
             if is_waiting and not self._has_collected:
                 self._has_collected = True
@@ -321,7 +322,7 @@ class Lookups:
         if self._looks >= MAX_LOOKS_PER_STEP and request.claim is None:
             return RETRY
         self._looks += 1
-        owner = None if request.recomputes else request
+        owner = request if request.may_ask else None
         tier = self._flow.below.may_hold(block_hash, request.allowed_media, owner)
         if tier > 0:
             return self._claims.want(block_hash, tier, request)

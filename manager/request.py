@@ -33,8 +33,11 @@ class Request:
     loaded or reused it. Their recency is set once, at the end of the request."""
     missed: set[BlockHash] = field(default_factory=set)
     """Blocks whose promotion failed or was late. They stay misses for this request."""
-    recomputes: bool = False
-    """True once computing was expected to be faster. No block is promoted for the request then."""
+    too_slow: frozenset[int] = frozenset()
+    """Numbers of the tiers that were expected to take longer than computing. No block is promoted
+    from them for the request."""
+    may_ask: bool = True
+    """True if tiers elsewhere are asked for its blocks. Set when the request begins to ask."""
 
     first: BlockHash | None = None
     """First block of its lookups of this step, or of the last step with any."""

@@ -18,8 +18,7 @@ from ..handlers.node.node_keeper import NodeKeeper
 from ..handlers.node.remote.remote_node import SlotParts
 from ..handlers.node.remote.remote_wire import RemoteSetup, ResetNoted, from_remote_node
 from ..manager.admission import Admission, AdmitAll
-from ..manager.below.port import LOAD_RATIO_MAX_REMOTE, TierFacts
-from ..manager.below.remote_tier import MEDIUM, UNBOUNDED_BLOCKS, RemoteTier, RemoteTierParts
+from ..manager.below.remote_tier import RemoteTier, RemoteTierParts, remote_facts
 from ..tiers.cpu.header import HEADER_BYTES
 from ..tiers.nvme.namespace import NamespaceKey
 from ..tiers.remote.remote_options import check_openable, store_options
@@ -89,7 +88,7 @@ def open_remote_tier(name: str, options: RemoteTierOptions, engine: EngineFacts)
     check_openable(options, os.environ)
     blocks = blocks_of(options, engine)
     memory = engine.memory
-    facts = TierFacts(name, MEDIUM, memory.slot_bytes, UNBOUNDED_BLOCKS, LOAD_RATIO_MAX_REMOTE)
+    facts = remote_facts(name, memory.slot_bytes)
     parts = RemoteTierParts(facts, store_options(options), engine.stall_s, engine.with_events)
     nodes: list[NodeKeeper] = []
 

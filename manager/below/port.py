@@ -75,6 +75,8 @@ class TierFacts:
     load_ratio_max: float = LOAD_RATIO_MAX_HERE
     """Loading is refused if it is expected to take more than this many times as long as
     computing."""
+    is_elsewhere: bool = False
+    """True if the tier has to be asked for its blocks (see `Below.may_hold`)."""
 
 
 class Ended(NamedTuple):

@@ -27,7 +27,7 @@ from ...tiers.remote.uploads import Offer, OfferRule
 from ..base import BlockEvent
 from ..flow import MAX_JOBS_IN_FLIGHT
 from ..state import TierState
-from .port import ASKING, Ended, Put, TierFacts, WriteState
+from .port import ASKING, LOAD_RATIO_MAX_REMOTE, Ended, Put, TierFacts, WriteState
 from .remote_feed import Questions, RemoteFeed
 from .single_tier import (
     LOST,
@@ -48,6 +48,13 @@ UNBOUNDED_BLOCKS = 1 << 40
 """Capacity of a tier that has none of its own."""
 _THERE = (BlockOutcome.OK, BlockOutcome.HELD)
 _UNSENT = (Offer.FULL, Offer.RESTING)
+
+
+def remote_facts(name: str, block_bytes: int) -> TierFacts:
+    """Return the facts of a remote tier."""
+    return TierFacts(
+        name, MEDIUM, block_bytes, UNBOUNDED_BLOCKS, LOAD_RATIO_MAX_REMOTE, is_elsewhere=True
+    )
 
 
 @dataclass(frozen=True, slots=True)

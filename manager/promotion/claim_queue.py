@@ -6,7 +6,7 @@ the order of the lookups. At the end of the step each claim is in one of three s
 - *admitted*: it gets slots for its whole prefix. Its blocks in the first tier are pinned, and its
   blocks below are queued for reading.
 - *waiting*: it takes no slots and pins nothing until its turn comes.
-- *given up*: computing is expected to be faster (`Worth`), or the breaker of the tier is open.
+- *given up*: one of its tiers is left out (`LoadChoice`). The request then asks again.
 
 The queue follows the order in which the scheduler asks, because the scheduler runs the requests in
 that order. Up to a limit, small claims overtake a large one that does not fit yet. A claim larger
@@ -37,8 +37,8 @@ from ..counters import Reason
 from ..flow import Flow
 from ..request import Request
 from .claims import Claim, Holds, PromotionRoom
+from .load_choice import LoadChoice
 from .promoter import Promoter
-from .worth import Worth
 
 if TYPE_CHECKING:
     from ..lookup import Answers
@@ -65,18 +65,20 @@ class ClaimQueue:
         promoter: Promoter,
         holds: Holds,
         room: PromotionRoom,
-        worth: Worth | None,
+        choice: LoadChoice,
         answers: Answers,
         deadline_s: float,
         served_end: bytes,
     ) -> None:
-        """`answers` has the hits of this step. `served_end`: end of the hashes of blocks by which
-        tokens are counted."""
+        """`choice` may give claims up. `answers` has the hits of this step.
+
+        `served_end`: end of the hashes of blocks by which tokens are counted.
+        """
         self._flow = flow
         self._promoter = promoter
         self._holds = holds
         self.room = room
-        self._worth = worth
+        self.choice = choice
         self._answers = answers
         self._deadline_s = deadline_s
         self._served_end = served_end
@@ -129,7 +131,7 @@ class ClaimQueue:
         `level` is the tier that holds it; 0 means that it is in flight, or that a worker is storing
         it.
         """
-        if level and not self._may_be_worth(level, request):
+        if level and not self.choice.may_read(level, request):
             return MISS
         claim = request.claim
         if claim is None or claim.is_admitted:
@@ -177,8 +179,8 @@ class ClaimQueue:
     def end_step(self) -> None:
         """Reorder the queue: requests that asked in this step come first, in the order of their
         lookups."""
-        if self._worth is not None:
-            self._worth.prefill.end_step(self._flow.clock())
+        if self.choice.worth is not None:
+            self.choice.worth.prefill.end_step(self._flow.clock())
         room = self.room
         room.store_need, room.refused_store = room.refused_store, 0
         if self._asked:
@@ -211,7 +213,8 @@ class ClaimQueue:
             if blocked is None or is_exact or start <= number < stop:
                 if is_exact:
                     self._count(claim)
-                if self._gives_up(claim, ahead, now_s):
+                if self.choice.rejects(claim, ahead, now_s):
+                    self.release(claim.request)
                     continue
                 room = self.room.room_for(claim, budget, blocked)
                 if room is not None and not is_exact:  # blocks may have been evicted since
@@ -253,30 +256,6 @@ class ClaimQueue:
 
     # ---- one claim ---------------------------------------------------------------------------
 
-    def _may_be_worth(self, level: int, request: Request) -> bool:
-        """Return False if the request misses at once.
-
-        The tier rests, or computing is faster for any number of blocks.
-        """
-        if self._flow.below.rests(level):
-            if not request.counted_misses:  # else it asks again
-                self._flow.counters.links[level - 1].promote_refused_blocks += 1
-            return False
-        if request.recomputes:
-            return False
-        worth, claim = self._worth, request.claim
-        if worth is None or (claim is not None and not claim.is_admitted):
-            return True
-        now_s = self._flow.clock()
-        if not worth.is_hopeless(level, now_s) or worth.may_probe(level, now_s):
-            return True
-        self._recompute(request)
-        return False
-
-    def _recompute(self, request: Request) -> None:
-        request.recomputes = True
-        self._flow.counters.promotions_not_worth += 1
-
     def _count(self, claim: Claim) -> None:
         """Count the slots and reads that the claim needs now, and the blocks that it would save.
 
@@ -310,57 +289,16 @@ class ClaimQueue:
             owned.update(claim.own)
             levels = [claim.wanted[h] for h in claim.own]
             claim.own_blocks = [levels.count(level) for level in range(len(blocks))]
-        if self._worth is not None:
-            saved = self._worth.saved_blocks(to_read, list(claim.wanted))
-            claim.saved_blocks = saved - self._worth.backlog.shared(to_read)
-
-    def _gives_up(self, claim: Claim, ahead: Sequence[int], now_s: float) -> bool:
-        """Give the claim up if its tier rests or computing is faster. Return True if it was given
-        up."""
-        for level, blocks in enumerate(claim.blocks):
-            if blocks and self._flow.below.rests(level):
-                self.release(claim.request)
-                return True
-        worth = self._worth
-        if worth is None:
-            return False
-        # Blocks that an earlier claim owns are in `ahead` already.
-        others = [
-            max(0, before + own - blocks)
-            for before, own, blocks in zip(ahead, claim.own_blocks, claim.blocks, strict=True)
-        ]
-        if worth.is_worth(claim.blocks, others, now_s, claim.saved_blocks):
-            return False
-        self._compute_instead(claim, now_s)
-        return True
-
-    def _compute_instead(self, claim: Claim, now_s: float) -> None:
-        """Give the claim up: its blocks below become misses. If a probe is due, read a few of them
-        anyway."""
-        assert self._worth is not None
-        request = claim.request
-        self._recompute(request)
-        missed = [h for h, level in claim.wanted.items() if level]
-        level = max(level for level, blocks in enumerate(claim.blocks) if blocks)
-        if self._worth.is_hopeless(level, now_s) and self._worth.may_probe(level, now_s):
-            room = max(0, self.room.left(self.room.budget()))
-            for block_hash in missed[: min(room, self._worth.probe_blocks(level, now_s))]:
-                if block_hash not in self._promoter.pending:
-                    self._promoter.begin(block_hash, claim.wanted[block_hash], is_probe=True)
-            self._flow.counters.promotion_probes += 1
-        self._miss(request, missed, Reason.NOT_WORTH)
-        self._worth.expect_computing(request, missed)
-        self.release(request)
+        self.choice.count_saved(claim, to_read)
 
     def _miss(self, request: Request, missed: Sequence[BlockHash], reason: Reason) -> None:
         request.missed.update(missed)
-        served = sum(h.endswith(self._served_end) for h in missed)
-        self._flow.counters.recomputed_blocks[reason] += served
+        self.choice.count_recomputed(missed, reason)
 
     def _admit(self, claim: Claim, room: int, now_s: float) -> None:
         """Admit a claim: pin its blocks in the first tier, and queue its blocks below."""
         counters, new_slots = self._flow.counters, claim.new_slots or 0
-        counters.promotions_worth += self._worth is not None
+        counters.promotions_worth += self.choice.worth is not None
         if claim.has_waited:
             counters.turn_waits += 1
             counters.turn_waits_s.append(now_s - claim.since_s)

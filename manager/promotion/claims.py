@@ -50,8 +50,8 @@ class Claim:
     """Blocks to read that no other waiting claim counts as its own."""
     own_blocks: list[int] = field(default_factory=list)
     """Number of own blocks in each tier."""
-    saved_blocks: int = 0
-    """Number of blocks that no request has to compute if this claim is read."""
+    saved_blocks: list[int] = field(default_factory=list)
+    """Number of blocks that no request has to compute if the blocks of each tier are read."""
     overtaken_blocks: int = 0
     """Slots that later claims took while this claim waited."""
     alone_since_s: float | None = None

@@ -6,6 +6,9 @@
 In the first queue, blocks in flight and blocks of requests with earlier turns are ahead of the
 request. In the second queue, the tokens that earlier requests still have to compute are ahead.
 
+Each tier is compared alone: the time to read its blocks with the time to compute what would be
+missing without them. A slow tier therefore costs no block of a fast one.
+
 A request recomputes only if loading is expected to take longer than computing by a factor, which
 each tier has (`TierFacts.load_ratio_max`). An unknown rate counts in favour of loading, and both
 measurements err to that side. A tier that was slow is measured again from time to time: a few
@@ -310,36 +313,25 @@ class Worth:
     def saved_blocks(self, wanted: Sequence[BlockHash], chain: Sequence[BlockHash]) -> int:
         """Return how many blocks of `chain` need not be computed if `wanted` are loaded.
 
-        A window or a state is useful only with all blocks before it, and the reverse.
+        Both are in prefix order, and `chain` has all of `wanted`. Blocks behind a missing one are
+        useless. A window or a state is useful only with all blocks before it, and the reverse.
+        Blocks that another request computes already do not count.
         """
-        end, saved = self._served_end, len(wanted)
-        if end:
-            saved = sum(h.endswith(end) for h in wanted)
-            if saved < len(wanted):
-                saved = sum(h.endswith(end) for h in chain)
-        return saved or len(wanted)
+        end = self._served_end
+        if all(h.endswith(end) for h in wanted):
+            chain = chain[chain.index(wanted[0]) :]
+        needed = [h for h in chain if h.endswith(end)] or wanted
+        return len(needed) - self.backlog.shared(needed)
 
-    def is_worth(
-        self,
-        blocks: Sequence[int],
-        queued: Sequence[int],
-        now_s: float,
-        saved: int | None = None,
-    ) -> bool:
-        """Return True if a request should load blocks instead of computing them.
+    def is_worth(self, level: int, blocks: int, queued: int, saved: int, now_s: float) -> bool:
+        """Return True if a request should load its blocks of one tier instead of computing them.
 
-        `blocks[i]`: number of its blocks in level `i`. `queued[i]`: number of blocks of other
-        requests queued in level `i`. `saved`: number of blocks that it need not compute then; None:
-        the number of blocks loaded.
+        `level`: number of the tier. `blocks`: number of its blocks there. `queued`: number of those
+        of other requests that are queued there. `saved`: see `saved_blocks`.
         """
-        computing_s = self._computing_s(sum(blocks) if saved is None else saved)
-        for level, link in enumerate(self.links, start=1):
-            if blocks[level]:
-                size_bytes = (blocks[level] + queued[level]) * self._block_bytes
-                longest_s = self._load_ratios_max[level - 1] * computing_s
-                if link.expected_s(size_bytes, now_s) > longest_s:
-                    return False
-        return True
+        size_bytes = (blocks + queued) * self._block_bytes
+        longest_s = self._load_ratios_max[level - 1] * self._computing_s(saved)
+        return self.links[level - 1].expected_s(size_bytes, now_s) <= longest_s
 
     def may_probe(self, level: int, now_s: float) -> bool:
         """Return True if a probe is due and no read from this level is in flight."""

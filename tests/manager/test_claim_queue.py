@@ -514,7 +514,7 @@ class TestQueues:
 
     def rig(self) -> Rig:
         rig = Rig(prefill_tokens_per_s=1000.0, tokens_per_block=150.0, promotion_budget_slots=8)
-        worth = rig.manager._claims._worth
+        worth = rig.manager._claims.choice.worth
         assert worth is not None
         worth.links[0].started(64 * 1000, 0.0)
         worth.links[0].ended(64 * 1000, 64 * 1000, 100.0)
@@ -526,7 +526,7 @@ class TestQueues:
         for i, request in enumerate(requests):
             rig.ask(request, 10 * i, 10 * i + 5)
         rig.manager.end_step()
-        computes = [request.recomputes for request in requests]
+        computes = [bool(request.too_slow) for request in requests]
         assert computes == [False, False, False, True], "2 s behind the others, or 0.75 s"
         counters = rig.manager.counters
         assert counters.recomputed_blocks[Reason.NOT_WORTH] == 5
@@ -542,7 +542,7 @@ class TestQueues:
             rig.ask(request, 30, stop)
         rig.ask(requests[4], 40, 52)
         rig.manager.end_step()
-        assert not any(request.recomputes for request in requests)
+        assert not any(request.too_slow for request in requests)
         for request in requests:
             assert request.claim is not None and not request.claim.is_admitted
 
@@ -571,7 +571,7 @@ class TestQueues:
             for i, request in enumerate(requests[:count]):
                 rig.ask(request, 10 * i, 10 * i + 5)
             rig.manager.end_step()
-        computes = [request.recomputes for request in requests]
+        computes = [bool(request.too_slow) for request in requests]
         assert computes == [False, False, False, True], "2 s behind the others, or 0.75 s"
 
     def test_a_block_of_another_claim_does_not_hide_the_queue_before_it(self) -> None:
@@ -581,7 +581,7 @@ class TestQueues:
         for request, (start, stop) in zip(requests, askers.values(), strict=True):
             rig.ask(request, start, stop)
         rig.manager.end_step()
-        computes = [request.recomputes for request in requests]
+        computes = [bool(request.too_slow) for request in requests]
         assert computes == [False, False, False, True], "2.4 s behind the others, or 0.15 s"
 
     def test_who_shares_blocks_is_compared_once_their_first_request_computes(self) -> None:
@@ -590,14 +590,14 @@ class TestQueues:
         rig.ask(owner, 30, 34)
         rig.ask(sharer, 30, 34)
         rig.manager.end_step()
-        assert not (owner.recomputes or sharer.recomputes)
-        worth = rig.manager._claims._worth
+        assert not (owner.too_slow or sharer.too_slow)
+        worth = rig.manager._claims.choice.worth
         assert worth is not None
         worth.prefill.tokens_per_s = 15_000.0  # 0.01 s a block
         rig.manager.finish_request(busy)
         rig.cascade.now_s += claim_queue.LOOK_AGAIN_S
         rig.manager.end_step()
-        assert owner.recomputes
+        assert owner.too_slow
         assert sharer.claim is None and not sharer.pending, "its blocks come without a read"
 
     def test_a_claim_that_left_counts_for_nobody_behind_many(
@@ -605,7 +605,7 @@ class TestQueues:
     ) -> None:
         monkeypatch.setattr(claim_queue, "MAX_CHECKED", 1)
         rig, first, huge, new = self.rig(), Request(), Request(), Request()
-        worth = rig.manager._claims._worth
+        worth = rig.manager._claims.choice.worth
         assert worth is not None
         rig.ask(Request(), 0, 8)
         others = [(Request(), 40 + 5 * i, 45 + 5 * i) for i in range(3)]
@@ -617,7 +617,7 @@ class TestQueues:
             rig.manager.end_step()
             rig.manager.finish_request(huge)
             waiting = [waiting[0], *others, (new, 60, 64)]
-        assert not new.recomputes, "3.5 s behind those that wait, and 2.4 s to compute"
+        assert not new.too_slow, "3.5 s behind those that wait, and 2.4 s to compute"
 
     def test_who_computes_makes_computing_slower_for_the_others(self) -> None:
         rig = self.rig()
@@ -625,7 +625,7 @@ class TestQueues:
         for i, request in enumerate(requests):
             rig.ask(request, 10 * i, 10 * i + 5)
         rig.manager.end_step()
-        computes = [request.recomputes for request in requests]
+        computes = [bool(request.too_slow) for request in requests]
         assert computes == [False, False, False, True, False, False]
 
     def test_it_is_looked_at_again_while_it_waits(self) -> None:
@@ -634,11 +634,11 @@ class TestQueues:
         for i, request in enumerate(requests):
             rig.ask(request, 10 * i, 10 * i + 5)
         rig.manager.end_step()
-        assert not requests[5].recomputes
+        assert not requests[5].too_slow
         rig.manager.finish_request(requests[3])
         rig.cascade.now_s += 0.1
         rig.manager.end_step()
-        assert requests[4].recomputes, "computing is idle now, and reading is not"
+        assert requests[4].too_slow, "computing is idle now, and reading is not"
 
     def test_blocks_that_somebody_computes_are_not_computed_twice(self) -> None:
         rig = self.rig()
@@ -648,7 +648,7 @@ class TestQueues:
         for request in requests[3:]:
             rig.ask(request, 30, 35)
         rig.manager.end_step()
-        assert [r.recomputes for r in requests] == [False] * 3 + [True] * 3
+        assert [bool(r.too_slow) for r in requests] == [False] * 3 + [True] * 3
 
 
 MACHINE = Machine()

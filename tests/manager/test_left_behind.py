@@ -220,8 +220,8 @@ def test_an_idle_engine_does_not_compute() -> None:
     cascade.now_s += 3600.0
     for _ in range(3):
         manager.end_step()
-    assert manager._claims._worth is not None
-    assert manager._claims._worth.prefill.tokens_per_s == 10 * TOKENS / 0.5
+    assert manager._claims.choice.worth is not None
+    assert manager._claims.choice.worth.prefill.tokens_per_s == 10 * TOKENS / 0.5
 
 
 def test_names_of_what_another_engine_took_are_kept_for_events_only() -> None:

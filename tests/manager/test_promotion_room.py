@@ -85,7 +85,7 @@ def test_a_hung_read_of_before_a_reset_takes_no_room() -> None:
 def test_the_rate_of_a_tier_is_measured_beside_a_hung_read() -> None:
     """The time in which the tier had nothing else to do counted as time of reading."""
     rig = BesideHungRead()
-    worth = rig.manager._claims._worth
+    worth = rig.manager._claims.choice.worth
     assert worth is not None
     for _ in range(10):
         assert worth.may_probe(1, rig.cascade.now_s)
@@ -102,7 +102,7 @@ def test_a_tier_whose_reads_are_all_late_is_measured_when_they_arrive(is_reset: 
     options = ManagerOptions(promotion_deadline_s=DEADLINE_S, tokens_per_block=1.0)
     cascade, blocks = Cascade((64, 100), options), keys(0, 4)
     cascade.below_only(blocks)
-    manager, worth = cascade.manager, claims_of(cascade.manager)._worth
+    manager, worth = cascade.manager, claims_of(cascade.manager).choice.worth
     assert worth is not None
     link = worth.links[0]
     assert manager.lookup(blocks, Request()) is None

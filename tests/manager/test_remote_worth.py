@@ -10,6 +10,7 @@ from support.remote_tier_rig import RemoteTierRig
 from kvcascade.config.schema import WriteMode
 from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
 from kvcascade.manager.level import Tier
+from kvcascade.manager.promotion.worth import PROBE_INTERVAL_S
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.policies import create
@@ -94,6 +95,19 @@ def test_what_computing_beats_is_computed(
     assert hits == (blocks if is_read else 0)
     if not is_read:
         assert waited == 2, "for the lookup, and for the decision"
+
+
+def test_a_server_that_is_too_slow_is_asked_for_probes_only() -> None:
+    link = Link(100.0, 0.0005)
+    for number in range(2):
+        link.serve(prompt(number))
+    assert link.manager.counters.promotion_probes == 1
+    asked = link.twin.calls["exist_many"]
+    assert link.serve(prompt(2)) == (0, 0), "nobody waits for an answer that cannot help"
+    assert link.twin.calls["exist_many"] == asked
+    link.clock.advance(PROBE_INTERVAL_S)
+    link.serve(prompt(3))
+    assert link.manager.counters.promotion_probes == 2
 
 
 def test_a_link_that_is_slow_for_a_while_is_read_again() -> None:

@@ -173,17 +173,17 @@ def test_loading_is_refused_where_it_is_slower_by_the_ratio_of_the_tier(
     ratio_max: float, mib_per_s: int, is_worth: bool
 ) -> None:
     worth = measured(mib_per_s * MIB, ratio_max=ratio_max)
-    assert worth.is_worth([0, 10], [0, 0], 100.0) is is_worth
+    assert worth.is_worth(1, 10, 0, 10, 100.0) is is_worth
     assert worth.is_hopeless(1, 100.0) is not is_worth
 
 
 def test_the_queue_counts_and_a_long_prefix_outweighs_it() -> None:
     worth = measured(20 * MIB)
-    assert worth.is_worth([0, 1], [0, 3], 100.0)
-    assert not worth.is_worth([0, 1], [0, 4], 100.0)
-    assert worth.is_worth([0, 2], [0, 4], 100.0)
+    assert worth.is_worth(1, 1, 3, 1, 100.0)
+    assert not worth.is_worth(1, 1, 4, 1, 100.0)
+    assert worth.is_worth(1, 2, 4, 2, 100.0)
     worth.links[0].started(4 * MIB, 100.0)
-    assert not worth.is_worth([0, 1], [0, 0], 100.0)
+    assert not worth.is_worth(1, 1, 0, 1, 100.0)
 
 
 def test_each_tier_has_its_own_ratio() -> None:
@@ -191,8 +191,8 @@ def test_each_tier_has_its_own_ratio() -> None:
     for link in worth.links:
         link.started(64 * MIB, 0.0)
         link.ended(64 * MIB, 64 * MIB, 8.0)
-    assert worth.is_worth([0, 8, 0], [0, 0, 0], 100.0)
-    assert not worth.is_worth([0, 0, 8], [0, 0, 0], 100.0)
+    assert worth.is_worth(1, 8, 0, 8, 100.0)
+    assert not worth.is_worth(2, 8, 0, 8, 100.0)
     assert (worth.is_hopeless(1, 100.0), worth.is_hopeless(2, 100.0)) == (False, True)
 
 
@@ -201,8 +201,8 @@ def test_every_link_on_the_way_counts() -> None:
     for link, bytes_per_s in zip(worth.links, (100 * MIB, 2 * MIB), strict=True):
         link.started(64 * MIB, 0.0)
         link.ended(64 * MIB, 64 * MIB, 64 * MIB / bytes_per_s)
-    assert worth.is_worth([0, 8, 0], [0, 0, 0], 100.0)
-    assert not worth.is_worth([0, 0, 8], [0, 0, 0], 100.0)
+    assert worth.is_worth(1, 8, 0, 8, 100.0)
+    assert not worth.is_worth(2, 8, 0, 8, 100.0)
     assert (worth.is_hopeless(1, 100.0), worth.is_hopeless(2, 100.0)) == (False, True)
 
 
@@ -356,15 +356,15 @@ def test_prefill_is_measured_by_what_a_request_computes() -> None:
     cascade.now_s += 0.5
     for _ in range(3):
         manager.end_step()
-    assert manager._claims._worth is not None
-    assert manager._claims._worth.prefill.tokens_per_s == len(computed) * TOKENS / 0.5
+    assert manager._claims.choice.worth is not None
+    assert manager._claims.choice.worth.prefill.tokens_per_s == len(computed) * TOKENS / 0.5
 
 
 def test_what_is_put_off_does_not_make_computing_look_faster() -> None:
     """Ten blocks are computed every 0.1 s, and none is taken while the tier below is silent."""
     cascade = Cascade((300, 1000), ManagerOptions(tokens_per_block=TOKENS))
     manager = cascade.manager
-    assert manager._claims._worth is not None
+    assert manager._claims.choice.worth is not None
     request, prompt = Request(), [key(i) for i in range(260)]
     cascade.store([key(i) for i in range(1000, 1300)])
     assert manager.lookups.lookup_block(prompt[0], request) is MISS
@@ -377,8 +377,8 @@ def test_what_is_put_off_does_not_make_computing_look_faster() -> None:
     for _ in range(12):
         cascade.now_s += 0.1
         manager.end_step()
-    assert manager._claims._worth.prefill.tokens_per_s is not None
-    assert 7000 < manager._claims._worth.prefill.tokens_per_s <= 11000
+    assert manager._claims.choice.worth.prefill.tokens_per_s is not None
+    assert 7000 < manager._claims.choice.worth.prefill.tokens_per_s <= 11000
 
 
 WINDOW_KEYS = [BlockHash(k[:-1] + b"\1") for k in KEYS]
@@ -392,7 +392,7 @@ def test_tokens_are_saved_by_the_blocks_that_stand_for_them() -> None:
     assert worth.saved_blocks(KEYS[1:], chain) == 3, "the one that is here is saved either way"
     assert worth.saved_blocks(WINDOW_KEYS[3:], chain) == 4, "without it none is of use"
     assert worth.saved_blocks(WINDOW_KEYS[3:], []) == 1, "of what is not known, as many"
-    assert Worth([HERE], 1 << 20, 100, PrefillSpeed(1000.0)).saved_blocks(WINDOW_KEYS, chain) == 4
+    assert Worth([HERE], 1 << 20, 100, PrefillSpeed(1000.0)).saved_blocks(KEYS, chain) == 5
 
 
 def test_a_window_is_loaded_for_the_sake_of_all_before_it() -> None:
@@ -402,8 +402,8 @@ def test_a_window_is_loaded_for_the_sake_of_all_before_it() -> None:
     worth.links[0].ended(8 << 20, 8 << 20, 8.0)  # 1 MiB a second
     saved = worth.saved_blocks(KEYS + WINDOW_KEYS, KEYS + WINDOW_KEYS)
     assert saved == 4
-    assert worth.is_worth([0, 8], [0, 0], 10.0, saved)
-    assert not worth.is_worth([0, 8], [0, 0], 10.0, 3)
+    assert worth.is_worth(1, 8, 0, saved, 10.0)
+    assert not worth.is_worth(1, 8, 0, 3, 10.0)
 
 
 @pytest.mark.parametrize("first", [KEYS, WINDOW_KEYS], ids=["full first", "window first"])
@@ -411,7 +411,7 @@ def test_a_prompt_of_several_groups_is_counted_once(first: list[BlockHash]) -> N
     """The whole window was asked for after the first block was missed, and is offered, too."""
     cascade = Cascade((64, 64), ManagerOptions(tokens_per_block=TOKENS, served_end=b"\0"))
     manager, request = cascade.manager, Request()
-    assert manager._claims._worth is not None
+    assert manager._claims.choice.worth is not None
     for block_hash in (KEYS[1], *reversed(WINDOW_KEYS)):
         assert manager.lookups.lookup_block(block_hash, request) is MISS
     second = WINDOW_KEYS if first is KEYS else KEYS
@@ -419,7 +419,7 @@ def test_a_prompt_of_several_groups_is_counted_once(first: list[BlockHash]) -> N
     cascade.now_s += 0.5
     for _ in range(3):
         manager.end_step()
-    assert manager._claims._worth.prefill.tokens_per_s == 3 * TOKENS / 0.5
+    assert manager._claims.choice.worth.prefill.tokens_per_s == 3 * TOKENS / 0.5
 
 
 def test_it_computes_from_what_it_missed_when_it_asked_last() -> None:
@@ -433,8 +433,8 @@ def test_it_computes_from_what_it_missed_when_it_asked_last() -> None:
     cascade.now_s += 0.5
     for _ in range(3):
         manager.end_step()
-    assert manager._claims._worth is not None
-    assert manager._claims._worth.prefill.tokens_per_s == 4 * TOKENS / 0.5
+    assert manager._claims.choice.worth is not None
+    assert manager._claims.choice.worth.prefill.tokens_per_s == 4 * TOKENS / 0.5
 
 
 def test_an_offer_beside_one_that_is_put_off_is_not_counted() -> None:
@@ -500,8 +500,8 @@ def test_a_probe_is_one_however_many_ask_for_the_same_blocks() -> None:
 def test_what_another_loads_anyway_costs_no_more() -> None:
     """Behind what is on its way, one block alone takes longer than it saves; four do not."""
     slow = Slow(read_s=0.5)
-    assert slow.manager._claims._worth is not None
-    slow.manager._claims._worth.links[0].started(2 * BLOCK_SIZE, slow.cascade.now_s)
+    assert slow.manager._claims.choice.worth is not None
+    slow.manager._claims.choice.worth.links[0].started(2 * BLOCK_SIZE, slow.cascade.now_s)
     long, short = Request(), Request()
     assert slow.ask(long) == [PENDING] * 4
     assert slow.manager.lookups.lookup_block(KEYS[0], short) is PENDING

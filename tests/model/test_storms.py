@@ -60,5 +60,5 @@ def test_every_request_is_served_in_time(seed: int) -> None:
     manager = storm.manager
     assert not manager.waiting_requests and not manager.has_pending_work()
     assert not manager._claims._holds.users and not manager._workers.is_busy
-    if manager._claims._worth is not None:
-        assert manager._claims._worth.backlog.tokens == pytest.approx(0.0)
+    if manager._claims.choice.worth is not None:
+        assert manager._claims.choice.worth.backlog.tokens == pytest.approx(0.0)

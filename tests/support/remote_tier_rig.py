@@ -15,13 +15,8 @@ import msgspec
 from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST, LISTEN_INTERVAL_S, WAIT_SLICE_S
 from kvcascade.handlers.node.remote.remote_node import RemoteNode, SlotParts
 from kvcascade.handlers.node.remote.remote_wire import from_remote_node, to_remote_node
-from kvcascade.manager.below.port import ASKING, LOAD_RATIO_MAX_REMOTE, Below, TierFacts
-from kvcascade.manager.below.remote_tier import (
-    MEDIUM,
-    UNBOUNDED_BLOCKS,
-    RemoteTier,
-    RemoteTierParts,
-)
+from kvcascade.manager.below.port import ASKING, Below
+from kvcascade.manager.below.remote_tier import RemoteTier, RemoteTierParts, remote_facts
 from kvcascade.tiers.base import RESET_TICKS_PER_S, BlockHash
 from kvcascade.tiers.remote.remote_store import StoreOptions
 
@@ -61,7 +56,7 @@ class RemoteTierRig:
         self.options = options
         self.answers: deque[bytes] = deque()
         self.start_node()
-        facts = TierFacts("remote", MEDIUM, PAYLOAD_BYTES, UNBOUNDED_BLOCKS, LOAD_RATIO_MAX_REMOTE)
+        facts = remote_facts("remote", PAYLOAD_BYTES)
         self.tier = RemoteTier(
             self._client_of,
             RemoteTierParts(facts, options, stall_s=10.0, new_mark=self._new_mark),
