@@ -212,7 +212,6 @@ class Lookups:
         with self._lock:  # from here on, the background removes no block of the first tier
             self._count_misses()
             self.asking = request
-            request.may_ask = self._claims.choice.may_ask(request)
             is_waiting = bool(request.pending) or request.asked is not None
             if is_waiting and not self._has_collected:
                 self._has_collected = True
@@ -289,12 +288,18 @@ class Lookups:
                 self._missing.append(request)
 
     def _must_answer(self, request: Request) -> bool:
-        """Return True if the answer about a block of an earlier step is still awaited."""
+        """Return True if the answer about a block of an earlier step is still awaited.
+
+        An answer that cannot help the request is of use all the same: blocks that are there need
+        not be written again.
+        """
         assert request.asked is not None
         with self._lock:
-            answer = self._flow.below.may_hold(request.asked, request.allowed_media, request)
-            if answer == ASKING:
-                return True
+            request.awaits_answers = self._claims.choice.may_read_elsewhere(request)
+            if request.awaits_answers:
+                answer = self._flow.below.may_hold(request.asked, request.allowed_media, request)
+                if answer == ASKING:
+                    return True
         request.asked = None
         return False
 
@@ -322,7 +327,7 @@ class Lookups:
         if self._looks >= MAX_LOOKS_PER_STEP and request.claim is None:
             return RETRY
         self._looks += 1
-        owner = request if request.may_ask else None
+        owner = request if request.awaits_answers else None
         tier = self._flow.below.may_hold(block_hash, request.allowed_media, owner)
         if tier > 0:
             return self._claims.want(block_hash, tier, request)

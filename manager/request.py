@@ -36,8 +36,8 @@ class Request:
     too_slow: frozenset[int] = frozenset()
     """Numbers of the tiers that were expected to take longer than computing. No block is promoted
     from them for the request."""
-    may_ask: bool = True
-    """True if tiers elsewhere are asked for its blocks. Set when the request begins to ask."""
+    awaits_answers: bool = True
+    """True if the answers of tiers elsewhere may help it. Otherwise it does not ask any more."""
 
     first: BlockHash | None = None
     """First block of its lookups of this step, or of the last step with any."""

@@ -44,10 +44,10 @@ class LoadChoice:
         self._elsewhere = [n for n, tier in enumerate(flow.below.tiers, 1) if tier.is_elsewhere]
         """Numbers of the tiers that have to be asked."""
 
-    def may_ask(self, request: Request) -> bool:
-        """Return True if a tier elsewhere should be asked for blocks of the request.
+    def may_read_elsewhere(self, request: Request) -> bool:
+        """Return True if the request may read from a tier that has to be asked.
 
-        False: computing is faster than reading any number of them, or there is no such tier.
+        False: computing is faster than reading any number of its blocks.
         """
         worth, too_slow = self.worth, request.too_slow
         return any(
@@ -118,6 +118,7 @@ class LoadChoice:
 
     def _leave_out(self, request: Request, levels: Set[int]) -> None:
         request.too_slow |= levels
+        request.awaits_answers = self.may_read_elsewhere(request)
         self._flow.counters.promotions_not_worth += 1
 
     def _compute_instead(self, claim: Claim, slow: Set[int], worth: Worth, now_s: float) -> None:

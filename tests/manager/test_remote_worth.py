@@ -8,6 +8,7 @@ from support.remote_rig import PAYLOAD_BYTES
 from support.remote_tier_rig import RemoteTierRig
 
 from kvcascade.config.schema import WriteMode
+from kvcascade.manager.below.port import Put
 from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
 from kvcascade.manager.level import Tier
 from kvcascade.manager.promotion.worth import PROBE_INTERVAL_S
@@ -97,16 +98,22 @@ def test_what_computing_beats_is_computed(
         assert waited == 2, "for the lookup, and for the decision"
 
 
-def test_a_server_that_is_too_slow_is_asked_for_probes_only() -> None:
+def test_nobody_waits_for_an_answer_that_cannot_help() -> None:
     link = Link(100.0, 0.0005)
     for number in range(2):
         link.serve(prompt(number))
     assert link.manager.counters.promotion_probes == 1
-    asked = link.twin.calls["exist_many"]
-    assert link.serve(prompt(2)) == (0, 0), "nobody waits for an answer that cannot help"
-    assert link.twin.calls["exist_many"] == asked
+    request = Request()
+    assert link.manager.lookup(prompt(2), request) is None, "the server is asked"
+    link.manager.end_step()
+    assert link.manager.lookup(prompt(2), request) == 0
+    link.manager.finish_request(request)
+    link.manager.end_step()
+    link.rig.pump()
+    offered = link.rig.tier.put(7, prompt(2), range(PROMPT_BLOCKS))
+    assert Put.STARTED not in offered, "the answer says that the blocks are there"
     link.clock.advance(PROBE_INTERVAL_S)
-    link.serve(prompt(3))
+    assert link.serve(prompt(3))[1] == 2, "a probe needs to know where the blocks are"
     assert link.manager.counters.promotion_probes == 2
 
 
