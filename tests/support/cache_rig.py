@@ -63,6 +63,13 @@ def call_outside(*arguments: object, before: Sequence[str] = ()) -> Answer:
     return Answer(done.returncode, done.stdout, done.stderr)
 
 
+def least_size(folder: Path) -> str:
+    """The smallest `gc --max-size` that a namespace can reach: no segment file fits into it."""
+    found = call("inspect", folder.parent, "-n", folder.name, "--json").one["disk_bytes"]
+    sizes = [path.stat().st_blocks * 512 for path in folder.glob("segments/*")]
+    return str(int(found) - sum(sizes) + min(sizes) // 2)
+
+
 def segment(folder: Path, number: int = 0) -> Path:
     """A segment file."""
     return folder / "segments" / f"{number:06d}.safetensors"

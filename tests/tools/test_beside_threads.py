@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.cache_rig import call
-from support.path_cache import engine_on
+from support.cache_rig import call, least_size
+from support.path_cache import engine_on, folder_in
 
 from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.base import BlockOutcome
@@ -24,7 +24,7 @@ def tools_work(root: Path, state: NodeState) -> None:
         assert (seen["state"], seen["blocks"]) == ("live", BLOCKS)
         assert call("verify", root, "--json").one["ok"] == BLOCKS
         assert call("export", root, file, "--json").document["blocks"] == BLOCKS
-        removed = call("gc", root, "--max-size", "1", "--json")
+        removed = call("gc", root, "--max-size", least_size(folder_in(root)), "--json")
         assert removed.one["blocks_removed"] == BLOCKS
         engine.until(lambda: not engine.holds(range(BLOCKS)))
         assert call("import", root, file, "--json").document["imported"] == BLOCKS

@@ -38,9 +38,9 @@ NOT_NOTED = (
     "{:,} other blocks may come after {}, because no engine has recorded their order: select them "
     "by --hash, or remove the namespace"
 )
-TOO_LARGE = (
-    "--max-size is not reached: {} are left in indexes and in namespaces that cannot be read; "
-    "remove namespaces with --remove-namespace"
+UNREACHABLE = (
+    "--max-size is not reached, so nothing is removed: {} would be left in indexes and in "
+    "namespaces that cannot be read; give more, or remove namespaces with --remove-namespace"
 )
 WRITTEN_TO = "engines were writing to {} of the segments: call it again"
 
@@ -175,7 +175,7 @@ class Collector:
             excess = self._total_bytes(plans) - freed - wish.max_bytes
             left = _choose_segments(candidates, excess)
             if left > 0:
-                _note_too_large(plans, wish.max_bytes + left)
+                _plan_nothing(plans, wish.max_bytes + left)
         for plan in plans:
             if plan.last_use:
                 plan.report.hottest_idle_s = max(0.0, self._now_s - plan.last_use)
@@ -377,11 +377,14 @@ def _choose_segments(uses: Sequence[_SegmentUse], excess_bytes: int) -> int:
     return excess_bytes
 
 
-def _note_too_large(plans: Sequence[_Plan], left_bytes: int) -> None:
-    """Mark the reports of a size that cannot be reached."""
+def _plan_nothing(plans: Sequence[_Plan], left_bytes: int) -> None:
+    """Cancel all plans, because they would not reach the size that was asked for."""
     for plan in plans:
-        plan.report.is_incomplete = True
-        plan.report.skipped = plan.report.skipped or TOO_LARGE.format(human(left_bytes))
+        report = plan.report
+        plan.drops, plan.emptied, plan.chosen, plan.last_use = [], [], [], 0
+        report.blocks_removed = report.segments_removed = report.bytes_freed = 0
+        reasons = [report.skipped, UNREACHABLE.format(human(left_bytes))]
+        report.skipped, report.is_incomplete = "; ".join(filter(None, reasons)), True
 
 
 def _check_parts(fs: FileSystem, folder: NamespaceFolder) -> None:
