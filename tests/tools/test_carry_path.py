@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import fcntl
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from support.path_cache import (
 from support.path_engine import PathEngine
 
 import kvcascade
+from kvcascade.block_cache import BlockCache, PutOutcome
 from kvcascade.config.machine import Disk, Machine
 from kvcascade.tiers.nvme.disk.filesystem import RealFile, RealFileSystem
 from kvcascade.tiers.nvme.path.block_reader import payload_checksum
@@ -365,6 +367,46 @@ def test_a_budget_is_a_reason(file: Path, tmp_path: Path) -> None:
     PathEngine([root], options, is_thread=True).open().close()
     answer = call("import", root, file, "--json")
     assert answer.code == ExitCode.NO_SPACE and "budget" in answer.document["reason"]
+
+
+def puts_with(
+    patch: pytest.MonkeyPatch, batches: list[PutOutcome | None]
+) -> Callable[[], list[PutOutcome | None]]:
+    """Batches of 4 blocks have these outcomes in turn; None stores. Return what is left of them."""
+    left, put = list(batches), BlockCache.put
+
+    def with_outcome(self: BlockCache, keys: Any, buffers: Any) -> list[PutOutcome]:
+        outcome = left.pop(0)
+        return put(self, keys, buffers) if outcome is None else [outcome] * len(list(keys))
+
+    patch.setattr(BlockCache, "put", with_outcome)
+    patch.setattr(import_report, "MAX_BATCH_BLOCKS", 4)
+    return lambda: left
+
+
+@pytest.mark.parametrize("outcome", [PutOutcome.FAILED, PutOutcome.TIMED_OUT])
+def test_a_device_that_refuses_everything_ends_an_import(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: PutOutcome
+) -> None:
+    """Each batch may take 30 s: a large file would take days."""
+    fill_path(tmp_path / "to", 0)
+    left = puts_with(monkeypatch, [None, outcome, outcome, outcome, None])
+    answer = call("import", tmp_path / "to", file, "--json")
+    assert answer.code == ExitCode.CANNOT_OPEN and left() == [None]
+    assert (answer.document["imported"], answer.document["failed"]) == (4, BLOCKS - 4)
+    assert answer.document["was_given_up"] and "import again" in answer.document["reason"]
+
+
+def test_a_device_that_fails_now_and_then_does_not_end_an_import(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_path(tmp_path / "to", 0)
+    failed = PutOutcome.FAILED
+    left = puts_with(monkeypatch, [failed, failed, None, failed, failed])
+    answer = call("import", tmp_path / "to", file, "--json")
+    assert answer.code == ExitCode.NO_SPACE and left() == []
+    assert (answer.document["imported"], answer.document["failed"]) == (4, BLOCKS - 4)
+    assert not answer.document["was_given_up"]
 
 
 def test_a_file_that_is_there_is_kept(file: Path, tmp_path: Path) -> None:

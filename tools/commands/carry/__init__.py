@@ -194,6 +194,8 @@ def import_(
             if report.reason is not None:
                 left_out = f"kvcascade: {report.failed} blocks were not imported"
                 print(f"{left_out}: {report.reason}", file=sys.stderr)
+    if report.was_given_up:
+        finish(ExitCode.CANNOT_OPEN)
     if report.failed:
         finish(ExitCode.NO_SPACE)
     finish(ExitCode.PROBLEMS if report.damaged else ExitCode.OK)

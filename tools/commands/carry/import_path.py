@@ -44,6 +44,14 @@ NO_ROOM = (
 )
 TOO_SMALL = "the tier is smaller than that; give it a larger capacity"
 LOST = "they left the tier again during the import; give it a larger capacity"
+GIVEN_UP = (
+    "the device refused every block for a while, so the import ended; look at the log lines above "
+    "and at the disk, then import again"
+)
+MAX_FAILED_BATCHES = 3
+"""Batches in a row without a stored block after which an import ends. Each may take the whole time
+limit of `put`."""
+_DEVICE_FAILURES = frozenset({PutOutcome.FAILED, PutOutcome.TIMED_OUT})
 _REASONS = {
     PutOutcome.OVER_BUDGET: "the write budget of the day is spent; import the rest tomorrow",
     PutOutcome.TIMED_OUT: "the writer of the path or its device is too slow; import again",
@@ -77,15 +85,35 @@ def import_into_path(
         _joined(fs, parts, spec) as cache,
         open_path(parts.roots[0]) as opened,
     ):
-        report, stored = ImportReport(cache.name, head.blocks), StoredKeys()
-        for rows, good in right_batches(carried, report):
-            if may_evict:
-                room = int(opened.facts(cache.name)["slots"]) - len(stored.imported)
-            else:
-                room = _free_slots(opened, cache.name)
-            _store(cache, good, report, stored, room, TOO_SMALL if may_evict else NO_ROOM)
-            progress(rows)
-        _count(cache, report, stored)
+        return _import_batches(cache, opened, carried, may_evict, progress)
+
+
+def _import_batches(
+    cache: BlockCache,
+    opened: OpenPath,
+    carried: CarriedReader,
+    may_evict: bool,
+    progress: Progress,
+) -> ImportReport:
+    """Store the blocks of a file in batches, until the device refuses several whole batches."""
+    report, stored = ImportReport(cache.name, carried.head.blocks), StoredKeys()
+    rows_left, failures = carried.head.blocks, 0
+    for rows, good in right_batches(carried, report):
+        if may_evict:
+            room = int(opened.facts(cache.name)["slots"]) - len(stored.imported)
+        else:
+            room = _free_slots(opened, cache.name)
+        no_room = TOO_SMALL if may_evict else NO_ROOM
+        outcomes = _store(cache, good, report, stored, room, no_room)
+        progress(rows)
+        rows_left -= rows
+        if outcomes:
+            failures = failures + 1 if _DEVICE_FAILURES.issuperset(outcomes) else 0
+        if failures == MAX_FAILED_BATCHES:
+            report.failed += rows_left
+            report.reason, report.was_given_up = GIVEN_UP, True
+            break
+    _count(cache, report, stored)
     return report
 
 
@@ -184,8 +212,8 @@ def _store(
     stored: StoredKeys,
     room: int,
     no_room: str,
-) -> None:
-    """Store blocks that are not in the cache, at most `room`."""
+) -> list[PutOutcome]:
+    """Store blocks that are not in the cache, at most `room`; return their outcomes."""
     held = [key for key, is_there in zip(blocks, cache.exists(blocks), strict=True) if is_there]
     cache.touch(held)  # none of them is evicted for another one
     stored.already_there.extend(held)
@@ -208,6 +236,7 @@ def _store(
         else:
             report.failed += 1
             report.reason = no_room if outcome is PutOutcome.FULL else _REASONS[outcome]
+    return outcomes
 
 
 def _count(cache: BlockCache, report: ImportReport, stored: StoredKeys) -> None:

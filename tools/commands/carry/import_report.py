@@ -35,6 +35,8 @@ class ImportReport:
     """Number of blocks that the device refused, that found no room, or that were evicted again."""
     reason: str | None = None
     """Reason why blocks failed, with a remedy."""
+    was_given_up: bool = False
+    """True if the import ended early, because the device refused everything."""
 
 
 @dataclass(frozen=True, slots=True)
