@@ -99,14 +99,16 @@ def _chosen(
 
     Raises `ConfigError` if a choice was made and fits no block.
     """
-    starts, is_all = choice.prefixes, not (choice.prefixes or choice.prompts)
+    starts, is_all = frozenset(choice.prefixes), not (choice.prefixes or choice.prompts)
+    lengths = {len(start) for start in starts}
     found: list[NamedBlock] = []
     missing, absent = set(heads), set(starts)
     for each in path.blocks(namespace.name):
         head = head_of(each.key)
         missing.discard(head)
-        if is_all or head in heads or each.key.startswith(starts):
-            absent -= {start for start in absent if each.key.startswith(start)}
+        fitting = starts & {each.key[:length] for length in lengths}
+        if is_all or head in heads or fitting:
+            absent -= fitting
             found.append(each)
     if choice.hot_bytes is not None:
         found.sort(key=lambda each: each.used_s, reverse=True)
