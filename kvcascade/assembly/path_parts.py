@@ -18,6 +18,7 @@ from ..config.machine import (
     nearest_existing,
     nvme_capacity,
     nvme_disk_bytes,
+    refuse_namespace,
 )
 from ..config.options import At, read_options
 from ..config.schema import CascadeConfig, NvmeTierOptions
@@ -75,6 +76,9 @@ def path_parts(fs: FileSystem, path: GivenPath, given: Mapping[str, object], key
     """
     asked = {"path": _absolute(path), **given}
     tier = read_options(NvmeTierOptions, At(key, policies=known_names()), asked, also=())
+    machine = Machine()
+    for root in tier.path:
+        refuse_namespace(At(key).below("path"), root, machine)
     record = load_record(fs, tier.path[0])
     if record is not None:
         if tuple(map(str, tier.path)) == record.paths[:1]:
@@ -84,7 +88,6 @@ def path_parts(fs: FileSystem, path: GivenPath, given: Mapping[str, object], key
         tier = read_options(NvmeTierOptions, At(key), asked, also=())
     if "policy" in given and (record is None or record.options.policy != tier.policy):
         order_class(tier.policy)
-    machine = Machine()
     if record is None or not given.keys().isdisjoint(SIZES):
         check_nvme(CascadeConfig("", (tier,)), machine)
     return PathParts(tier, path_options(tier, machine), record)

@@ -198,6 +198,7 @@ def check_nvme(config: CascadeConfig, machine: Machine, noted: list[str] | None 
 def _check_path(at: At, path: Path, machine: Machine, owners: dict[object, Path]) -> None:
     """Check a tier's folder, and that no other path is the same; `owners`: paths by identity."""
     _check_folder(at, path, machine)
+    refuse_namespace(at, path, machine)
     with _looking_at(at, path):
         owner = owners.setdefault(machine.identity(path), path)
     if owner is not path:
@@ -393,6 +394,15 @@ def _check_folder(at: At, path: Path, machine: Machine) -> None:
         raise at.wrong(str(path), "cannot be written by this user; change its permissions or mount")
     problem = f"cannot be created, because {nearest} cannot be written by this user"
     raise at.wrong(str(path), f"{problem}; create it, or give another folder")
+
+
+def refuse_namespace(at: At, path: Path, machine: Machine) -> None:
+    """Raise `ConfigError` if a folder is a namespace of a tier, which would become a tier itself."""
+    with _looking_at(at, path):
+        is_namespace = machine.kind(path / NAMESPACE_FILE) is not PathKind.MISSING
+    if is_namespace:
+        problem = f"is a namespace of the tier in {path.parent}; give {path.parent}"
+        raise at.wrong(str(path), problem)
 
 
 def _check_disks(tier: NvmeTierOptions, machine: Machine) -> None:

@@ -261,6 +261,12 @@ def test_shares_are_of_the_machine() -> None:
             {"files": {Path("/mnt/1/kv")}},
             ['tiers[1].path: "/mnt/1/kv" is a file'],
         ),
+        (
+            {},
+            {"path": ["/mnt/0/kv", "/mnt/1/kv/one-1a2b3c4d5e6f"]},
+            {"files": {Path("/mnt/1/kv/one-1a2b3c4d5e6f/namespace.json")}},
+            ["is a namespace of the tier in /mnt/1/kv; give /mnt/1/kv"],
+        ),
     ],
 )
 def test_refused(

@@ -19,6 +19,7 @@ from support.cache_rig import ROOT, call, call_outside
 from support.children import environment
 from support.clock import ManualClock
 from support.keys import key
+from support.path_cache import fill_path
 from support.path_engine import PathEngine
 from support.waiting import wait_until
 
@@ -91,6 +92,13 @@ def test_engines_follow_the_service_and_find_their_blocks_in_the_next_one(tmp_pa
     lock = try_lead(FS, tmp_path)
     assert lock is not None, "the path is closed"
     lock.release()
+
+
+def test_a_namespace_directory_is_no_path(tmp_path: Path) -> None:
+    inner = fill_path(tmp_path / "kv", 1)
+    answer = call("store", inner)
+    assert answer.code == ExitCode.USAGE and f"give {tmp_path / 'kv'}" in answer.err
+    assert not (inner / PATH_FOLDER).exists()
 
 
 def test_options_come_from_the_call_then_the_environment_then_the_record(tmp_path: Path) -> None:
