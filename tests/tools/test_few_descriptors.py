@@ -16,9 +16,11 @@ import kvcascade
 from kvcascade import PutOutcome
 from kvcascade.tools.commands.command_line import ExitCode
 
-SEGMENTS, BLOCK = 300, 4096
-FEW = ("sh", "-c", 'ulimit -Sn 128; exec "$@"', "sh")
+SEGMENTS, BLOCK, LARGE = 300, 4096, 65536
+FEW = ("sh", "-c", 'ulimit -n 128; exec "$@"', "sh")
 """Command before another one, which may then open 128 files."""
+FEW_AT_FIRST = ("sh", "-c", 'ulimit -Sn 16; exec "$@"', "sh")
+"""Command before another one, which may open 16 files until it raises its limit."""
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +63,22 @@ def test_an_open_cache_leaves_descriptors_to_its_process(root: Path) -> None:
     command = [*FEW, sys.executable, "-c", _READER, str(root), str(SEGMENTS)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment())
     assert (done.returncode, done.stdout.strip()) == (0, str(SEGMENTS)), done.stderr
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect", "top"])
+def test_a_command_raises_its_limit_for_many_namespaces(tmp_path: Path, command: str) -> None:
+    """As the writer it keeps files of each namespace open."""
+    for number in range(8):
+        with kvcascade.open(
+            tmp_path,
+            namespace=f"n{number}",
+            block_bytes=LARGE,
+            capacity="256MiB",
+            segment_size="1MiB",
+            min_free=0,
+        ) as cache:
+            assert cache.put(keys(1), [bytes(LARGE)]) == [PutOutcome.STORED]
+    more = ("--once",) if command == "top" else ()
+    answer = call_outside(command, tmp_path, *more, before=FEW_AT_FIRST)
+    assert answer.code == ExitCode.OK, answer.out + answer.err
+    assert "Too many open files" not in answer.out + answer.err

@@ -25,6 +25,7 @@ from ...errors import (
     TierIOError,
     os_errors,
 )
+from ...handlers.node.child_start import allow_open_files
 from ...handlers.node.path.path_service import WriterService
 from ...tiers.nvme.disk.filesystem import FileLock, FileSystem
 from ...tiers.nvme.namespace import DESCRIPTION
@@ -184,6 +185,7 @@ def open_session(
     version. Raises `InUseError` if the lock is held and nobody answers, or if a process that is
     stopped holds it.
     """
+    allow_open_files()  # as the writer it keeps some open for each namespace and folder
     root = path.parent if fs.exists(path / DESCRIPTION) else path
     if not _is_there(fs, root):
         raise TierIOError(errno.ENOENT, f"{root} does not exist; check the path")
