@@ -25,9 +25,10 @@ from support.path_cache import (
     segment,
 )
 from support.path_engine import PathEngine
+from support.thread_limit import Limited
 
 import kvcascade
-from kvcascade.errors import KVCascadeError
+from kvcascade.errors import KVCascadeError, TierIOError
 from kvcascade.tiers.nvme.disk.filesystem import File, RealFile, RealFileSystem
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tiers.nvme.path.payload_files import PayloadFiles
@@ -409,6 +410,14 @@ class TestScan:
         failing, named = failing_source(blocks, code)
         with pytest.raises(KVCascadeError, match=f"{os.strerror(code)}.*; "):
             findings_of(failing, named)
+
+    def test_a_lack_of_threads_is_an_error_of_ours(
+        self, blocks: tuple[ScanSource, list[NamedBlock]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A traceback ended `verify` with the status of damage."""
+        Limited(monkeypatch).left = 2
+        with pytest.raises(TierIOError, match="raise the limit of processes"):
+            findings_of(*blocks)
 
     def test_it_reads_no_faster_than_the_limit(
         self, blocks: tuple[ScanSource, list[NamedBlock]]

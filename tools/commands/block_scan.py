@@ -16,11 +16,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 
 from ...errors import TierIOError, from_os_error
+from ...threads import started_pool
 from ...tiers.nvme.path.block_reader import payload_checksum
 from ...tiers.nvme.path.payload_files import PayloadFiles
 from ...tiers.nvme.path.presence_table import PresenceTable
@@ -125,7 +126,7 @@ def scan_blocks(
 
     `on_valid` receives every valid payload, on one of the threads. It must not keep the payload.
     Runs that have not begun are cancelled when the iterator is closed. Raises a `KVCascadeError`
-    if a block cannot be read for another reason than damage.
+    if a block cannot be read for another reason than damage, or no thread can be started.
     """
     size = source.files.layout.block_bytes
     local = threading.local()
@@ -138,7 +139,7 @@ def scan_blocks(
 
     throttle = throttle or Throttle(None)
     under_way: deque[Future[Findings]] = deque()
-    with ThreadPoolExecutor(SCAN_THREADS, thread_name_prefix="kvcascade-scan") as pool:
+    with started_pool(SCAN_THREADS, "kvcascade-scan") as pool:
         try:
             for run in _runs(source, blocks):
                 throttle.take(len(run) * size)

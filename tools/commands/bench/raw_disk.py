@@ -14,6 +14,7 @@ from pathlib import Path
 from time import perf_counter
 
 from ....handlers.node.bounce import huge_pages
+from ....threads import started_pool
 from .bench_results import BenchError
 
 CALL_BYTES = 16 << 20
@@ -53,7 +54,7 @@ class RawDisk:
         """Return (write, read) rates in bytes per second; each call uses new files."""
         files = [self._make(path) for path in self._paths]
         try:
-            with ThreadPoolExecutor(threads) as executor:
+            with started_pool(threads, "kvcascade-raw") as executor:
                 put = partial(self._move, os.pwritev, files)
                 if self._is_overwritten:
                     self._run(executor, put)

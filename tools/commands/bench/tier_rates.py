@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -29,6 +29,7 @@ from ....errors import os_errors
 from ....handlers.device.copier import GpuBlocks
 from ....handlers.device.device_cpu import CpuDeviceCopier, cpu_layouts
 from ....handlers.device.geometry import PageRef, WorkerLayout
+from ....threads import started_pool
 from ....tiers.base import BlockHash, SlotArray
 from ....tiers.cpu.arena import Arena, ArenaRole
 from ....tiers.cpu.header import ArenaGeometry
@@ -291,4 +292,4 @@ class _TiersUnderTest:
 
 
 def _executor(threads: int, undo: ExitStack) -> Executor:
-    return undo.enter_context(ThreadPoolExecutor(threads))
+    return undo.enter_context(started_pool(threads, "kvcascade-bench"))
