@@ -25,6 +25,8 @@ from ..config.schema import (
 from ..errors import ConfigError
 from ..logs import get_logger
 from ..manager.admission import Admission, AdmitAll, AdmitSecondTouch, admission_by_path
+from ..tiers.cpu.arena import DEFAULT_ARENA_DIR
+from ..tiers.cpu.arena_file import sweep
 from ..tiers.policies import known_names, order_class
 
 _log = get_logger(__name__)
@@ -98,6 +100,20 @@ def checked(
         check_names(config, noted)
         check_machine(config, machine, noted)
     return config
+
+
+def sweep_arenas(extra_config: Mapping[str, Any]) -> None:
+    """Remove the arenas of engines that were killed during their start.
+
+    Their memory would count as taken. Arenas that a live process holds or makes stay (`sweep`).
+    Nothing in the configuration needs to be valid.
+    """
+    given, _ = with_environment(extra_config, os.environ)
+    tiers = given.get("tiers")
+    named = [tier for tier in tiers if isinstance(tier, Mapping)] if isinstance(tiers, list) else []
+    folders = {DEFAULT_ARENA_DIR, *(str(tier.get("arena_dir", "")) for tier in named)} - {""}
+    for folder in sorted(folders):
+        sweep(folder)
 
 
 def checked_tier(

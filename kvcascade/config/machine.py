@@ -397,7 +397,7 @@ def _check_folder(at: At, path: Path, machine: Machine) -> None:
 
 
 def refuse_namespace(at: At, path: Path, machine: Machine) -> None:
-    """Raise `ConfigError` if a folder is a namespace of a tier, which would become a tier itself."""
+    """Raise `ConfigError` if a folder is a namespace of a tier: it would become one itself."""
     with _looking_at(at, path):
         is_namespace = machine.kind(path / NAMESPACE_FILE) is not PathKind.MISSING
     if is_namespace:

@@ -10,19 +10,15 @@ is not parsed yet), a later process of the same engine finds it.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-from ..assembly.named import SPEC_NAME, checked
-from ..config.environment import with_environment
+from ..assembly.named import SPEC_NAME, checked, sweep_arenas
 from ..config.machine import Machine
 from ..config.options import noting
 from ..errors import ConfigError
 from ..identity import note_files
-from ..tiers.cpu.arena import DEFAULT_ARENA_DIR
-from ..tiers.cpu.arena_file import sweep
 from .generation import offered
 from .refusals import refuse_answers, refuse_platform
 
@@ -36,8 +32,7 @@ def register() -> None:
     note_files(*weights)
     if extra_config.get("spec_name") == SPEC_NAME:
         refuse_platform()
-        for folder in _arena_folders(extra_config):  # of killed engines: they would count as taken
-            sweep(folder)
+        sweep_arenas(extra_config)
         _check(extra_config)
         refuse_answers(extra_config)
     _register_spec()
@@ -60,14 +55,6 @@ def _register_spec() -> None:
         factory.register_spec(SPEC_NAME, "kvcascade.spec", SPEC_NAME)
     except ValueError:  # registered already
         return
-
-
-def _arena_folders(extra_config: Mapping[str, Any]) -> list[str]:
-    """Return the folders in which CPU tiers may have their memory; nothing is checked yet."""
-    given, _ = with_environment(extra_config, os.environ)
-    tiers = given.get("tiers")
-    named = [tier for tier in tiers if isinstance(tier, Mapping)] if isinstance(tiers, list) else []
-    return sorted({DEFAULT_ARENA_DIR, *(str(tier.get("arena_dir", "")) for tier in named)} - {""})
 
 
 def _find_engine(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -77,6 +78,34 @@ def test_an_arena_of_another_version_is_listed_and_dropped(
     assert "another version" in capsys.readouterr().out
     assert kept_arenas.kept_blocks(tmp_path, (b"f" * 32).hex()) is None
     assert asked(capsys, "drop", *where)["dropped"] == [other["name"]]
+
+
+def leave_behind(folder: Path) -> Path:
+    """What an engine leaves that is killed before its scheduler is there."""
+    geometry = dataclasses.replace(GEOMETRY, kept=False)
+    arena = Arena.open(geometry, "killed", ArenaRole.worker(0), arena_dir=str(folder))
+    left, spare = Path(arena.path), folder / "spare"
+    os.link(left, spare)
+    arena.close()
+    return spare.rename(left)
+
+
+@pytest.mark.parametrize("command", ["check", "doctor", "ls", "drop"])
+def test_what_a_killed_start_left_is_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """Its memory counted as taken, and no command showed it."""
+    where = ("--arena-dir", str(tmp_path))
+    geometry = dataclasses.replace(GEOMETRY, kept=False)
+    config = tmp_path / "kv.json"
+    cpu = {"type": "cpu", "capacity": "1MiB", "arena_dir": str(tmp_path)}
+    config.write_text(json.dumps({"spec_name": "CascadeOffloadingSpec", "tiers": [cpu]}))
+    with Arena.open(geometry, "starts", ArenaRole.worker(0), arena_dir=str(tmp_path)) as held:
+        left = leave_behind(tmp_path)
+        main(["shm", command, *where] if command in ("ls", "drop") else [command, str(config)])
+        assert not left.exists() and Path(held.path).exists()
+    said = capsys.readouterr().out
+    assert ("removed 1 left by engines" in said) == (command in ("ls", "drop"))
 
 
 def test_an_arena_that_is_dropped_meanwhile_is_left_out(

@@ -80,6 +80,7 @@ def check(
         if model is not None and kv_bytes_per_token is not None:
             raise CommandError("give --model or --kv-bytes-per-token, not both", ExitCode.USAGE)
         with answering_apart(True):  # vLLM prints to standard output
+            from ....assembly.named import sweep_arenas
             from ..kv_bytes import kv_shape
             from . import config_check
             from .transfer_config import STANDARD_INPUT, read_config
@@ -87,6 +88,7 @@ def check(
             if config != STANDARD_INPUT:
                 check_is_file("CONFIG", config)
             given = read_config(config)
+            sweep_arenas({} if given.is_tiering else given.extra)
             tokens = config_check.tokens_in_config(given, block_size)
             note = shape = None
             if model is not None:

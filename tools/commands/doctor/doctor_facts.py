@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....assembly.named import checked
+from ....assembly.named import checked, sweep_arenas
 from ....config.environment import TOP, misspelt, of_tier
 from ....config.machine import (
     KEPT_ARENAS,
@@ -50,6 +50,7 @@ def look(config: Path | None) -> Facts:
     machine, problems, warnings = Machine(), list[str](), list[str]()
     given = _given(config)
     warnings += misspelt(os.environ) if given is None else ()
+    sweep_arenas({} if given is None or given.is_tiering else given.extra)
     wanted = _Wanted() if given is None else _wanted(given, machine, problems, warnings)
     if wanted.remote is not None:
         ask_server(wanted.remote, problems, warnings)

@@ -82,6 +82,12 @@ def none_in(arena_dir: Path) -> str:
     )
 
 
+def print_swept(paths: Sequence[str]) -> None:
+    """Print the number of files that engines left when they were killed during their start."""
+    if paths:
+        print(f"removed {len(paths)} left by engines that were killed during their start")
+
+
 def print_arenas(arenas: Sequence[KeptArena], arena_dir: Path) -> None:
     """Print the arenas of a directory as a table."""
     if not arenas:
