@@ -39,7 +39,7 @@ def run_child(
     in every line of its log.
     """
     socket_fd, arena_fd, parent_pid = map(int, arguments)
-    for number in (signal.SIGINT, signal.SIGTERM):  # the closed socket ends this process
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the closed socket ends it
         signal.signal(number, signal.SIG_IGN)
     die_with(parent_pid)
     give_way()

@@ -193,12 +193,23 @@ def from_stdin(cache: Path, descriptor: int) -> Answer:
 _KILLED = """
 import os, signal
 from kvcascade.tiers.nvme.disk.filesystem import RealFile
-left = [signal.SIGTERM]  # a second one would meet the default handler
+left = [signal.{number}]  # a second one would meet the default handler
 RealFile.sync = lambda file: left and os.kill(os.getpid(), left.pop())
 """
+_HUP = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
+_NOHUP = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
 
 
-def test_a_polite_kill_leaves_nothing_half_done(cache: Path, tmp_path: Path) -> None:
-    answer = apart(_KILLED, "export", cache, tmp_path / "warm.safetensors")
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGHUP"])
+def test_a_polite_kill_leaves_nothing_half_done(cache: Path, tmp_path: Path, number: str) -> None:
+    """SIGHUP comes when a terminal or an ssh session ends."""
+    killed = _HUP + _KILLED.format(number=number)
+    answer = apart(killed, "export", cache, tmp_path / "warm.safetensors")
     assert (answer.code, answer.err) == (ExitCode.INTERRUPTED, "kvcascade: interrupted\n")
     assert not list(tmp_path.glob("warm*"))
+
+
+def test_nohup_keeps_a_command_alive(cache: Path, tmp_path: Path) -> None:
+    before = _NOHUP + _KILLED.format(number="SIGHUP")
+    answer = apart(before, "export", cache, tmp_path / "warm.safetensors")
+    assert answer.code == ExitCode.OK and (tmp_path / "warm.safetensors").exists()

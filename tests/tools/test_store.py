@@ -307,14 +307,17 @@ def service(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def start(*options: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "kvcascade.tools", "store", str(tmp_path), *options]
-        # A child inherits what its parent ignores, and shells ignore SIGINT for background jobs.
+        # A child inherits what its parent ignores. Shells ignore SIGINT for background jobs, and
+        # nohup ignores SIGHUP.
         former = signal.signal(signal.SIGINT, signal.default_int_handler)
+        former_hup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
         try:
             process = subprocess.Popen(
                 command, env=environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True
             )
         finally:
             signal.signal(signal.SIGINT, former)
+            signal.signal(signal.SIGHUP, former_hup)
         started.append(process)
         return process
 
@@ -348,7 +351,7 @@ def test_it_may_open_as_many_files_as_the_system_allows(
     assert resource.prlimit(process.pid, kind) == (hard, hard)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_it_cleanly(
     tmp_path: Path, service: Callable[..., subprocess.Popen[str]], number: int
 ) -> None:

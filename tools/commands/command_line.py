@@ -46,7 +46,7 @@ class ExitCode(IntEnum):
     DIFFERENT = 7
     """The input belongs to another namespace."""
     INTERRUPTED = 130
-    """SIGINT or SIGTERM ended the command."""
+    """SIGINT, SIGTERM or SIGHUP ended the command."""
     CLOSED_PIPE = 141
     """The reader of standard output has closed it (`| head`), as after SIGPIPE."""
 
@@ -119,8 +119,8 @@ def code_of(error: KVCascadeError) -> ExitCode:
 def answering(as_json: bool, command: str = "kvcascade") -> Iterator[None]:
     """End the command on an error: print one sentence or a JSON document, and exit.
 
-    `command` is the word before the sentence. SIGTERM ends the command as SIGINT does, so contexts
-    inside clean up. Main thread only.
+    `command` is the word before the sentence. SIGTERM and SIGHUP end the command as SIGINT does, so
+    contexts inside clean up. Main thread only.
     """
     try:
         with terminable():
@@ -253,9 +253,15 @@ def _fail(message: str, code: ExitCode, as_json: bool, command: str) -> NoReturn
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Turn SIGTERM into KeyboardInterrupt, so that contexts clean up. Main thread only."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that contexts clean up.
+
+    A SIGHUP that is ignored, as under nohup, stays so. Main thread only.
+    """
+    is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = [signal.SIGTERM] if is_kept else [signal.SIGTERM, signal.SIGHUP]
+    before = [(number, signal.signal(number, signal.default_int_handler)) for number in numbers]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before:
+            signal.signal(number, handler)

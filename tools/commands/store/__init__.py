@@ -67,7 +67,7 @@ def store(
 ) -> None:
     """Write a path for all engines, as a service, until it is stopped.
 
-    SIGTERM and SIGINT stop it. Engines of the path find this writer, and elect none among
+    SIGTERM, SIGINT and SIGHUP stop it. Engines of the path find this writer, and elect none among
     themselves while it runs. It moves no blocks. Options that are not given are read from the
     environment (KVCASCADE_NVME_CAPACITY and so on), then from the record of the path; the rest has
     the defaults of the configuration.
