@@ -6,6 +6,7 @@ perhaps CUDA. It may also be a daemon, to which `multiprocessing` allows no chil
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import subprocess
@@ -94,15 +95,28 @@ def launch(setup: msgspec.Struct, arena_fd: int, module: str) -> Connection:
             ours.settimeout(SEND_LIMIT_S)
             ours.sendall(frame(setup))
             ours.setblocking(False)
+            socket_fd = _above_standard(theirs.fileno(), stack)
+            memory_fd = _above_standard(arena_fd, stack)
             child = subprocess.Popen(
-                command(theirs.fileno(), arena_fd, module),
+                command(socket_fd, memory_fd, module),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=environment(),
-                pass_fds=(theirs.fileno(), arena_fd),
+                pass_fds=(socket_fd, memory_fd),
             )
             if_failed.pop_all()
     return Connection(child, ours)
+
+
+def _above_standard(fd: int, stack: ExitStack) -> int:
+    """Return a duplicate of a descriptor that is none of 0 to 2; `stack` closes it.
+
+    If this process began without standard descriptors, the given one may be such a number. The
+    node gets others in their place.
+    """
+    found = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    stack.callback(os.close, found)
+    return found
 
 
 def command(socket_fd: int, arena_fd: int, module: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Starting a node that cannot be started: nothing stays open."""
+"""Starting a node: what it gets, and what stays open if it cannot be started."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from support.children import environment
 
 from kvcascade.errors import TierIOError
 from kvcascade.handlers.node.node_child import launch
@@ -29,6 +31,34 @@ def test_a_failed_start_leaves_nothing_open(
     with pytest.raises(TierIOError, match="starting the process"):
         launch(NodeReady(), os.memfd_create("arena"), NODE_MODULE)
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+_PROBE = """
+import os, sys
+said = [os.readlink(f"/proc/self/fd/{number}") for number in (0, *sys.argv[1:3])]
+with open(os.environ["SAID"], "w") as file:
+    file.write(" ".join(said))
+"""
+_LAUNCH = """
+import os, sys
+from kvcascade.handlers.node.node_child import launch
+from kvcascade.handlers.node.path_wire import NodeReady
+sys.path.insert(0, sys.argv[1])
+for closed in map(int, sys.argv[2:]):
+    os.close(closed)
+launch(NodeReady(), os.memfd_create("arena"), "probe").child.wait(30)
+"""
+
+
+@pytest.mark.parametrize("closed", [(), (0, 1), (0, 1, 2), (2,)])
+def test_a_node_starts_without_standard_descriptors(tmp_path: Path, closed: tuple[int]) -> None:
+    """A socket or an arena in their place was replaced in the node."""
+    (tmp_path / "probe.py").write_text(_PROBE)
+    command = [sys.executable, "-c", _LAUNCH, str(tmp_path), *map(str, closed)]
+    subprocess.run(command, env=environment() | {"SAID": str(tmp_path / "said")}, check=True)
+    standard, link, arena, *_ = (tmp_path / "said").read_text().split()
+    assert standard == os.devnull
+    assert link.startswith("socket:") and arena.startswith("/memfd:arena")
 
 
 def test_a_node_may_open_as_many_files_as_the_system_lets_it() -> None:
