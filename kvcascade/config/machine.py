@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -207,7 +207,9 @@ def _check_path(at: At, path: Path, machine: Machine, owners: dict[object, Path]
 
 def warnings_of(config: CascadeConfig, machine: Machine) -> list[str]:
     """Return warnings about options that work but are probably not intended."""
-    found = [_room_warning(tier, machine) for tier in config.nvme]
+    found = [
+        _room_warning(tier, machine) or _unequal_warning(tier, machine) for tier in config.nvme
+    ]
     lacks = [str(lack) for lack in found if lack is not None]
     return lacks + small_tier_warnings(config, machine) + _arena_warnings(config, machine)
 
@@ -237,6 +239,17 @@ def _room_warning(tier: NvmeTierOptions, machine: Machine) -> ConfigError | None
     room = _disk_room(tier, machine)
     capacity = _capacity(tier, machine, room)
     return _lack_of_room(tier, capacity, room) if capacity <= recorded else None
+
+
+def _unequal_warning(tier: NvmeTierOptions, machine: Machine) -> ConfigError | None:
+    """Return why folders on unequal disks hold less than the capacity; None if they hold it."""
+    capacity, held = nvme_capacity(tier, machine), nvme_held_bytes(tier, machine)
+    if held >= capacity:
+        return None
+    part = f"each of {len(tier.path)} folders gets {human(capacity // len(tier.path))}"
+    problem = f"is more than {human(held)}, which these disks hold: {part}"
+    at, remedy = At(f"{tier.key}.capacity"), "free space on the smaller disk, or lower it"
+    return at.wrong(_written(tier.capacity, capacity), f"{problem}; {remedy}")
 
 
 def _arena_warnings(config: CascadeConfig, machine: Machine) -> list[str]:
@@ -305,6 +318,30 @@ def nvme_capacity(tier: NvmeTierOptions, machine: Machine) -> int:
     if not isinstance(tier.capacity, FreeShare):
         return tier.capacity.of(nvme_disk_bytes(tier, machine))
     return _capacity(tier, machine, _disk_room(tier, machine))
+
+
+def nvme_held_bytes(tier: NvmeTierOptions, machine: Machine) -> int:
+    """Return the part of the tier's capacity that its disks have room for.
+
+    Each folder gets an equal part of the capacity, so the room of a larger disk is not all used.
+    """
+    parts: dict[int, list[Path]] = {}
+    disks: dict[int, Disk] = {}
+    for path in tier.path:
+        disk = machine.disk(nearest_existing(path, machine))
+        disks[disk.device] = disk
+        parts.setdefault(disk.device, []).append(path)
+    each = nvme_capacity(tier, machine) // len(tier.path)
+    reserve = min(tier.min_free.of(disk.total) for disk in disks.values())  # kept on each of them
+    return sum(
+        min(each * len(paths), _usable_bytes(disks[device], paths, machine, reserve))
+        for device, paths in parts.items()
+    )
+
+
+def _usable_bytes(disk: Disk, paths: Sequence[Path], machine: Machine, reserve: int) -> int:
+    """Return the bytes of a disk for the folders of a tier, with those that they take already."""
+    return max(0, disk.free + sum(map(machine.used_by_namespaces, paths)) - reserve)
 
 
 def _capacity(tier: NvmeTierOptions, machine: Machine, room: _DiskRoom) -> int:

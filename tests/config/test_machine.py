@@ -23,6 +23,7 @@ from kvcascade.config.machine import (
     check_nvme,
     cpu_capacity,
     nvme_capacity,
+    nvme_held_bytes,
     settled,
     warnings_of,
     writing,
@@ -355,6 +356,35 @@ def test_what_the_tier_holds_already_is_not_missed() -> None:
         held = replace(full, recorded=recorded * GIB)
         check_machine(by_default, held)
         assert nvme_capacity(by_default.nvme[0], held) == recorded * GIB
+
+
+class SmallerSecondDisk(Twin):
+    """Its second disk has 58.8 GiB beside the reserve, the first one 448.8 GiB."""
+
+    def disk(self, folder: Path) -> Disk:
+        found = super().disk(folder)
+        return replace(found, free=110 * GIB) if folder == Path("/mnt/1") else found
+
+
+@pytest.mark.parametrize(
+    ("paths", "capacity", "held"),
+    [
+        (["/mnt/0/kv", "/mnt/1/kv"], 200, 158.8),
+        (["/mnt/0/kv", "/mnt/1/kv"], 117, 117),
+        (["/mnt/0/a", "/mnt/0/b", "/mnt/1/kv"], 300, 258.8),
+        (["/mnt/0/a", "/mnt/0/b"], 300, 300),
+    ],
+)
+def test_of_unequal_disks_each_folder_holds_its_part(
+    paths: list[str], capacity: int, held: float
+) -> None:
+    config, twin = configured(path=paths, capacity=f"{capacity}GiB"), SmallerSecondDisk()
+    check_machine(config, twin)
+    assert nvme_held_bytes(config.nvme[0], twin) == pytest.approx(held * GIB)
+    said = warnings_of(config, twin)
+    assert bool(said) == (held < capacity)
+    if said:
+        assert f"is more than {held} GiB, which these disks hold" in said[0]
 
 
 def test_two_paths_on_one_device_count_it_once() -> None:

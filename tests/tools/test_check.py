@@ -15,7 +15,7 @@ from support.users import unprivileged
 from typer.testing import CliRunner
 
 from kvcascade.assembly.named import checked
-from kvcascade.config.machine import Machine
+from kvcascade.config.machine import Disk, Machine
 from kvcascade.errors import ConfigError, TierIOError
 from kvcascade.tiers.cpu.header import ArenaGeometry
 from kvcascade.tiers.nvme.path.writer.path_plan import plan_segments
@@ -73,6 +73,30 @@ def test_what_tiers_hold(config: Path, tmp_path: Path) -> None:
     assert found["start_s"] > 0 and found["start_after_crash_s"] > found["start_s"]
     assert not (tmp_path / "kv").exists(), "nothing is created"
     assert "131,072 bytes" in call("check", config, "--model", LLAMA).out
+
+
+class SmallerSecondDisk(Machine):
+    """The disk of folders named "b" has 64 MiB, others have 512."""
+
+    def disk(self, folder: Path) -> Disk:
+        is_small = folder.name == "b"
+        size = 64 * MIB if is_small else 512 * MIB
+        return Disk(device=1 + is_small, total=size, free=size)
+
+
+def test_of_unequal_disks_each_holds_at_most_its_part(config: Path, tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
+    disk = {**DISK, "capacity": "400MiB", "path": list(map(str, paths))}
+    change(config, tiers=[{"type": "cpu", "capacity": "64MiB"}, disk])
+    shape = BlockShape(16, 4096)
+    report = check(read_config(config), shape, machine=SmallerSecondDisk())
+    whole = plan_segments(400 * MIB, 65536, 2)
+    assert not report.problems and report.tiers[1].capacity_bytes == 400 * MIB
+    assert report.tiers[1].segments == whole.segments * 264 // 400
+    assert report.tiers[1].blocks == whole.segments * 264 // 400 * whole.slots_per_segment
+    assert any("is more than 264.0 MiB, which these disks hold" in each for each in report.doubts)
 
 
 def test_a_kept_arena_holds_its_table_too(config: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ....assembly.named import checked
 from ....assembly.path_parts import path_options
-from ....config.machine import Machine, cpu_capacity, warnings_of, writing
+from ....config.machine import Machine, cpu_capacity, nvme_held_bytes, warnings_of, writing
 from ....config.options import noting
 from ....config.remote import RemoteTierOptions
 from ....config.schema import CascadeConfig, NvmeTierOptions
@@ -277,7 +277,9 @@ def _nvme(
     capacity = asked.capacity_bytes
     if block_bytes is not None:
         plan = plan_namespace(asked, block_bytes, len(tier.path))
-        blocks, segments = plan.slots, plan.segments
+        held = min(capacity, nvme_held_bytes(tier, machine))
+        segments = plan.segments if len(tier.path) == 1 else plan.segments * held // capacity
+        blocks = segments * plan.slots_per_segment
     tokens = _tokens(blocks, shape)
     share = share_of(tier.capacity)
     return TierReport(tier.type, where, capacity, tier.policy, blocks, tokens, segments, share)
