@@ -68,6 +68,17 @@ def test_one_thing_is_wrong(change: dict[str, object], subject: str, severity: S
             assert each.remedy, "a finding says what to do"
 
 
+@pytest.mark.parametrize(
+    ("pinned", "said"),
+    [((64 << 30) + (40 << 20), "65g"), (64 << 30, "65g"), ((200 << 20) + 1, "201m")],
+)
+def test_the_size_of_shared_memory_is_rounded_up(pinned: int, said: str) -> None:
+    """It was rounded to the next tenth: too small by up to 51 MiB."""
+    facts = replace(GOOD, pinned_bytes=pinned, arena_free_bytes=64 << 20)
+    (found,) = [each for each in findings(facts) if each.subject == "shared memory"]
+    assert f"--shm-size={said}," in found.remedy and f"remount,size={said} " in found.remedy
+
+
 @pytest.mark.parametrize("kind", ["tmpfs", "overlay", "nfs4"])
 def test_a_path_in_the_wrong_place(kind: str) -> None:
     path = replace(GOOD.paths[0], file_system=kind)

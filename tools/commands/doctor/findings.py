@@ -12,6 +12,7 @@ from ....config.machine import HUGETLBFS, MEMORY_FILE_SYSTEMS
 from ....config.sizes import human
 from .. import show
 
+MIB, GIB = 1 << 20, 1 << 30
 MIN_OPEN_FILES = 4096
 """Open files that an engine with large NVMe tiers needs beside those of vLLM: one per segment."""
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -156,7 +157,8 @@ def _memory(facts: Facts) -> Iterator[Finding]:
     free, folder = human(facts.arena_free_bytes), facts.arena_dir
     pinned = facts.pinned_bytes
     if pinned is not None and pinned > facts.arena_free_bytes:
-        remedy = f"docker: --shm-size={human(pinned).replace(' ', '')}, or `mount -o remount,size=`"
+        size = _larger_size(pinned)
+        remedy = f"docker: --shm-size={size}, or `mount -o remount,size={size} {folder}`"
         found = f"{folder} has {free} free, and the CPU tier takes {human(pinned)}"
         yield Finding("shared memory", Severity.PROBLEM, found, remedy)
     elif facts.arena_file_system not in MEMORY_FILE_SYSTEMS:
@@ -175,6 +177,11 @@ def _memory(facts: Facts) -> Iterator[Finding]:
         found = f"{facts.kept_arenas} arenas of ended engines hold memory"
         remedy = "`kvcascade shm ls` lists them, `kvcascade shm drop` frees them"
         yield Finding("kept arenas", Severity.ADVICE, found, remedy)
+
+
+def _larger_size(count: int) -> str:
+    """Return the next larger number of GiB or MiB, as docker and mount read it."""
+    return f"{count // GIB + 1}g" if count >= GIB else f"{count // MIB + 1}m"
 
 
 def _limits(facts: Facts) -> Iterator[Finding]:
