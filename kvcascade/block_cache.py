@@ -14,6 +14,7 @@ bytes are never returned.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -51,8 +52,8 @@ from .tiers.nvme.namespace import NamespaceKey, is_namespace_name
 from .tiers.nvme.path.path_messages import PROTOCOL, Hello, NamespaceSpec, PathOptions, Touch
 from .tiers.nvme.path.presence_file import map_presence
 from .tiers.nvme.path.presence_table import PresenceTable
-from .tiers.nvme.path.writer.namespace.namespace_home import spec_of
-from .tiers.nvme.segments.format import PAGE_BYTES
+from .tiers.nvme.path.writer.namespace.namespace_home import check_size, spec_of
+from .tiers.nvme.segments.format import MAX_BLOCK_BYTES, PAGE_BYTES
 
 TIMEOUT_S = 30.0
 """Default of the longest wait of one call, in seconds."""
@@ -148,7 +149,10 @@ class BlockCache:
         self._fs = fs
         self._root = roots[0]
         with os_errors("allocating the memory through which blocks pass (buffer_size)"):
-            self._moves = BlockMoves(self.block_bytes, options.buffer_bytes)
+            try:
+                self._moves = BlockMoves(self.block_bytes, options.buffer_bytes)
+            except OverflowError:  # it is larger than any address
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from None
         self._state = NodeState.JOINING
         self._said = ""
         """Last sentence of the node."""
@@ -488,4 +492,8 @@ def _namespace(
     if block_bytes % PAGE_BYTES:
         problem = f"is no multiple of {PAGE_BYTES}; round it up"
         raise at.below("block_bytes").wrong(block_bytes, problem)
+    if block_bytes > MAX_BLOCK_BYTES:
+        problem = f"is more than a block may have ({MAX_BLOCK_BYTES}); lower it"
+        raise at.below("block_bytes").wrong(block_bytes, problem)
+    check_size(key)
     return spec_of(key, block_bytes)

@@ -74,7 +74,7 @@ def path_parts(fs: FileSystem, path: GivenPath, given: Mapping[str, object], key
     messages. If the path has several folders and is open for the first time, all are needed; later
     the first is enough. Raises `ConfigError`, `CorruptionError` or `TierIOError`.
     """
-    asked = {"path": _absolute(path), **given}
+    asked = {"path": _absolute(path, key), **given}
     tier = read_options(NvmeTierOptions, At(key, policies=known_names()), asked, also=())
     machine = Machine()
     for root in tier.path:
@@ -154,11 +154,20 @@ def existing_names(fs: FileSystem, root: Path) -> list[str]:
         return [name for name in names if fs.exists(root / name / DESCRIPTION)]
 
 
-def _absolute(path: object) -> object:
-    """Return the folders as absolute paths; what is none stays as it is, also an empty text."""
-    if isinstance(path, str | os.PathLike):
+def _absolute(path: object, key: str) -> object:
+    """Return the folders as absolute paths; what is none stays as it is, also an empty text.
+
+    Raises `ConfigError` for a relative path in a working directory that was deleted.
+    """
+    if isinstance(path, list | tuple):
+        return [_absolute(one, key) for one in path]
+    if not isinstance(path, str | os.PathLike):
+        return path
+    try:
         return path and os.path.abspath(os.path.expanduser(path))
-    return [_absolute(one) for one in path] if isinstance(path, list | tuple) else path
+    except FileNotFoundError:
+        problem = "is relative, and the working directory was deleted; give an absolute path"
+        raise At(key).below("path").wrong(str(path), problem) from None
 
 
 def _as_configured(options: PathOptions) -> dict[str, object]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -99,22 +98,6 @@ def test_what_is_put_is_got_by_the_next_process(open_cache: Open) -> None:
     for number, block in zip(numbers, found, strict=False):
         assert block is not None and np.array_equal(block, content(number))
     assert again.put([], []) == [] and again.get([]) == []
-
-
-@pytest.mark.parametrize("was_opened", [False, True])
-def test_a_namespace_directory_is_no_path(
-    open_cache: Open, tmp_path: Path, was_opened: bool
-) -> None:
-    """It became a tier of its own, which the removal of the namespace deleted with its blocks."""
-    new(open_cache).close()
-    inner = tmp_path / "kv" / namespace_in(tmp_path / "kv")
-    if was_opened:
-        (inner / ".kvcascade").mkdir()
-        shutil.copy(tmp_path / "kv" / ".kvcascade" / "path.json", inner / ".kvcascade")
-    before = sorted(inner.rglob("*"))
-    with pytest.raises(ConfigError, match=f"namespace of the tier in .*; give {tmp_path}/kv"):
-        open_cache(inner, namespace="mine", block_bytes=BLOCK)
-    assert sorted(inner.rglob("*")) == before
 
 
 def test_a_cache_that_was_moved_keeps_its_blocks(open_cache: Open, tmp_path: Path) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
+import sys
 from typing import Any
 
 import pytest
 from support.cache_rig import call
 
 from kvcascade.config.schema import parse
+from kvcascade.tools.__main__ import main
 from kvcascade.tools.commands import config
+from kvcascade.tools.commands.command_line import ExitCode
 from kvcascade.tools.commands.config import has_shutdown_timeout
 
 
@@ -91,3 +95,23 @@ def test_wrong_calls(options: list[str], said: str) -> None:
 def test_one_form_at_a_time() -> None:
     answer = call("config", "--path", "/mnt", "--yaml", "--json")
     assert answer.code == 2 and "not both" in json.loads(answer.out)["message"]
+
+
+class Terminal(io.StringIO):
+    """A terminal whose user ends the input at once, as by Ctrl-D."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_question_that_is_not_answered_interrupts(
+    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    assert main(["config", *options]) == ExitCode.INTERRUPTED
+    said = capsys.readouterr()
+    if options:
+        assert json.loads(said.out)["error"] == "interrupted"
+    else:
+        assert not said.out.strip() and said.err.endswith("\nkvcascade: interrupted\n")

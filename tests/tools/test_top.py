@@ -298,3 +298,9 @@ def test_a_tier_takes_two_lines(width: int) -> None:
     for figure in ("1,000,000", "858.3 MiB/s  858.3 MiB/s", "54,321", "1,500"):
         assert sum(figure in line for line in lines) == 2, figure
     assert len(lines) == 1 + 2 + 2 + 2, "title, names, head of the table, figures"
+
+
+@pytest.mark.parametrize("interval", ["1e30", "nan", "inf", "0"])
+def test_an_interval_that_no_clock_can_wait_is_a_wrong_call(interval: str) -> None:
+    answer = call("top", "--url", "localhost:1", "--interval", interval)
+    assert answer.code == ExitCode.USAGE and "--interval" in answer.err

@@ -129,7 +129,7 @@ def answering(as_json: bool, command: str = "kvcascade") -> Iterator[None]:
         _fail(str(error), error.code, as_json, command)
     except KVCascadeError as error:
         _fail(str(error), code_of(error), as_json, command)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):  # Abort: a question got no answer
         _fail("interrupted", ExitCode.INTERRUPTED, as_json, command)
 
 

@@ -121,9 +121,13 @@ def has_shutdown_timeout() -> bool:
 def _asked(cpu: str | None, disk: str | None) -> tuple[list[str], str | None, str | None]:
     if not sys.stdin or not sys.stdin.isatty():
         raise CommandError("give --path, a folder on the NVMe device", ExitCode.USAGE)
-    path = typer.prompt("Folder on the NVMe device", default="/mnt/nvme/kv", err=True)
-    cpu = cpu or typer.prompt("CPU tier (empty: a share)", default="", err=True) or None
-    disk = disk or typer.prompt("NVMe tier (empty: a share)", default="", err=True) or None
+    try:
+        path = typer.prompt("Folder on the NVMe device", default="/mnt/nvme/kv", err=True)
+        cpu = cpu or typer.prompt("CPU tier (empty: a share)", default="", err=True) or None
+        disk = disk or typer.prompt("NVMe tier (empty: a share)", default="", err=True) or None
+    except typer.Abort:
+        print(file=sys.stderr)  # end the line of the question
+        raise
     return [path], cpu, disk
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from .top_frame import Reading
 
+MAX_INTERVAL_S = 86_400.0
+
 PathOption = Annotated[
     Path | None,
     typer.Argument(
@@ -31,7 +33,14 @@ PathOption = Annotated[
     ),
 ]
 IntervalOption = Annotated[
-    float, typer.Option("--interval", metavar="S", min=0.1, help="Seconds between two refreshes.")
+    float,
+    typer.Option(
+        "--interval",
+        metavar="S",
+        min=0.1,
+        max=MAX_INTERVAL_S,
+        help="Seconds between two refreshes.",
+    ),
 ]
 OnceOption = Annotated[
     bool, typer.Option("--once", help="Print one snapshot and exit, for scripts.")

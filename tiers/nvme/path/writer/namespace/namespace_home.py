@@ -38,6 +38,7 @@ from ....namespace import (
 from ....segments.format import (
     FORMAT_VERSION,
     MAX_DESCRIPTION_BYTES,
+    PAGE_BYTES,
     SegmentLayout,
     parse_description,
 )
@@ -156,6 +157,17 @@ def spec_of(key: NamespaceKey, block_bytes: int, min_share_bytes: int = 0) -> Na
     return NamespaceSpec(label, fields.encode(), about.encode(), block_bytes, min_share_bytes)
 
 
+def check_size(key: NamespaceKey) -> None:
+    """Raise `ConfigError` if no file of a namespace can hold its description."""
+    size = len(json.dumps([key.label, dict(key.fields), dict(key.about)], indent=2))
+    most = MAX_DESCRIPTION_BYTES - PAGE_BYTES
+    if size > most:
+        raise ConfigError(
+            f"the name and the fields of this namespace take {size} bytes, and {most} are allowed; "
+            "give a shorter name or label"
+        )
+
+
 def make_home(
     fs: FileSystem,
     roots: Sequence[Path],
@@ -176,6 +188,7 @@ def make_home(
             home.close()
             raise
         return home
+    check_size(key)
     plan = plan_namespace(options, spec.block_bytes, len(roots))
     folders = tuple(root / name for root in roots)
     locks = _lock_folders(fs, roots, folders)
