@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def path_parts(fs: FileSystem, path: GivenPath, given: Mapping[str, object], key
         refuse_namespace(At(key).below("path"), root, machine)
     record = load_record(fs, tier.path[0])
     if record is not None:
-        if tuple(map(str, tier.path)) == record.paths[:1]:
+        if _are_first(tier.path, record.paths):
             asked["path"] = record.paths
         # A recorded policy may be unknown here: it is the writer's.
         asked = _as_configured(record.options) | asked
@@ -152,6 +153,20 @@ def existing_names(fs: FileSystem, root: Path) -> list[str]:
             return []
         names = [name for name in fs.list_dir(root) if is_namespace_name(name)]
         return [name for name in names if fs.exists(root / name / DESCRIPTION)]
+
+
+def _are_first(given: Sequence[Path], recorded: Sequence[str]) -> bool:
+    """Return True if the first recorded folder, or all of them, are given, also through links."""
+    if len(given) not in (1, len(recorded)):
+        return False
+    pairs = zip(given, recorded, strict=False)
+    return all(str(path) == name or _is_same(path, name) for path, name in pairs)
+
+
+def _is_same(path: Path, name: str) -> bool:
+    with suppress(OSError):
+        return os.path.samefile(path, name)
+    return False
 
 
 def _absolute(path: object, key: str) -> object:

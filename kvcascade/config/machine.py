@@ -8,6 +8,7 @@ behind. Tests pass a twin of `Machine`.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -104,8 +105,12 @@ class Machine:
         return file_system_of(str(folder))
 
     def kept_by_arenas(self, folder: Path) -> int:
-        """Return the bytes of a folder's arenas that outlive their engines."""
-        return sum(path.lstat().st_blocks * 512 for path in folder.glob(KEPT_ARENAS))
+        """Return the bytes of a folder's arenas that outlived their engines.
+
+        Those that a live engine holds do not count: no other engine takes them over.
+        """
+        found = [path for path in folder.glob(KEPT_ARENAS) if _is_free(path)]
+        return sum(path.lstat().st_blocks * 512 for path in found)
 
     def writable(self, folder: Path) -> bool:
         """Return whether this process may create files in an existing folder.
@@ -509,6 +514,21 @@ def _written(size: AnySize, count: int) -> str:
     """Return a size as the user wrote it; a share also in bytes."""
     is_share = isinstance(size, Share | DeviceShare | FreeShare)
     return f"{size} = {human(count)}" if is_share else str(size)
+
+
+def _is_free(arena: Path) -> bool:
+    """Return True if no live process holds an arena of this user. Locks it for a moment."""
+    try:
+        fd = os.open(arena, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
 
 
 def _has_compute_units(properties: Path) -> bool:

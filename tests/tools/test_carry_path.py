@@ -541,6 +541,19 @@ def test_standard_output_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not (tmp_path / "-").exists()
 
 
+def test_a_link_to_a_tier_of_two_folders_is_followed(large_file: Path, tmp_path: Path) -> None:
+    """`export` follows it; `import` said that the folders have moved."""
+    paths, link = [tmp_path / "a", tmp_path / "b"], tmp_path / "link"
+    cache_on(paths, "mine", range(2000, 2010), 64)
+    link.symlink_to(paths[0])
+    for also in ((), ("--also", paths[1])):
+        answer = call("import", link, large_file, *also, "--json")
+        assert answer.code == ExitCode.OK, answer.out
+        held = answer.document["imported"] + answer.document["already_there"]
+        assert held == 1200
+    assert call("import", tmp_path / "from", large_file, "--also", paths[1]).code == ExitCode.USAGE
+
+
 @pytest.mark.parametrize("more", [[], ["--create"]])
 def test_a_missing_folder_is_said_once(file: Path, tmp_path: Path, more: list[str]) -> None:
     answer = call_outside("import", tmp_path / "nowhere", file, *more)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvcascade.config.machine import Machine
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.cpu import arena_file, header
 from kvcascade.tiers.cpu.arena import Arena, ArenaRole
@@ -106,6 +107,19 @@ def test_what_a_killed_start_left_is_removed(
         assert not left.exists() and Path(held.path).exists()
     said = capsys.readouterr().out
     assert ("removed 1 left by engines" in said) == (command in ("ls", "drop"))
+
+
+def test_only_what_no_engine_holds_counts_as_room(tmp_path: Path) -> None:
+    """The next engine takes such an arena over. `check` counted those of live engines, too."""
+    arenas = keep_one(tmp_path)
+    assert Machine().kept_by_arenas(tmp_path) == 0
+    for arena in arenas:
+        arena.close()
+    assert Machine().kept_by_arenas(tmp_path) >= GEOMETRY.file_bytes
+    arenas = keep_one(tmp_path)
+    assert Machine().kept_by_arenas(tmp_path) == 0, "the next engine holds it"
+    for arena in arenas:
+        arena.close()
 
 
 def test_an_arena_that_is_dropped_meanwhile_is_left_out(

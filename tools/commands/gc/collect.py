@@ -56,7 +56,7 @@ class Wish:
     prompt: str = ""
     """Start of a block's hash (hex); the block and all its successors in any prompt are removed."""
     max_bytes: int | None = None
-    """Maximum size of all namespaces together on disk."""
+    """Maximum size of all chosen namespaces together on disk."""
     whole: bool = False
     """True to remove the namespaces completely."""
 
