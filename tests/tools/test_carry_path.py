@@ -6,7 +6,7 @@ import dataclasses
 import errno
 import fcntl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -467,7 +467,7 @@ def test_blocks_of_a_list(file: Path, tmp_path: Path) -> None:
 class ListedPath:
     """The blocks of a path; it counts the comparisons of their keys with starts of hashes."""
 
-    def __init__(self, keys: list[bytes]) -> None:
+    def __init__(self, keys: Sequence[bytes]) -> None:
         self.compared = 0
         listed = self
 
