@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from itertools import islice
 from typing import Any
@@ -131,11 +131,11 @@ class ChainSearch:
     `WAYS` blocks that divide the open part are asked for at a time.
     """
 
-    def __init__(self, length: int, held: int = 0) -> None:
-        """`length`: number of blocks, at least 1; the first `held` of them are there."""
+    def __init__(self, length: int) -> None:
+        """`length`: number of blocks, at least 1."""
         self._length = length
         self._is_new = True
-        self._low = held - 1
+        self._low = -1
         """Last block that is there; -1: none is known."""
         self._high = length
         """First block that is absent; `length`: none is known."""
@@ -167,15 +167,3 @@ class ChainSearch:
         self._high = min([self._high, *absent])
         below = [block for block, there in is_there.items() if there and block < self._high]
         self._low = max([self._low, *below])
-
-
-def held_prefix(memory: PresenceMemory, keys: Sequence[BlockHash]) -> int:
-    """Return how many blocks at the begin of a chain are known to be held."""
-    presences = (memory.of(key) for key in keys)
-    return next((n for n, p in enumerate(presences) if p is not HELD), len(keys))
-
-
-def known_prefix(memory: PresenceMemory, keys: Sequence[BlockHash]) -> int | None:
-    """Return how many blocks of a chain are held, or None if that must be asked for."""
-    held = held_prefix(memory, keys)
-    return held if held == len(keys) or memory.of(keys[held]) is ABSENT else None

@@ -26,9 +26,9 @@ from ..base import BlockHash
 from ..breaker import Breaker
 from .base import RemoteEngine, RemoteOutcome
 from .lane import FEWEST_CALLS, CallLimit, Errand, Lane, TokenBucket
-from .lookups import ChainAsk, RemoteLink, RemoteLookups
+from .lookups import RemoteLink, RemoteLookups
 from .objects import ObjectFormat
-from .presence import PresenceMemory, known_prefix
+from .presence import PresenceMemory
 from .reads import Reads, RemoteRead
 from .remote_counters import RemoteCounters, Verb
 from .remote_job import RemoteJob
@@ -177,10 +177,11 @@ class RemoteStore:
         self._asking = lane(LOOKUPS_AT_A_TIME, None, RemoteOutcome.TIMED_OUT, stall_s)
         self._reading = lane(reads, options.read_bytes_per_s, RemoteOutcome.DROPPED, stall_s)
         self._writing = lane(writes, options.write_bytes_per_s, RemoteOutcome.DROPPED, write_s)
-        self._gathered: list[ChainAsk] = []
-        self._asks: dict[int, ChainAsk] = {}
-        self._jobs: dict[int, RemoteRead] = {}
-        self._ended: deque[tuple[ChainAsk | RemoteJob, RemoteEnded]] = deque()
+        self._gathered: list[RemoteJob] = []
+        """Lookups of this step."""
+        self._awaited: dict[tuple[Verb, int], RemoteJob] = {}
+        """Lookups and reads whose end was not polled, by kind and ticket."""
+        self._ended: deque[RemoteEnded] = deque()
         self._is_telling = False
 
     # -- lookups -----------------------------------------------------------------------------
@@ -191,51 +192,36 @@ class RemoteStore:
         The blocks of one chain are those of one KV group, head first. A ticket has one question at
         a time.
         """
-        ask = self._asks[ticket] = ChainAsk(ticket, keys, self._clock() + self._options.deadline_s)
-        known = known_prefix(self._link.memory, keys)
-        if known is not None:
-            absent = [RemoteOutcome.ABSENT] * (len(keys) - known)
-            self._end_ask(ask, [RemoteOutcome.OK] * known + absent)
-        elif not self._asking.is_open:
-            self._end_unasked(ask, RemoteOutcome.RESTING)
+        job = RemoteJob(ticket, keys, (), self._clock() + self._options.deadline_s)
+        self._awaited[job.kind, ticket] = job
+        if keys and self._asking.is_open:
+            self._gathered.append(job)
         else:
-            self._gathered.append(ask)
+            self._give_up_lookups([job], RemoteOutcome.RESTING)
 
     def send(self) -> None:
         """Ask what was gathered, in one batch. Call it at the end of each step."""
-        asks, self._gathered = self._gathered, []
-        if asks:
-
-            def give_up(outcome: RemoteOutcome) -> None:
-                for ask in asks:
-                    self._end_unasked(ask, outcome)
-
+        jobs, self._gathered = self._gathered, []
+        if jobs:
             self._asking.add(
                 Errand(
-                    max(ask.ends_s for ask in asks),
+                    max(job.ends_s for job in jobs),
                     0,
-                    lambda: self._answer(asks),
-                    give_up,
-                    lambda: all(ask.is_over for ask in asks),
+                    partial(self._answer, jobs),
+                    partial(self._give_up_lookups, jobs),
+                    lambda: not any(job.left for job in jobs),
                 )
             )
         self._pump()
 
-    def _answer(self, asks: Sequence[ChainAsk]) -> RemoteOutcome:
-        worst = self._lookups.answer(asks)
-        for ask in asks:
-            self._end_ask(ask, ask.answers)
+    def _answer(self, jobs: Sequence[RemoteJob]) -> RemoteOutcome:
+        worst = self._lookups.answer(jobs)
+        self._report(*jobs)
         return worst
 
-    def _end_unasked(self, ask: ChainAsk, outcome: RemoteOutcome) -> None:
-        answers = [outcome] * len(ask.keys)
-        self._link.counters.note(Verb.LOOKUP, answers)
-        self._end_ask(ask, answers)
-
-    def _end_ask(self, ask: ChainAsk, answers: Sequence[RemoteOutcome]) -> None:
-        """Report the end of a question, on any thread; `poll` takes the first report only."""
-        answers = answers or [RemoteOutcome.TIMED_OUT] * len(ask.keys)
-        self._end(ask, RemoteEnded(ask.ticket, Verb.LOOKUP, answers))
+    def _give_up_lookups(self, jobs: Sequence[RemoteJob], outcome: RemoteOutcome) -> None:
+        self._lookups.give_up(jobs, outcome)
+        self._report(*jobs)
 
     # -- reads -------------------------------------------------------------------------------
 
@@ -255,7 +241,7 @@ class RemoteStore:
         """
         left_s = self._options.deadline_s if limit_s is None else limit_s
         job = RemoteRead(ticket, keys, destinations, self._clock() + left_s)
-        self._jobs[ticket] = job
+        self._awaited[job.kind, ticket] = job
         reads = self._reads
         if keys and self._reading.is_open:
             self._begin(self._reading, job, reads.read, reads.give_up, partial(reads.is_over, job))
@@ -319,12 +305,13 @@ class RemoteStore:
             n_bytes = len(numbers) * self._link.objects.payload_bytes
             lane.add(Errand(job.ends_s, n_bytes, run, drop, is_over))
 
-    def _report(self, job: RemoteJob) -> None:
-        """Report the end of a job if it has ended, and was not reported. Any thread."""
-        outcomes = job.take_end()
-        if outcomes is not None:
-            kind = Verb.READ if isinstance(job, RemoteRead) else Verb.WRITE
-            self._end(job, RemoteEnded(job.ticket, kind, outcomes))
+    def _report(self, *jobs: RemoteJob) -> None:
+        """Report the ends of jobs that have ended, and were not reported. Any thread."""
+        for job in jobs:
+            outcomes = job.take_end()
+            if outcomes is not None:
+                self._ended.append(RemoteEnded(job.ticket, job.kind, outcomes))
+                self._on_ended()
 
     # -- outcomes and upkeep -------------------------------------------------------------------
 
@@ -334,14 +321,8 @@ class RemoteStore:
         self._expire()
         found: list[RemoteEnded] = []
         while self._ended:
-            call, ended = self._ended.popleft()
-            if isinstance(call, ChainAsk):
-                if call.is_over:  # reported before
-                    continue
-                call.is_over = True
-                del self._asks[call.ticket]
-            elif isinstance(call, RemoteRead):
-                del self._jobs[call.ticket]
+            ended = self._ended.popleft()
+            self._awaited.pop((ended.kind, ended.ticket), None)
             found.append(ended)
         return found
 
@@ -353,11 +334,7 @@ class RemoteStore:
         self._link.memory.clear()
         self._link.generation.reset(mark, is_new=is_new, known=known)
         self._link.memory.clear()  # answers of the older generation may have come in between
-        for ask in self._asks.values():
-            self._end_ask(ask, [RemoteOutcome.ABSENT] * len(ask.keys))
-        for job in self._jobs.values():
-            job.give_up(RemoteOutcome.ABSENT, waits=True)
-            self._report(job)
+        self._give_up_awaited(RemoteOutcome.ABSENT)
         self._writing.drop_all(RemoteOutcome.DROPPED)
         self.read_generation()
 
@@ -390,17 +367,14 @@ class RemoteStore:
         ends_s = time.monotonic() + limit_s
         while not all(lane.is_idle for lane in lanes) and time.monotonic() < ends_s:
             time.sleep(CLOSE_ROUND_S)
-        for job in self._jobs.values():
-            job.give_up(RemoteOutcome.DROPPED, waits=True)
-            self._report(job)
+        self._give_up_awaited(RemoteOutcome.DROPPED)
         self._link.engine.close()
         return all(lane.is_idle for lane in lanes)
 
-    def _end(self, call: ChainAsk | RemoteJob, ended: RemoteEnded) -> None:
-        if RemoteOutcome.TIMED_OUT in ended.outcomes:
-            self._link.memory.forget()  # the next answer to a question is the server's
-        self._ended.append((call, ended))
-        self._on_ended()
+    def _give_up_awaited(self, outcome: RemoteOutcome) -> None:
+        for job in self._awaited.values():
+            job.give_up(outcome, waits=True)
+        self._report(*self._awaited.values())
 
     def read_generation(self) -> None:
         """Read or raise the generation on a thread, unless that is being done.
@@ -430,11 +404,8 @@ class RemoteStore:
             self.read_generation()
 
     def _expire(self) -> None:
-        """End questions and reads whose deadline has passed, though their calls go on."""
+        """End lookups and reads whose deadline has passed, though their calls go on."""
         now_s = self._clock()
-        for ask in self._asks.values():
-            if ask.ends_s <= now_s:
-                self._end_ask(ask, ())
-        for job in self._jobs.values():
+        for job in self._awaited.values():
             if job.ends_s <= now_s and job.give_up(RemoteOutcome.TIMED_OUT, waits=False):
                 self._report(job)

@@ -44,6 +44,8 @@ class Offer(StrEnum):
 class UploadJob(RemoteJob):
     """Blocks that a ticket writes."""
 
+    kind = Verb.WRITE
+
     epoch: int
     mark: int | None
     """Mark of the last reset before the blocks were stored; None: the mark of this
