@@ -19,9 +19,12 @@ from ..handlers.node.remote.remote_node import SlotParts
 from ..handlers.node.remote.remote_wire import RemoteSetup, ResetNoted, from_remote_node
 from ..manager.admission import Admission, AdmitAll
 from ..manager.below.port import LOAD_RATIO_MAX_REMOTE, TierFacts
-from ..manager.below.remote_tier import MEDIUM, UNBOUNDED_BLOCKS, RemoteTier, RemoteTierParts
+from ..manager.below.remote_feed import RemoteFeed
+from ..manager.below.remote_tier import MEDIUM, UNBOUNDED_BLOCKS, RemoteTier
+from ..tiers.base import new_reset_mark
 from ..tiers.cpu.header import HEADER_BYTES
 from ..tiers.nvme.namespace import NamespaceKey
+from ..tiers.remote.presence import PresenceMemory
 from ..tiers.remote.remote_options import check_openable, store_options
 from .node_parts import EngineFacts, SlotMemory
 
@@ -90,14 +93,20 @@ def open_remote_tier(name: str, options: RemoteTierOptions, engine: EngineFacts)
     blocks = blocks_of(options, engine)
     memory = engine.memory
     facts = TierFacts(name, MEDIUM, memory.slot_bytes, UNBOUNDED_BLOCKS, LOAD_RATIO_MAX_REMOTE)
-    parts = RemoteTierParts(facts, store_options(options), engine.stall_s, engine.with_events)
-    nodes: list[NodeKeeper] = []
-
-    def node_of(on_note: Callable[[Any], None]) -> NodeKeeper:
-        nodes.append(_node(options, blocks, memory, on_note))
-        return nodes[0]
-
-    opened = OpenRemote(RemoteTier(node_of, parts, monotonic), nodes[0], options)
+    limits = store_options(options)
+    known = PresenceMemory(monotonic, limits.held_s, limits.absent_s)
+    feed = RemoteFeed(new_reset_mark(), known)
+    node = _node(options, blocks, memory, feed.take)
+    port = RemoteTier(
+        node,
+        feed,
+        facts,
+        limits,
+        monotonic,
+        stall_s=engine.stall_s,
+        with_events=engine.with_events,
+    )
+    opened = OpenRemote(port, node, options)
     try:
         opened.node.start("without its remote tier the engine starts")
     except BaseException:

@@ -16,13 +16,10 @@ from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST, LISTEN_INTERVAL_S,
 from kvcascade.handlers.node.remote.remote_node import RemoteNode, SlotParts
 from kvcascade.handlers.node.remote.remote_wire import from_remote_node, to_remote_node
 from kvcascade.manager.below.port import ASKING, LOAD_RATIO_MAX_REMOTE, Below, TierFacts
-from kvcascade.manager.below.remote_tier import (
-    MEDIUM,
-    UNBOUNDED_BLOCKS,
-    RemoteTier,
-    RemoteTierParts,
-)
+from kvcascade.manager.below.remote_feed import RemoteFeed
+from kvcascade.manager.below.remote_tier import MEDIUM, UNBOUNDED_BLOCKS, RemoteTier
 from kvcascade.tiers.base import RESET_TICKS_PER_S, BlockHash
+from kvcascade.tiers.remote.presence import PresenceMemory
 from kvcascade.tiers.remote.remote_store import StoreOptions
 
 from .clock import ManualClock
@@ -62,10 +59,17 @@ class RemoteTierRig:
         self.answers: deque[bytes] = deque()
         self.start_node()
         facts = TierFacts("remote", MEDIUM, PAYLOAD_BYTES, UNBOUNDED_BLOCKS, LOAD_RATIO_MAX_REMOTE)
+        memory = PresenceMemory(self.clock, options.held_s, options.absent_s)
+        feed = RemoteFeed(self._new_mark(), memory)
+        self.client = PumpedNode(self, feed.take)
         self.tier = RemoteTier(
-            self._client_of,
-            RemoteTierParts(facts, options, stall_s=10.0, new_mark=self._new_mark),
+            self.client,
+            feed,
+            facts,
+            options,
             self.clock,
+            stall_s=10.0,
+            new_mark=self._new_mark,
         )
 
     def _new_mark(self) -> int:
@@ -83,10 +87,6 @@ class RemoteTierRig:
 
     def _tell(self, message: msgspec.Struct) -> None:
         self.answers.append(msgspec.msgpack.encode(message))
-
-    def _client_of(self, take: Callable[[Any], None]) -> PumpedNode:
-        self.client = PumpedNode(self, take)
-        return self.client
 
     def step(self) -> bool:
         """One call of the server; False if none waits."""
