@@ -18,6 +18,16 @@ NAMES_PER_LOOKUP = 4096
 """Limit on the names of one call."""
 
 
+@dataclass(slots=True, kw_only=True)
+class LookupJob(RemoteJob):
+    """Blocks that a ticket looks up."""
+
+    kind = Verb.LOOKUP
+
+    chains: Sequence[Sequence[int]]
+    """Numbers of the blocks of each prefix chain, head first."""
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteLink:
     """Parts that lookups, reads and uploads share."""
@@ -53,19 +63,19 @@ class RemoteLink:
 
 
 class RemoteLookups:
-    """Answers batches of chains: the blocks of a job are one chain, in prefix order. Any thread."""
+    """Answers batches of lookups. Any thread."""
 
     def __init__(self, link: RemoteLink) -> None:
         self._link = link
 
-    def give_up(self, jobs: Sequence[RemoteJob], outcome: RemoteOutcome) -> None:
+    def give_up(self, jobs: Sequence[LookupJob], outcome: RemoteOutcome) -> None:
         """End jobs that the engine was not asked for."""
         for job in jobs:
             self._link.counters.note(Verb.LOOKUP, [outcome] * len(job.keys))
             job.give_up(outcome, waits=True)
 
-    def answer(self, jobs: Sequence[RemoteJob]) -> RemoteOutcome:
-        """Ask the engine for all chains that somebody still waits for, and settle their jobs.
+    def answer(self, jobs: Sequence[LookupJob]) -> RemoteOutcome:
+        """Ask the engine for all blocks that somebody still waits for, and settle their jobs.
 
         Return the worst outcome. Runs on a thread.
         """
@@ -98,7 +108,7 @@ class RemoteLookups:
         return found
 
     def _ask_all(
-        self, jobs: Sequence[RemoteJob], generation: int, ends_s: float, epoch: int
+        self, jobs: Sequence[LookupJob], generation: int, ends_s: float, epoch: int
     ) -> RemoteOutcome:
         """One pipelined call about every block."""
         keys = [*dict.fromkeys(key for job in jobs for key in job.keys)]
@@ -111,35 +121,48 @@ class RemoteLookups:
         return worst_of(answers.values())
 
     def _search_all(
-        self, jobs: Sequence[RemoteJob], generation: int, ends_s: float, epoch: int
+        self, jobs: Sequence[LookupJob], generation: int, ends_s: float, epoch: int
     ) -> RemoteOutcome:
         """Search all chains at once: one round of requests narrows each of them."""
-        open_searches = [(job, ChainSearch(len(job.keys))) for job in jobs]
+        searches = [(job, chain, ChainSearch(len(chain))) for job in jobs for chain in job.chains]
         worst = RemoteOutcome.OK
-        while open_searches:
-            probes = [(job, search, search.probes()) for job, search in open_searches]
+        while searches:
+            probes = [
+                {at: job.keys[chain[at]] for at in search.probes()}
+                for job, chain, search in searches
+            ]
             wanted = dict.fromkeys(
-                job.keys[block] for job, _, blocks in probes for block in blocks if job.left
+                key
+                for (job, _, _), probe in zip(searches, probes, strict=True)
+                for key in probe.values()
+                if job.left
             )
             keys = [*wanted]
             answers = dict(zip(keys, self._exist(keys, generation, ends_s), strict=True))
-            open_searches = []
-            for job, search, blocks in probes:
-                found = {block: answers.get(job.keys[block]) for block in blocks}
+            going, searches = searches, []
+            for (job, chain, search), probe in zip(going, probes, strict=True):
+                found = {at: answers.get(key) for at, key in probe.items()}
                 failed = [a for a in found.values() if a is not None and a in FAILURES]
                 if failed:
                     worst = worst_of(failed)
-                    self._end(job, search.held, failed[0], epoch)
+                    self._end(job, chain, search.held, failed[0], epoch)
                     continue
-                search.learn({block: a is RemoteOutcome.OK for block, a in found.items()})
+                search.learn({at: a is RemoteOutcome.OK for at, a in found.items()})
                 if search.probes() and job.left:
-                    open_searches.append((job, search))
+                    searches.append((job, chain, search))
                 else:
-                    self._end(job, search.held, RemoteOutcome.ABSENT, epoch)
+                    self._end(job, chain, search.held, RemoteOutcome.ABSENT, epoch)
         return worst
 
-    def _end(self, job: RemoteJob, held: int, rest: RemoteOutcome, epoch: int) -> None:
-        n = len(job.keys)
-        absent = job.keys[held:] if rest is RemoteOutcome.ABSENT and job.left else ()
-        self._link.memory.note(epoch, job.keys[:held], absent)
-        job.settle(range(n), [RemoteOutcome.OK] * held + [rest] * (n - held))
+    def _end(
+        self,
+        job: LookupJob,
+        chain: Sequence[int],
+        held: int,
+        rest: RemoteOutcome,
+        epoch: int,
+    ) -> None:
+        keys = [job.keys[number] for number in chain]
+        absent = keys[held:] if rest is RemoteOutcome.ABSENT and job.left else ()
+        self._link.memory.note(epoch, keys[:held], absent)
+        job.settle(chain, [RemoteOutcome.OK] * held + [rest] * (len(chain) - held))

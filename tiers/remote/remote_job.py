@@ -14,9 +14,9 @@ from .remote_counters import Verb
 
 @dataclass(slots=True)
 class RemoteJob:
-    """Blocks that a ticket looks up; a subclass for each other kind. Any thread."""
+    """Blocks that a ticket looks up, reads or writes. Any thread."""
 
-    kind: ClassVar[Verb] = Verb.LOOKUP
+    kind: ClassVar[Verb]
 
     ticket: int
     keys: Sequence[BlockHash]

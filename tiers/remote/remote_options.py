@@ -94,9 +94,6 @@ def open_remote_engine(
     Reads secrets from files and environment. Asks no server, and no folder of a `file://` URL.
     Raises `ConfigError`, without any credential in it.
     """
-    missing = missing_extra(options)
-    if missing:
-        raise ConfigError(missing)
     seal = _open_seal(options, environment)
     secret = partial(_secret, options, environment)
     return kind_of(options).open(options, secret), seal
@@ -107,9 +104,6 @@ def check_openable(options: RemoteTierOptions, environment: Mapping[str, str]) -
 
     It loads no library that starts threads, so that a scheduler's process can call it.
     """
-    missing = missing_extra(options)
-    if missing:
-        raise ConfigError(missing)
     _open_seal(options, environment)
     kind = kind_of(options)
     if kind.is_light:
@@ -117,6 +111,10 @@ def check_openable(options: RemoteTierOptions, environment: Mapping[str, str]) -
 
 
 def _open_seal(options: RemoteTierOptions, environment: Mapping[str, str]) -> Seal | None:
+    """Return the protection of objects. Raises `ConfigError`, for a missing package first."""
+    missing = missing_extra(options)
+    if missing:
+        raise ConfigError(missing)
     if options.wants("mac_key"):
         return MacSeal(_key(options, "mac_key", environment))
     if options.wants("encryption_key"):

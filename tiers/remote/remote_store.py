@@ -26,7 +26,7 @@ from ..base import BlockHash
 from ..breaker import Breaker
 from .base import RemoteEngine, RemoteOutcome
 from .lane import FEWEST_CALLS, CallLimit, Errand, Lane, TokenBucket
-from .lookups import RemoteLink, RemoteLookups
+from .lookups import LookupJob, RemoteLink, RemoteLookups
 from .objects import ObjectFormat
 from .presence import PresenceMemory
 from .reads import Reads, RemoteRead
@@ -177,7 +177,7 @@ class RemoteStore:
         self._asking = lane(LOOKUPS_AT_A_TIME, None, RemoteOutcome.TIMED_OUT, stall_s)
         self._reading = lane(reads, options.read_bytes_per_s, RemoteOutcome.DROPPED, stall_s)
         self._writing = lane(writes, options.write_bytes_per_s, RemoteOutcome.DROPPED, write_s)
-        self._gathered: list[RemoteJob] = []
+        self._gathered: list[LookupJob] = []
         """Lookups of this step."""
         self._awaited: dict[tuple[Verb, int], RemoteJob] = {}
         """Lookups and reads whose end was not polled, by kind and ticket."""
@@ -186,13 +186,19 @@ class RemoteStore:
 
     # -- lookups -----------------------------------------------------------------------------
 
-    def ask(self, ticket: int, keys: Sequence[BlockHash]) -> None:
-        """Ask for a prefix chain; `send` makes one batch of what was asked in a step.
+    def ask(
+        self,
+        ticket: int,
+        keys: Sequence[BlockHash],
+        chains: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Look blocks up; `send` makes one batch of what was asked in a step.
 
-        The blocks of one chain are those of one KV group, head first. A ticket has one question at
-        a time.
+        `chains`: numbers of the blocks of each prefix chain, head first. A chain has blocks of one
+        KV group. None: all blocks are one chain. A ticket has one lookup at a time.
         """
-        job = RemoteJob(ticket, keys, (), self._clock() + self._options.deadline_s)
+        ends_s = self._clock() + self._options.deadline_s
+        job = LookupJob(ticket, keys, (), ends_s, chains=chains or [range(len(keys))])
         self._awaited[job.kind, ticket] = job
         if keys and self._asking.is_open:
             self._gathered.append(job)
@@ -214,12 +220,12 @@ class RemoteStore:
             )
         self._pump()
 
-    def _answer(self, jobs: Sequence[RemoteJob]) -> RemoteOutcome:
+    def _answer(self, jobs: Sequence[LookupJob]) -> RemoteOutcome:
         worst = self._lookups.answer(jobs)
         self._report(*jobs)
         return worst
 
-    def _give_up_lookups(self, jobs: Sequence[RemoteJob], outcome: RemoteOutcome) -> None:
+    def _give_up_lookups(self, jobs: Sequence[LookupJob], outcome: RemoteOutcome) -> None:
         self._lookups.give_up(jobs, outcome)
         self._report(*jobs)
 
@@ -243,11 +249,7 @@ class RemoteStore:
         job = RemoteRead(ticket, keys, destinations, self._clock() + left_s)
         self._awaited[job.kind, ticket] = job
         reads = self._reads
-        if keys and self._reading.is_open:
-            self._begin(self._reading, job, reads.read, reads.give_up, partial(reads.is_over, job))
-        else:
-            reads.give_up(job, range(len(keys)), RemoteOutcome.RESTING)
-            self._report(job)
+        self._begin(self._reading, job, reads.read, reads.give_up, partial(reads.is_over, job))
 
     # -- writes ------------------------------------------------------------------------------
 
@@ -269,12 +271,8 @@ class RemoteStore:
         ends_s, epoch = self._clock() + self._options.queue_s, self._link.memory.epoch
         job = UploadJob(ticket, keys, payloads, ends_s, epoch=epoch, mark=mark)
         uploads = self._uploads
-        if keys and self._writing.is_open:
-            is_stale = partial(uploads.is_stale, job)
-            self._begin(self._writing, job, uploads.write, uploads.give_up, is_stale)
-        else:
-            uploads.give_up(job, range(len(keys)), RemoteOutcome.RESTING)
-            self._report(job)
+        is_stale = partial(uploads.is_stale, job)
+        self._begin(self._writing, job, uploads.write, uploads.give_up, is_stale)
 
     # -- jobs --------------------------------------------------------------------------------
 
@@ -286,8 +284,12 @@ class RemoteStore:
         give_up: Callable[[_Job, range, RemoteOutcome], None],
         is_over: Callable[[], bool],
     ) -> None:
-        """Add a job to a lane in parts that suit the engine; see `Errand`."""
+        """Add a job to a lane in parts that suit the engine, or give it up; see `Errand`."""
         n, engine = len(job.keys), self._link.engine
+        if not (n and lane.is_open):
+            give_up(job, range(n), RemoteOutcome.RESTING)
+            self._report(job)
+            return
         most = most_per_call(engine, self._link.objects.payload_bytes)
         part = max(engine.names_per_call, min(most, math.ceil(n / lane.calls)))
         for start in range(0, n, part):

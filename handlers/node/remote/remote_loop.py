@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-import msgspec
-
 from ....logs import get_logger
 from ....threads import started_pool
 from ....tiers.remote.base import RemoteEngine
@@ -143,11 +141,11 @@ class RemoteLoop:
             on_ended=self._waker.wake,
             was_reset=was_reset,
         )
-        self._node = RemoteNode(self._store, arena, parts, self._tell, time.monotonic)
+        self._node = RemoteNode(self._store, arena, parts, self._scheduler.send, time.monotonic)
 
     def run(self) -> None:
         """Serve until the scheduler closes its socket. Calls of the server may go on after that."""
-        self._tell(NodeReady())
+        self._scheduler.send(NodeReady())
         self._store.read_generation()
         try:
             while not self._scheduler.has_ended:
@@ -162,9 +160,6 @@ class RemoteLoop:
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._scheduler.close()
             self._selector.close()
-
-    def _tell(self, message: msgspec.Struct) -> None:
-        self._scheduler.send(message)
 
     def _ordered(self) -> None:
         for message in self._scheduler.receive():

@@ -17,6 +17,7 @@ import threading
 import time
 from binascii import crc_hqx
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -204,10 +205,8 @@ class Nodes:
     ) -> None:
         """Read the map of the cluster after the node `asked` said that a slot is elsewhere."""
         slots: dict[int, Address] = {}
-        try:
+        with suppress(RespError):  # the one slot is known all the same
             slots = valkey_questions.slots_of(connection, asked)
-        except RespError:
-            pass  # the one slot is known all the same
         with self._lock:
             self._slots = self._slots | slots | {slot: address.seen_from(asked)}
             nodes = sorted({*self._slots.values()}, key=lambda a: (a.host, a.port))
@@ -523,7 +522,8 @@ class ValkeyEngine(RemoteEngine):
             if isinstance(answer, Address) and connection is not None:
                 for i in some:
                     answers[i] = answer
-                self._try_note_move(connection, address, names[some[0]], answer)
+                with suppress(OSError):  # the redirection is followed all the same
+                    self._nodes.note_move(connection, address, hash_slot(names[some[0]]), answer)
                 connection.close()
                 return
             fault = RemoteOutcome.IO_ERROR if isinstance(answer, Address) else answer
@@ -543,14 +543,6 @@ class ValkeyEngine(RemoteEngine):
         for i in some:
             if answers[i] is waiting:
                 answers[i] = fault
-
-    def _try_note_move(
-        self, connection: RespConnection, asked: Address, name: str, place: Address
-    ) -> None:
-        try:
-            self._nodes.note_move(connection, asked, hash_slot(name), place)
-        except OSError:
-            pass  # the redirection is followed all the same
 
 
 def hash_slot(name: str) -> int:
