@@ -24,7 +24,6 @@ from ..manager.below.remote_tier import MEDIUM, UNBOUNDED_BLOCKS, RemoteTier
 from ..tiers.base import new_reset_mark
 from ..tiers.cpu.header import HEADER_BYTES
 from ..tiers.nvme.namespace import NamespaceKey
-from ..tiers.remote.presence import PresenceMemory
 from ..tiers.remote.remote_options import check_openable, store_options
 from .node_parts import EngineFacts, SlotMemory
 
@@ -93,15 +92,13 @@ def open_remote_tier(name: str, options: RemoteTierOptions, engine: EngineFacts)
     blocks = blocks_of(options, engine)
     memory = engine.memory
     facts = TierFacts(name, MEDIUM, memory.slot_bytes, UNBOUNDED_BLOCKS, LOAD_RATIO_MAX_REMOTE)
-    limits = store_options(options)
-    known = PresenceMemory(monotonic, limits.held_s, limits.absent_s)
-    feed = RemoteFeed(new_reset_mark(), known)
+    feed = RemoteFeed(new_reset_mark(), monotonic)
     node = _node(options, blocks, memory, feed.take)
     port = RemoteTier(
         node,
         feed,
         facts,
-        limits,
+        store_options(options),
         monotonic,
         stall_s=engine.stall_s,
         with_events=engine.with_events,

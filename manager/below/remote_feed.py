@@ -30,10 +30,11 @@ _NO_ANSWER = frozenset({BlockOutcome.IO_ERROR, BlockOutcome.CANCELLED})
 class RemoteFeed(TierFeed):
     """Notes of a node."""
 
-    def __init__(self, began: int, memory: PresenceMemory) -> None:
-        """`began`: mark of a reset that begins now; `memory` has what the server answered."""
+    def __init__(self, began: int, clock: Callable[[], float]) -> None:
+        """`began`: mark of a reset that begins now. `clock` returns monotonic seconds."""
         super().__init__()
-        self.memory = memory
+        self.memory = PresenceMemory(clock)
+        """What the server answered."""
         self.unsent: Counter[str] = Counter()
         """Blocks that this process did not even send to the node, by reason."""
         self._before = RemoteNote(None)

@@ -18,6 +18,7 @@ from kvcascade.manager.below.port import Put
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.breaker import FAILURES_TO_OPEN, REST_S
 from kvcascade.tiers.remote.base import RemoteOutcome
+from kvcascade.tiers.remote.presence import ABSENT_S, HELD_S
 
 OK, GONE, REFUSED = BlockOutcome.OK, BlockOutcome.GONE, BlockOutcome.REFUSED
 
@@ -186,11 +187,11 @@ class TestQuestions:
         stored(rig, 3)
         assert looked() == [True] * 4
         calls = rig.twin.calls["exist_many"]
-        rig.clock.advance(rig.options.absent_s - 0.1)
+        rig.clock.advance(ABSENT_S - 0.1)
         assert looked() == [False] * 4 and rig.twin.calls["exist_many"] == calls
         rig.clock.advance(0.2)
         assert looked() == [False] * 3 + [True]
-        rig.clock.advance(rig.options.held_s)
+        rig.clock.advance(HELD_S)
         assert looked() == [True] * 4 and rig.twin.calls["exist_many"] == calls + 2
 
     def test_the_next_turn_of_a_conversation_costs_one_request(self) -> None:

@@ -339,7 +339,7 @@ class TestWrites:
 class TestBreakers:
     @pytest.mark.parametrize("method", ["exist_many", "get_into", "put"])
     def test_after_failures_nothing_is_asked_until_a_probe(self, method: str) -> None:
-        rig = RemoteRig(absent_s=0.0)
+        rig = RemoteRig()
         rig.look(keys(1))
         rig.twin.fails[method] = IO_ERROR
 

@@ -33,7 +33,7 @@ class Owner:
         renew_after_s: float = 0.0,
     ) -> None:
         self.clock = ManualClock()
-        self.memory = PresenceMemory(self.clock, held_s=30.0, absent_s=5.0)
+        self.memory = PresenceMemory(self.clock)
         limit = queue_blocks * PAYLOAD_BYTES
         self.rule = OfferRule(when, limit, PAYLOAD_BYTES, self.memory, renew_after_s, self.clock)
 

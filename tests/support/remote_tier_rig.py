@@ -19,7 +19,6 @@ from kvcascade.manager.below.port import ASKING, LOAD_RATIO_MAX_REMOTE, Below, T
 from kvcascade.manager.below.remote_feed import RemoteFeed
 from kvcascade.manager.below.remote_tier import MEDIUM, UNBOUNDED_BLOCKS, RemoteTier
 from kvcascade.tiers.base import RESET_TICKS_PER_S, BlockHash
-from kvcascade.tiers.remote.presence import PresenceMemory
 from kvcascade.tiers.remote.remote_store import StoreOptions
 
 from .clock import ManualClock
@@ -59,8 +58,7 @@ class RemoteTierRig:
         self.answers: deque[bytes] = deque()
         self.start_node()
         facts = TierFacts("remote", MEDIUM, PAYLOAD_BYTES, UNBOUNDED_BLOCKS, LOAD_RATIO_MAX_REMOTE)
-        memory = PresenceMemory(self.clock, options.held_s, options.absent_s)
-        feed = RemoteFeed(self._new_mark(), memory)
+        feed = RemoteFeed(self._new_mark(), self.clock)
         self.client = PumpedNode(self, feed.take)
         self.tier = RemoteTier(
             self.client,

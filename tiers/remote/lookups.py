@@ -98,21 +98,21 @@ class RemoteLookups:
 
     def _exist(
         self, keys: Sequence[BlockHash], generation: int, ends_s: float
-    ) -> list[RemoteOutcome]:
+    ) -> dict[BlockHash, RemoteOutcome]:
         link = self._link
         found: list[RemoteOutcome] = []
         for start in range(0, len(keys), NAMES_PER_LOOKUP):
             names = [link.objects.name(k, generation) for k in keys[start:][:NAMES_PER_LOOKUP]]
             ask = partial(link.engine.exist_many, names, max(0.0, ends_s - link.clock()))
             found += link.call(Verb.LOOKUP, ask)
-        return found
+        return dict(zip(keys, found, strict=True))
 
     def _ask_all(
         self, jobs: Sequence[LookupJob], generation: int, ends_s: float, epoch: int
     ) -> RemoteOutcome:
         """One pipelined call about every block."""
-        keys = [*dict.fromkeys(key for job in jobs for key in job.keys)]
-        answers = dict(zip(keys, self._exist(keys, generation, ends_s), strict=True))
+        wanted = dict.fromkeys(key for job in jobs for key in job.keys)
+        answers = self._exist([*wanted], generation, ends_s)
         held = [key for key, answer in answers.items() if answer is RemoteOutcome.OK]
         absent = [key for key, answer in answers.items() if answer is RemoteOutcome.ABSENT]
         self._link.memory.note(epoch, held, absent)
@@ -126,29 +126,23 @@ class RemoteLookups:
         """Search all chains at once: one round of requests narrows each of them."""
         searches = [(job, chain, ChainSearch(len(chain))) for job in jobs for chain in job.chains]
         worst = RemoteOutcome.OK
-        while searches:
-            probes = [
-                {at: job.keys[chain[at]] for at in search.probes()}
-                for job, chain, search in searches
-            ]
+        while going := [
+            (job, chain, search, search.probes()) for job, chain, search in searches if job.left
+        ]:
             wanted = dict.fromkeys(
-                key
-                for (job, _, _), probe in zip(searches, probes, strict=True)
-                for key in probe.values()
-                if job.left
+                job.keys[chain[at]] for job, chain, _, probes in going for at in probes
             )
-            keys = [*wanted]
-            answers = dict(zip(keys, self._exist(keys, generation, ends_s), strict=True))
-            going, searches = searches, []
-            for (job, chain, search), probe in zip(going, probes, strict=True):
-                found = {at: answers.get(key) for at, key in probe.items()}
-                failed = [a for a in found.values() if a is not None and a in FAILURES]
+            answers = self._exist([*wanted], generation, ends_s)
+            searches = []
+            for job, chain, search, probes in going:
+                found = {at: answers[job.keys[chain[at]]] for at in probes}
+                failed = [answer for answer in found.values() if answer in FAILURES]
                 if failed:
                     worst = worst_of(failed)
                     self._end(job, chain, search.held, failed[0], epoch)
                     continue
                 search.learn({at: a is RemoteOutcome.OK for at, a in found.items()})
-                if search.probes() and job.left:
+                if search.probes():
                     searches.append((job, chain, search))
                 else:
                     self._end(job, chain, search.held, RemoteOutcome.ABSENT, epoch)
@@ -163,6 +157,6 @@ class RemoteLookups:
         epoch: int,
     ) -> None:
         keys = [job.keys[number] for number in chain]
-        absent = keys[held:] if rest is RemoteOutcome.ABSENT and job.left else ()
+        absent = keys[held:] if rest is RemoteOutcome.ABSENT else ()
         self._link.memory.note(epoch, keys[:held], absent)
         job.settle(chain, [RemoteOutcome.OK] * held + [rest] * (len(chain) - held))

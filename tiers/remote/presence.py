@@ -11,6 +11,10 @@ from typing import Any
 
 from ..base import BlockHash
 
+HELD_S = 30.0
+"""Time for which a block that was there counts as held."""
+ABSENT_S = 5.0
+"""Time for which a block that was absent is not asked for again."""
 WAYS = 8
 """A search splits the open part of a chain into so many parts at a time."""
 MAX_REMEMBERED = 1 << 17
@@ -45,10 +49,9 @@ def _renew(known: dict[BlockHash, float], key: BlockHash, value: float) -> None:
 class PresenceMemory:
     """Answers of the last seconds. Any thread; a look takes no lock."""
 
-    def __init__(self, clock: Callable[[], float], held_s: float, absent_s: float) -> None:
-        """`clock` returns monotonic seconds; the others say how long an answer counts."""
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` returns monotonic seconds."""
         self._clock = clock
-        self._held_s, self._absent_s = held_s, absent_s
         self._lock = threading.Lock()
         self.until: dict[BlockHash, float] = {}
         """Time until which an answer counts; negative for an absent block. Oldest answers first.
@@ -84,9 +87,9 @@ class PresenceMemory:
             if epoch != self.epoch:
                 return
             for key in held:
-                _renew(self.until, key, now_s + self._held_s)
+                _renew(self.until, key, now_s + HELD_S)
             for key in absent:
-                _renew(self.until, key, -(now_s + self._absent_s))
+                _renew(self.until, key, -(now_s + ABSENT_S))
                 self._arrived_s.pop(key, None)
             drop_oldest(self.until)
 

@@ -56,10 +56,6 @@ class StoreOptions:
 
     deadline_s: float = 2.0
     """Longest time that an answer takes, and a read unless its caller says less."""
-    held_s: float = 30.0
-    """Time for which a block that was there counts as held."""
-    absent_s: float = 5.0
-    """Time for which a block that was absent is not asked for again."""
     renew_after_s: float = 0.0
     """Time after which `OfferRule` wants a block that is there and in use again, lest it expire."""
     reads_at_a_time: int = 4
@@ -141,7 +137,7 @@ class RemoteStore:
         self._options = options = options or StoreOptions()
         self._clock = clock
         self._on_ended = on_ended
-        memory, counters = PresenceMemory(clock, options.held_s, options.absent_s), RemoteCounters()
+        memory, counters = PresenceMemory(clock), RemoteCounters()
 
         def asked(outcome: RemoteOutcome, requests: int, took_s: float) -> None:
             counters.note(Verb.GENERATION, [outcome], requests=requests, took_s=took_s)
@@ -337,7 +333,7 @@ class RemoteStore:
         self._link.generation.reset(mark, is_new=is_new, known=known)
         self._link.memory.clear()  # answers of the older generation may have come in between
         self._give_up_awaited(RemoteOutcome.ABSENT)
-        self._writing.drop_all(RemoteOutcome.DROPPED)
+        self._writing.drop_all()
         self.read_generation()
 
     @property

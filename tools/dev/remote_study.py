@@ -30,7 +30,6 @@ from ...config.sizes import MAX_BYTES, parse_bytes
 from ...tiers.base import BlockHash
 from ...tiers.remote.engines.object_store import RENEW_AFTER_S
 from ...tiers.remote.presence import ABSENT, HELD, ChainSearch, Presence, PresenceMemory
-from ...tiers.remote.remote_store import StoreOptions
 from ...tiers.remote.shared_generation import GENERATION_FRESH_S, IN_USE_S, REFRESH_S
 from ...tiers.remote.uploads import Offer, OfferRule
 from ..commands.kv_bytes import kv_shape
@@ -194,10 +193,10 @@ class Host:
     ) -> None:
         """`cpu` and `nvme`: capacities in blocks."""
         self.cpu, self.nvme, self._server = KeyTier("lru", cpu), KeyTier("lru", nvme), server
-        self._now_s, limits = 0.0, StoreOptions()
+        self._now_s = 0.0
         self._used_s, self._read_s = 0.0, -math.inf
         clock = partial(getattr, self, "_now_s")
-        self._memory = PresenceMemory(clock, limits.held_s, limits.absent_s)
+        self._memory = PresenceMemory(clock)
         renew_after_s = server.renew_after_s if server else 0.0
         self._rule = OfferRule(when, MAX_BYTES, 1, self._memory, renew_after_s, clock)
 

@@ -16,7 +16,7 @@ import ssl
 import threading
 import time
 from binascii import crc_hqx
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -121,14 +121,14 @@ class Nodes:
         """The node that is asked where a key is."""
         return self._known[0]
 
-    def places(self, names: Mapping[int, str]) -> dict[Address, list[int]]:
+    def places(self, names: Sequence[str]) -> dict[Address, list[int]]:
         """Return the node to ask for each name, as the numbers of the names of each node."""
         with self._lock:
             slots, first = self._slots, self._known[0]
         if not slots:
-            return {first: [*names]}
+            return {first: [*range(len(names))]}
         found: dict[Address, list[int]] = {}
-        for number, name in names.items():
+        for number, name in enumerate(names):
             found.setdefault(slots.get(hash_slot(name), first), []).append(number)
         return found
 
@@ -470,7 +470,7 @@ class ValkeyEngine(RemoteEngine):
         """Do the work at the node of each name, following the cluster's redirections."""
         limit = self._limit(limit_s)
         answers: list[Answer] = [RemoteOutcome.IO_ERROR] * len(names)
-        places = self._nodes.places(dict(enumerate(names)))
+        places = self._nodes.places(names)
         for _ in range(1 + REDIRECTS_MAX):
             moved: dict[Address, list[int]] = {}
             for address, some in places.items():
