@@ -13,8 +13,12 @@ from typing import Any
 import msgspec
 
 from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST, LISTEN_INTERVAL_S, WAIT_SLICE_S
-from kvcascade.handlers.node.remote.remote_node import RemoteNode, SlotParts
-from kvcascade.handlers.node.remote.remote_wire import from_remote_node, to_remote_node
+from kvcascade.handlers.node.remote.remote_node import RemoteNode
+from kvcascade.handlers.node.remote.remote_wire import (
+    RemoteSetup,
+    from_remote_node,
+    to_remote_node,
+)
 from kvcascade.manager.below.port import ASKING, LOAD_RATIO_MAX_REMOTE, Below, TierFacts
 from kvcascade.manager.below.remote_feed import RemoteFeed
 from kvcascade.manager.below.remote_tier import MEDIUM, UNBOUNDED_BLOCKS, RemoteTier
@@ -52,8 +56,9 @@ class RemoteTierRig:
         """`ranks`: number of parts of a slot that hold the same bytes."""
         self.twin = RemoteTwin() if twin is None else twin
         self.clock = ManualClock() if clock is None else clock
-        self.parts = SlotParts(PAYLOAD_BYTES * ranks, PAYLOAD_BYTES, ranks)
-        self.arena = MemoryBackend(self.parts.slot_bytes, slots, medium="CPU")
+        sizes = PAYLOAD_BYTES * ranks, PAYLOAD_BYTES, ranks
+        self.setup = RemoteSetup("tiers[1]", b"{}", "model-1", *sizes, 0, slots)
+        self.arena = MemoryBackend(self.setup.slot_bytes, slots, medium="CPU")
         self.options = options
         self.answers: deque[bytes] = deque()
         self.start_node()
@@ -80,7 +85,7 @@ class RemoteTierRig:
         self.calls = SteppingExecutor()
         host = RemoteRig(self.twin, self.calls, self.options, clock=self.clock)
         memory = memoryview(self.arena.data)
-        self.node = RemoteNode(host.store, memory, self.parts, self._tell, self.clock)
+        self.node = RemoteNode(host.store, memory, self.setup, self._tell, self.clock)
         host.store.read_generation()
 
     def _tell(self, message: msgspec.Struct) -> None:

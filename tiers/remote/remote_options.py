@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from stat import S_ISDIR
 
 from ...config.remote import RemoteTierOptions
@@ -61,18 +60,13 @@ def missing_extra(options: RemoteTierOptions) -> str | None:
     return None
 
 
-def folder_of(options: RemoteTierOptions) -> Path | None:
-    """Return the folder of a `file://` URL; None for a server."""
-    return folder_of_url(options.url)
-
-
 def folder_problem(options: RemoteTierOptions, *, may_be_missing: bool) -> str | None:
     """Return a sentence about the folder of a `file://` URL; None if it can be opened.
 
     Blocks as long as its file system does not answer. The first request creates a folder that is
     missing.
     """
-    folder = folder_of(options)
+    folder = folder_of_url(options.url)
     if folder is None:
         return None
     place = f"{options.key}.url: {str(folder)!r}"

@@ -8,7 +8,6 @@ server was told, so a scheduler whose node dies before that repeats it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,6 +22,7 @@ from .remote_wire import (
     FetchJob,
     RemoteNote,
     RemoteResetJob,
+    RemoteSetup,
     ResetDone,
     ResetNoted,
 )
@@ -45,18 +45,6 @@ _OF_REMOTE = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class SlotParts:
-    """The part of a slot that an object holds."""
-
-    slot_bytes: int
-    payload_bytes: int
-    """Bytes from the slot's begin on that are written to the server."""
-    copies: int = 1
-    """Number of times that a read writes them, side by side: once for each rank whose part they
-    are."""
-
-
 class RemoteNode:
     """Jobs of one engine."""
 
@@ -64,17 +52,17 @@ class RemoteNode:
         self,
         store: RemoteStore,
         arena: memoryview,
-        parts: SlotParts,
+        setup: RemoteSetup,
         tell: Callable[[msgspec.Struct], None],
         clock: Callable[[], float],
     ) -> None:
-        """`arena` holds the slots, one block each; `tell` sends a message to the scheduler.
+        """`arena` holds the slots, one block each. `setup` says which part of them objects hold.
 
-        `clock` returns monotonic seconds.
+        `tell` sends a message to the scheduler. `clock` returns monotonic seconds.
         """
         self._store = store
         self._arena = arena
-        self._parts = parts
+        self._setup = setup
         self._tell = tell
         self._clock = clock
         self._began_s: dict[int, float] = {}
@@ -125,7 +113,7 @@ class RemoteNode:
 
     def _get(self, order: FetchJob) -> None:
         keys = [BlockHash(key) for key in order.keys]
-        views = self._views(order.arena_slots, self._parts.copies)
+        views = self._views(order.arena_slots, self._setup.copies)
         self._began_s[order.ticket] = self._clock()
         self._store.get(order.ticket, keys, views, order.limit_s)
 
@@ -140,7 +128,7 @@ class RemoteNode:
         self._tell(JobDone(ended.ticket, codes, took_s))
 
     def _views(self, packed: bytes, copies: int) -> list[memoryview]:
-        size, wanted = self._parts.slot_bytes, self._parts.payload_bytes * copies
+        size, wanted = self._setup.slot_bytes, self._setup.payload_bytes * copies
         slots = unpack_slots(packed).tolist()
         return [self._arena[slot * size : slot * size + wanted] for slot in slots]
 
