@@ -121,7 +121,7 @@ class RemoteStore:
         engine: RemoteEngine,
         objects: ObjectFormat,
         executor: Executor,
-        options: StoreOptions | None = None,
+        options: StoreOptions,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         on_ended: Callable[[], None] = lambda: None,
@@ -134,7 +134,7 @@ class RemoteStore:
         thread, when `poll` has something new. `was_reset`: the owner was reset since its start,
         when it had another store.
         """
-        self._options = options = options or StoreOptions()
+        self._options = options
         self._clock = clock
         self._on_ended = on_ended
         memory, counters = PresenceMemory(clock), RemoteCounters()
@@ -327,7 +327,7 @@ class RemoteStore:
     def reset(self, mark: int = 0, *, is_new: bool = True, known: int | None = None) -> None:
         """Make every older block unreachable, for all hosts as soon as the server is told.
 
-        Until it is told, this store neither reads nor writes. For the rest see `Generation.reset`.
+        Until it is told, this store neither reads nor writes. For the rest see `SharedGeneration`.
         """
         self._link.memory.clear()
         self._link.generation.reset(mark, is_new=is_new, known=known)

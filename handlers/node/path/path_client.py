@@ -11,6 +11,7 @@ import socket
 import subprocess
 from collections.abc import Callable
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import msgspec
@@ -62,6 +63,7 @@ def node_thread(
     on_note: Callable[[Any], None],
     *,
     is_batched: bool = False,
+    clock: Callable[[], float] = monotonic,
 ) -> NodeKeeper:
     """Return a client whose node is a thread of this process; `arena` holds the slots."""
 
@@ -73,7 +75,7 @@ def node_thread(
         loop = NodeLoop(theirs, following.setup, arena, fs)
         return Connection(ThreadChild(partial(loop.run, waits_for_io=True)), ours)
 
-    return NodeKeeper(start, following.note, is_batched=is_batched)
+    return NodeKeeper(start, following.note, is_batched=is_batched, clock=clock)
 
 
 class _Following:
