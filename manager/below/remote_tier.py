@@ -283,19 +283,18 @@ class _RemoteWrites(Traffic[RemoteFeed]):
         order = partial(PutJob, keys=list(keys), arena_slots=packed, epoch=mark)
         if len(self.jobs) < PUTS_AT_MOST and self._submit(ticket, keys, order):
             return True
-        self.rule.end(keys, [False] * len(keys), self._epochs.pop(ticket))
+        self.rule.end(keys, (), self._epochs.pop(ticket))
         self._flow.feed.unsent[Offer.RESTING.value] += len(keys)
         return False
 
     def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
         epoch = self._epochs.pop(going.ticket)
-        self.rule.end(going.keys, [outcome in _THERE for outcome in outcomes], epoch)
         held = [k for k, o in zip(going.keys, outcomes, strict=True) if o in _THERE]
+        self.rule.end(going.keys, held, epoch)
         stored, failed, _ = self._count_put(going, outcomes, done)
         size_bytes = stored * self._flow.block_bytes
         self.breaker.ended(failed > 0)
         if epoch == self._memory.epoch:
-            self._memory.note(epoch, held, ())
             self._on_stored(held)
         else:  # a reset came meanwhile
             outcomes = [BlockOutcome.GONE] * len(outcomes)

@@ -121,7 +121,7 @@ def test_what_was_written_is_not_pushed_out_by_answers_about_other_blocks(
     memory = PresenceMemory(clock)
     rule = OfferRule(WriteWhen.THROUGH, 1 << 20, 4096, memory, 600.0, clock)
     assert rule.answer(key(0), is_open=True) is Offer.QUEUED
-    rule.end([key(0)], [True], 0)
+    rule.end([key(0)], [key(0)], 0)
     memory.note(0, [key(0)], ())
     clock.advance(60.0)
     for start in range(100, 200, 5):
@@ -130,10 +130,10 @@ def test_what_was_written_is_not_pushed_out_by_answers_about_other_blocks(
     assert rule.answer(key(0), is_open=True) is Offer.HELD
     clock.advance(600.0)
     assert rule.may_want(key(0)), "it is renewed"
-    rule.end([key(0)], [True], 0)
+    rule.end([key(0)], [key(0)], 0)
     memory.note(0, (), [key(0)])
     assert rule.may_want(key(0)), "the server said that it is gone"
-    rule.end([key(0)], [True], 0)
+    rule.end([key(0)], [key(0)], 0)
     memory.note(0, [key(0)], ())
     memory.clear()
     assert rule.may_want(key(0)), "the blocks of before a reset are gone"

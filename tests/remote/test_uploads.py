@@ -42,8 +42,7 @@ class Owner:
 
     def end(self, n: int, *, is_there: bool = True) -> None:
         """The first blocks were written, or dropped."""
-        self.rule.end(keys(n), [is_there] * n, self.memory.epoch)
-        self.memory.note(self.memory.epoch, keys(n) if is_there else (), ())
+        self.rule.end(keys(n), keys(n) if is_there else (), self.memory.epoch)
 
 
 class TestRule:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import islice
 from typing import Any
@@ -93,8 +93,9 @@ class PresenceMemory:
                 self._arrived_s.pop(key, None)
             drop_oldest(self.until)
 
-    def note_arrivals(self, epoch: int, keys: Iterable[BlockHash]) -> None:
-        """Remember that blocks were written, or were there already, in `epoch`."""
+    def note_arrivals(self, epoch: int, keys: Sequence[BlockHash]) -> None:
+        """Remember that blocks are there: they were written, or were there already, in `epoch`."""
+        self.note(epoch, keys, ())
         now_s = self._clock()
         with self._lock:
             if epoch != self.epoch:

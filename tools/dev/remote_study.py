@@ -245,8 +245,7 @@ class Host:
             is_held = Presence.HELD
             self._use_generation(server)
             server.write({h: self._memory.last(h) is is_held for h in wanted}, self._now_s)
-            self._memory.note(self._memory.epoch, wanted, ())
-            self._rule.end(wanted, [True] * len(wanted), self._memory.epoch)
+            self._rule.end(wanted, wanted, self._memory.epoch)
 
     def _use_generation(self, server: Bucket | Valkey) -> None:
         """Count the reads of the generation since its last use: see `SharedGeneration`."""
