@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from ...config.remote import RemoteTierOptions, WriteWhen
 from .base import HEADER_BYTES, Cause, RemoteEngine, RemoteObject, RemoteOutcome
-from .remote_options import folder_of, folder_problem, open_remote_engine
+from .engines.opened_folder import folder_of_url
+from .remote_options import folder_problem, open_remote_engine
 
 PROBE_BYTES = 4096
 FOLDER = "kvcascade-check"
@@ -71,7 +72,7 @@ def probe_remote(options: RemoteTierOptions, environment: Mapping[str, str]) -> 
     Blocks for a few deadlines of the tier. Raises `ConfigError` if a package or a secret is
     missing.
     """
-    with _without_new_folders(folder_of(options)):
+    with _without_new_folders(folder_of_url(options.url)):
         engine, _ = open_remote_engine(options, environment)
         try:
             return problem_of(engine, options)
@@ -93,7 +94,7 @@ def finding_of(engine: RemoteEngine, options: RemoteTierOptions) -> ServerFindin
     said = folder_problem(options, may_be_missing=True)
     if said is not None:
         return ServerFinding(said)
-    folder = folder_of(options)
+    folder = folder_of_url(options.url)
     with _without_new_folders(folder and folder / FOLDER):
         found = _problem(engine, options)
         if found is None and folder is not None and options.writes is not WriteWhen.OFF:
