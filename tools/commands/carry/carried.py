@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from ....errors import ConfigError, CorruptionError, FormatError, os_errors
-from ....tiers.nvme.disk.filesystem import open_read_only
 from ....tiers.nvme.disk.transfers import read_all
 from ....tiers.nvme.namespace import NamespaceKey
 from ....tiers.nvme.segments.format import (
@@ -27,6 +26,7 @@ from ....tiers.nvme.segments.format import (
     PAGE_BYTES,
     tensor,
 )
+from ..path_files import open_read_only
 
 FORMAT = "kvcascade-export"
 FORMAT_VERSION = "1"
