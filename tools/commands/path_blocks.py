@@ -17,7 +17,7 @@ from ...errors import ConfigError, FormatError, InUseError, KVCascadeError
 from ...tiers.base import GROUP_BYTES
 from ...tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ...tiers.nvme.path.payload_files import PayloadFiles
-from ...tiers.nvme.path.writer.messages.block_questions import MAX_BLOCKS_PER_ANSWER
+from ...tiers.nvme.path.writer.messages.writer_questions import MAX_BLOCKS_PER_ANSWER
 from ...tiers.nvme.path.writer.namespace.namespace_home import SEGMENTS, STATE, read_description
 from ...tiers.nvme.path.writer.path_options import load_record, was_reset
 from .block_scan import NamedBlock, ScanSource
