@@ -17,13 +17,8 @@ from ......errors import KVCascadeError, os_errors
 from ......logs import get_logger
 from ....disk.filesystem import FileSystem
 from ....namespace import NamespaceKey
-from ...block_table import (
-    MAX_COMMIT_BLOCKS,
-    ApplyOutcome,
-    BlockTable,
-    Changes,
-    block_table_bytes,
-)
+from ...block_table import MAX_COMMIT_BLOCKS, BlockTable, Changes, block_table_bytes
+from ...path_messages import Committed
 from ...presence_file import OpenPresence, is_of_this_boot, open_presence
 from .namespace_home import BLOCKS, NamespaceHome
 from .namespace_writer import NamespaceWriter
@@ -151,7 +146,7 @@ def _drop_missing(
     for start in range(0, len(lost), MAX_COMMIT_BLOCKS):
         slots = lost[start : start + MAX_COMMIT_BLOCKS]
         applied = table.apply(Changes(table.epoch, cleared=slots.tolist()))
-        if applied.outcome is not ApplyOutcome.DONE:
+        if applied.outcome is not Committed.OK:
             _log.warning("%s: blocks of missing segments stay for now", home.name)
             return 0
         if applied.journal is not None:

@@ -16,7 +16,7 @@ from ......errors import KVCascadeError
 from ......logs import get_logger
 from .....endurance import DayTotals
 from ....segments.format import MAX_KEY_BYTES
-from ...block_table import MAX_COMMIT_BLOCKS, Applied, ApplyOutcome, BlockTable, Changes
+from ...block_table import MAX_COMMIT_BLOCKS, Applied, BlockTable, Changes
 from ...path_messages import MAX_KEYS_PER_MESSAGE, Committed, Grant, Touch
 from ...presence_file import OpenPresence
 from ..messages.reset_messages import WaitingResets
@@ -31,7 +31,6 @@ from .waiting_grants import Reply, WaitingGrants
 MAX_READ_REPORT_BYTES = 1 << 50
 """Most bytes that were read between two commits; more would overflow the totals."""
 
-_FAILED = {ApplyOutcome.NO_SPACE: Committed.NO_SPACE}
 _log = get_logger(__name__)
 
 
@@ -154,12 +153,12 @@ class NamespaceWriter:
         victims = self.recency.victims(min(evictions, MAX_COMMIT_BLOCKS), self.space.may_evict)
         if batch.entries or removals or victims:
             applied = self._apply(batch.entries, removals, victims)
-            if applied.outcome is ApplyOutcome.DONE:
+            if applied.outcome is Committed.OK:
                 # Removed blocks first: one with a damaged entry may be in the slot of a new block.
                 self._forget(applied.removed, set(victims), result)
                 self._record(batch, applied, result)
             else:
-                batch.fail(_FAILED.get(applied.outcome, Committed.IO_ERROR))
+                batch.fail(applied.outcome)
                 result.is_refused = True
         result.replies += batch.replies()
         return result
@@ -167,7 +166,7 @@ class NamespaceWriter:
     def remove_slots(self, slots: Sequence[int]) -> list[bytes] | None:
         """Remove the blocks in these slots in one commit. Return their keys; None if it failed."""
         applied = self._apply([], [], slots)
-        if applied.outcome is not ApplyOutcome.DONE:
+        if applied.outcome is not Committed.OK:
             return None
         result = Settled()
         self._forget(applied.removed, set(slots), result)
@@ -283,8 +282,9 @@ class NamespaceWriter:
             read_bytes=self._read_bytes,
         )
         applied = self.table.apply(changes)
-        if applied.outcome is not ApplyOutcome.DONE:
-            _log.warning("%s: the index could not be written (%s)", self.home.name, applied.outcome)
+        if applied.outcome is not Committed.OK:
+            why = applied.outcome.name
+            _log.warning("%s: the index could not be written (%s)", self.home.name, why)
         else:
             self._read_bytes = self.space.written_in_vain = 0
             if applied.journal is not None:
