@@ -26,7 +26,10 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Why,
 )
 from kvcascade.tiers.nvme.path.writer.namespace.namespace_home import NamespaceHome
-from kvcascade.tiers.nvme.path.writer.namespace.namespace_openings import BeingOpenedError
+from kvcascade.tiers.nvme.path.writer.namespace.namespace_openings import (
+    BeingOpenedError,
+    NamespaceToOpen,
+)
 from kvcascade.tiers.nvme.path.writer.path_capacity import PATH_REST_S, RETRY_AFTER_S
 from kvcascade.tiers.nvme.path.writer.path_namespaces import PathNamespaces
 from kvcascade.tiers.nvme.path.writer.path_plan import plan_segments
@@ -218,8 +221,8 @@ def test_an_idle_namespace_that_never_opens_holds_up_no_store(
 ) -> None:
     tries: list[str] = []
 
-    def broken(path: PathNamespaces, name: str) -> NamespaceHome:
-        tries.append(name)
+    def broken(path: PathNamespaces, opening: NamespaceToOpen) -> NamespaceHome:
+        tries.append(opening.name)
         raise TierIOError(errno.EIO, "the device failed")
 
     monkeypatch.setattr(PathNamespaces, "_home_of", broken)
