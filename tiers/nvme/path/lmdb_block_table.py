@@ -29,7 +29,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
@@ -433,13 +433,10 @@ def _open_env(file: Path, map_bytes: int, *, is_durable: bool) -> lmdb.Environme
 
 def _reserve(file: Path, size: int, *, is_synced: bool = False) -> None:
     """Allocate disk space for all of the file. Raises `OSError`."""
-    opened = RealFileSystem().open(file)
-    try:
+    with closing(RealFileSystem().open(file)) as opened:
         opened.preallocate(size)
         if is_synced:
             opened.sync()
-    finally:
-        opened.close()
 
 
 def _check(key: bytes, slot: int, checksum: int) -> int:

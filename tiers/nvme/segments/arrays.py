@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,8 +127,7 @@ class MappedArrays:
         """Return the stored array, whatever its length; None if missing or damaged."""
         if not self._fs.exists(path):
             return None
-        file = self._fs.open(path)
-        try:
+        with closing(self._fs.open(path)) as file:
             size = file.size()
             head = bytearray(HEADER_BYTES)
             if HEADER_BYTES <= size <= MAX_ARRAY_BYTES:
@@ -145,8 +144,6 @@ class MappedArrays:
             if session + 1 != self._session or checksum != _checksum(view):
                 self.was_replaced = True
             return np.frombuffer(view, dtype=kind, count=stored_length, offset=HEADER_BYTES)
-        finally:
-            file.close()
 
     def _open_whole(self, path: Path, size: int) -> File:
         """Open a file, and allocate what a sparse copy lacks. Raises `OSError`."""
