@@ -233,9 +233,7 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
     # -- outcomes --------------------------------------------------------------------------
 
     def take_lost(self) -> list[BlockHash]:
-        lost = self.feed.lost
-        if lost:
-            self.feed.lost = []
+        lost, self.feed.lost = self.feed.lost, []
         return lost
 
     def take_events(self) -> list[BlockEvent]:

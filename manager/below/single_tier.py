@@ -288,9 +288,7 @@ class SingleTier(Below, Generic[Feed, Writes]):
         return self.writes.unwritten_blocks
 
     def take_marks(self) -> Sequence[int]:
-        marks = self.feed.marks
-        if marks:
-            self.feed.marks = []
+        marks, self.feed.marks = self.feed.marks, []
         return marks
 
     def wait(self, limit_s: float) -> bool:

@@ -27,7 +27,7 @@ from kvcascade.tiers.remote.remote_options import (
     open_remote_engine,
     store_options,
 )
-from kvcascade.tiers.remote.remote_probe import probe_remote
+from kvcascade.tools.commands.check.config_check import probe_remote
 
 SECRET = "hunter2-in-test"
 AT = At("tiers[2]")
