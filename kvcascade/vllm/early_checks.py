@@ -1,7 +1,7 @@
 """Refuse a configuration before the model is loaded, as far as the engine's options show it.
 
-Every rule here is applied again when the tiers are opened, by the same function. So a fact that
-this vLLM does not show yet is no error: it is found then.
+What is refused here would also end the start later, as a rule by the same function. So a fact that
+this vLLM does not show yet is no error.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _check_cascade(extra: Mapping[str, Any], parallel: Any, problems: list[str])
 
 
 def _refuse_roles(connectors: Sequence[Connector]) -> None:
-    """Refuse producers: vLLM asks for the role of the engine, we for that of our connector, too."""
+    """Refuse producers. vLLM acts on the engine's role; our connector may have one of its own."""
     if (
         generation.adapter() != generation.SEED
     ):  # there, a request keeps its blocks until they are stored
@@ -182,10 +182,10 @@ def _workers(parallel: Any) -> int:
 
 
 def _engines(parallel: Any) -> int:
-    """Return how many engines of this start will need memory of this machine.
+    """Return how many engines of this start will need memory of this machine; 1 if not known.
 
-    The count is 1 if it is not known, and in all engines but the first: there, another one may have
-    taken its memory already. The first one is ahead of all, since their workers wait for its own.
+    Of several engines, the first one counts all. They wait for each other before they load the
+    model, so none has taken its memory by then.
     """
     is_elsewhere = own(parallel, "data_parallel_backend") == "ray"
     if is_elsewhere or own(parallel, "data_parallel_rank_local"):

@@ -103,6 +103,14 @@ def message(config: Any, machine: Machine) -> str:
     return text
 
 
+@pytest.mark.parametrize("room", ["available", "shm_free"])
+def test_engines_that_start_together_need_room_for_a_cpu_tier_each(room: str) -> None:
+    check_machine(configured(), Twin(**{room: 16 * GIB}), engines=2)
+    with pytest.raises(ConfigError, match=r"tiers\[0\].*\(15\.0 GiB.* for 2 engines\)"):
+        check_machine(configured(), Twin(**{room: 15 * GIB}), engines=2)
+    check_machine(configured(capacity="400GiB"), Twin(), engines=2)  # they share the disk
+
+
 @pytest.mark.parametrize(
     ("mode", "capacity", "chosen", "why", "lost"),
     [
