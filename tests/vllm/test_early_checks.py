@@ -35,8 +35,7 @@ def transfer(extra: Any, connector: str = "OffloadingConnector", role: str = "kv
 
 def in_multi(*beside: Any, role: str = "kv_both", **extra: Any) -> Any:
     """A `MultiConnector` of ours and others; vLLM leaves what it makes as dictionaries."""
-    ours = {"kv_connector": "OffloadingConnector", "kv_role": role}
-    ours["kv_connector_extra_config"] = CASCADE | extra
+    ours = vars(transfer(CASCADE | extra, role=role))
     return transfer({"connectors": [*beside, ours]}, "MultiConnector")
 
 
