@@ -72,6 +72,10 @@ a file."""
 _QUANTIZATION_FILE, _SCALES_FILE = "quantization_config_file", "mm_encoder_fp8_scale_path"
 """Options whose value is the name of a file: in `hf_overrides`, and for media."""
 _SIMULATED_ROUTING = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
+MULTI_CONNECTOR = "MultiConnector"
+"""vLLM's connector that makes several others."""
+EXTERNAL_LAUNCHER = "external_launcher"
+"""vLLM's executor for ranks that `torchrun` starts, each with an engine of its own."""
 _STATE_ORDER = "VLLM_SSM_CONV_STATE_LAYOUT"
 _INTERLEAVING = ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
 _MEDIA_OPTIONS = (
@@ -103,12 +107,16 @@ def kv_cache_config() -> Any | None:
 
 def has_other_connectors() -> bool:
     """Return True if vLLM's `MultiConnector` makes our connector, and others beside it."""
-    return _local_of_a_caller("vllm_config", _has_several_connectors) is not None
+    return _local_of_a_caller("vllm_config", _is_one_of_several) is not None
 
 
-def _has_several_connectors(config: Any) -> bool:
-    transfer: Any = getattr(config, "kv_transfer_config", None)
-    if getattr(transfer, "kv_connector", None) != "MultiConnector":
+def _is_one_of_several(config: Any) -> bool:
+    return has_several_connectors(getattr(config, "kv_transfer_config", None))
+
+
+def has_several_connectors(transfer: Any) -> bool:
+    """Return True if a `KVTransferConfig` is that of a `MultiConnector` over several others."""
+    if getattr(transfer, "kv_connector", None) != MULTI_CONNECTOR:
         return False
     return len((transfer.kv_connector_extra_config or {}).get("connectors", ())) > 1
 

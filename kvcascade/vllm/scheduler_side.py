@@ -54,7 +54,7 @@ def namespace_key(
     """
     refuse_useless(engine_config)
     refuse_routed_experts(engine_config)
-    refuse_other_connectors()
+    refuse_other_connectors(engine_facts.has_other_connectors())
     facts = namespace_facts(settings, engine_config, model, shape)
     warn_of_privacy(settings, engine_config, facts, model)
     return NamespaceKey(settings.label or model, facts, about or {})

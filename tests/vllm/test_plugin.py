@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,14 +158,15 @@ def test_an_object_that_asks_itself_for_ever_does_no_harm() -> None:
     load_with(self=Wrapper())
 
 
-def look_below(calls: int) -> Mapping[str, Any]:
+def look_below(calls: int) -> Any:
     """Look for a configuration that the frame above holds, from so many calls below it."""
     if calls > 1:
         return look_below(calls - 1)
-    return plugin._find_engine(inspect.currentframe())[0]
+    engine = plugin._find_engine(inspect.currentframe())
+    return engine.kv_transfer_config.kv_connector_extra_config if engine is not None else {}
 
 
-def held_above(calls: int) -> Mapping[str, Any]:
+def held_above(calls: int) -> Any:
     """What is found of a configuration so many calls up."""
     vllm_config = holder(GOOD)
     assert vllm_config is not None
