@@ -163,11 +163,10 @@ def _check_cascade(extra: Mapping[str, Any], parallel: Any, problems: list[str])
 
 def _refuse_roles(connectors: Sequence[Connector]) -> None:
     """Refuse producers. vLLM acts on the engine's role; our connector may have one of its own."""
-    if (
-        generation.adapter() != generation.SEED
-    ):  # there, a request keeps its blocks until they are stored
-        for each in connectors:
-            refuse_producers(SimpleNamespace(kv_transfer_config=each))
+    if generation.adapter() == generation.SEED:  # a request keeps its blocks until they are stored
+        return
+    for each in connectors:
+        refuse_producers(SimpleNamespace(kv_transfer_config=each))
 
 
 def _workers(parallel: Any) -> int:
