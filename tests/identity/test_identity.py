@@ -13,7 +13,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from kvcascade.errors import ConfigError
-from kvcascade.identity import SAMPLE_BYTES, _samples, is_shareable, weights_identity
+from kvcascade.identity import is_shareable, weights_identity
+from kvcascade.weight_digest import SAMPLE_BYTES, _samples
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NO_SHAPE = b'{"embed": {"data_offsets": [0, 9], "shape": []}}'
