@@ -14,7 +14,13 @@ from safetensors.numpy import save_file
 
 from kvcascade.errors import ConfigError
 from kvcascade.identity import is_shareable, weights_identity
-from kvcascade.weight_digest import SAMPLE_BYTES, _samples
+from kvcascade.weight_digest import (
+    SAMPLE_BYTES,
+    SAMPLES_PER_TENSOR,
+    _layout,
+    _samples,
+    _tensor_offsets,
+)
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NO_SHAPE = b'{"embed": {"data_offsets": [0, 9], "shape": []}}'
@@ -98,6 +104,82 @@ def test_a_few_words_that_were_trained_are_noticed(name: str, width: int, model:
         assert identity(model) != before, row
 
 
+def test_dense_models_of_text_and_images_keep_their_identity(tmp_path: Path) -> None:
+    """They have neither experts nor convolutions but that of an embedding, so the rules for these
+    must not begin their caches anew."""
+    (tmp_path / "config.json").write_text('{"hidden_size": 512}')
+    shapes = {
+        "model.embed_tokens.weight": (100, 512),
+        "model.layers.0.input_layernorm.weight": (2048,),
+        "model.layers.0.mlp.gate_proj.weight": (64, 512),
+        "vision_model.embeddings.patch_embedding.weight": (64, 3, 14, 14),
+    }
+    tensors = {
+        name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+        for name, shape in shapes.items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    golden = "9750efd88a170ead1a78b537c064c4c7a1492f313ff38ab285551583318f25f4"
+    assert identity(tmp_path) == f"files:{golden}"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("mlp.experts.gate_up_proj", (32, 64, 64)),
+        ("mlp.w1", (32, 64, 64)),
+        ("mlp.experts.gate_up_proj_bias", (32, 1000)),
+        ("mlp.gate.weight", (32, 1000)),
+        ("mlp.router.weight", (1024, 32)),
+    ],
+)
+def test_one_retrained_expert_is_noticed(name: str, shape: tuple[int, ...], model: Path) -> None:
+    """Of fused experts, each one has a slice of one tensor."""
+    numbers = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+    other = {"mlp.experts.0.w1": np.ones((8, 8), np.float32)} if "gate." in name else {}
+    save_file({name: numbers, **other}, model / "model.safetensors")
+    before = identity(model)
+    for expert in range(shape[0]):
+        if shape[0] > 100 and expert % 97:
+            continue
+        changed = numbers.copy()
+        changed[expert] += 1
+        save_file({name: changed, **other}, model / "model.safetensors")
+        assert identity(model) != before, expert
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+@pytest.mark.parametrize("n", [10, 256, 384, 16_000])
+def test_each_number_of_a_router_is_noticed(n: int, is_apart: bool, model: Path) -> None:
+    """Also in a file of its own, and whatever its name is: the model has experts."""
+    experts = {"mlp.experts.0.w1": np.ones((64, 64), np.float32)}
+    numbers = np.zeros(n, np.float32)
+
+    def with_numbers(changed: np.ndarray) -> str:
+        tensors = {"mlp.correction": changed}
+        if is_apart:
+            save_file(experts, model / "experts.safetensors")
+        save_file(tensors if is_apart else {**tensors, **experts}, model / "model.safetensors")
+        return identity(model)
+
+    before = with_numbers(numbers)
+    for place in {*range(min(n, 40)), *range(0, n, n // 7), n - 1}:
+        changed = numbers.copy()
+        changed[place] = 5
+        assert with_numbers(changed) != before, place
+
+
+def test_a_model_of_many_experts_is_not_read_whole(model: Path) -> None:
+    """Each expert that is a tensor of its own has three samples, and so have shared experts."""
+    names = ("mlp.experts.7.up.weight", "mlp.shared_experts.up.weight", "self_attn.q_proj.weight")
+    tensors = {name: np.zeros((200, 100), np.float32) for name in names}
+    save_file(tensors, model / "model.safetensors")
+    layout = _layout(model / "model.safetensors")
+    assert layout is not None
+    found = _tensor_offsets(layout, (model / "model.safetensors").stat().st_size, has_experts=True)
+    assert found is not None and len(found) == 3 * SAMPLES_PER_TENSOR
+
+
 def test_a_changed_configuration_is_another_model(model: Path) -> None:
     before = identity(model)
     (model / "config.json").write_text(json.dumps({"hidden_size": 64, "rope_theta": 1e6}))
@@ -160,8 +242,10 @@ def test_one_changed_record_of_a_torch_file_is_noticed(model: Path) -> None:
     assert with_norm(1) == with_norm(1)
 
 
-def gguf(norm: float, word: float, scale: float, version: int = 3) -> bytes:
-    """A file with an embedding of 1000 words and a norm between two large tensors."""
+def gguf(norm: float, word: float, scale: float, version: int = 3, expert: int = -1) -> bytes:
+    """A file with an embedding of 1000 words and a norm between two large tensors.
+
+    `expert`: the one of 16 fused experts that is not zero."""
 
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value)) + value.encode()
@@ -175,7 +259,11 @@ def gguf(norm: float, word: float, scale: float, version: int = 3) -> bytes:
     embedding = np.zeros((1000, 128), dtype=np.float32)
     embedding[500] = word
     large = np.zeros((1000, 512), dtype=np.float32)
+    experts = np.zeros((16, 64, 64), dtype=np.float32)
+    if expert >= 0:
+        experts[expert] = 1
     tensors = {
+        "blk.0.ffn_up_exps.weight": experts,
         "blk.0.ffn_up.weight": large,
         "blk.0.norm.weight": np.full((16,), norm, dtype=np.float32),
         "blk.1.ffn_up.weight": large,
@@ -198,6 +286,14 @@ def test_every_tensor_of_a_gguf_file_counts(version: int, tmp_path: Path) -> Non
         path.write_bytes(gguf(*values, version))
         found.append(identity(path))
     assert len(set(found)) == 4 and found[0] == found[1]
+
+
+def test_one_retrained_expert_of_a_gguf_file_is_noticed(tmp_path: Path) -> None:
+    path, found = tmp_path / "model.gguf", set()
+    for expert in range(-1, 16):
+        path.write_bytes(gguf(1, 1, 1, expert=expert))
+        found.add(identity(path))
+    assert len(found) == 17
 
 
 @pytest.mark.parametrize("length", [0, 3, 24, 40, 120, 350, 500])
