@@ -9,9 +9,11 @@ configuration, code and samples of the weights (`weight_digest`).
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import uuid
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +25,12 @@ _FOR_PROMPTS = frozenset({"chat_template.json", "generation_config.json", "token
 """Files that people edit, and that shape prompts and sampling, but no block: its key covers its
 tokens. The one option of a generation config that does is a fact of `engine_facts`."""
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+_NOT_LOADED = re.compile(r"original|checkpoint-\d+|global_step\d+|\..*")
+"""Matches subfolders of which vLLM loads nothing: Meta's own format, states of a training, and
+hidden ones. Any other one may hold a part of the model, as that of Kimi-Audio does."""
+_GGUF_PART = re.compile(r"(.*-)\d+(-of-\d+\.gguf)")
+_OTHER_MODEL = "_model_id"
+"""End of the keys by which a configuration names another model for a part of its weights."""
 _HUB_CONFIGS = ("config.json", "params.json")
 """Files of which every model on the hub has one; the second is Mistral's."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -41,7 +49,7 @@ def weights_identity(
         return private_identity()
     path = Path(model)
     if path.is_file():
-        return f"files:{digest_files([path], path.parent)}"
+        return f"files:{digest_files(_parts_of(path), path.parent)}"
     folder = path if path.is_dir() else _hub_snapshot(model, revision, download_dir)
     if folder is None:
         return private_identity()
@@ -50,6 +58,18 @@ def weights_identity(
         return f"hub:{commit}"
     files = _files_of(folder)
     return f"files:{digest_files(files, folder)}" if files else private_identity()
+
+
+def other_models(configuration: Mapping[str, object]) -> dict[str, str]:
+    """Return the models that a configuration names for a part of the weights, by its keys.
+
+    Ultravox takes its language model and its encoder of sounds from there.
+    """
+    return {
+        key: name
+        for key, name in configuration.items()
+        if key.endswith(_OTHER_MODEL) and isinstance(name, str) and name
+    }
 
 
 def private_identity() -> str:
@@ -70,12 +90,17 @@ directory."""
 def note_files(model: str, revision: str | None = None, download_dir: str | None = None) -> None:
     """Note the weight files of a model before they are loaded; the first time counts.
 
-    Of a model of the hub the commit is noted, if there is a local copy: a name may lead to another
-    commit later.
+    Also those of other models that its configuration names. Of a model of the hub the commit is
+    noted, if there is a local copy: a name may lead to another commit later.
     """
-    state = _state_of(model, revision, download_dir) if model else []
-    if state:
-        _noted.setdefault((model, revision, download_dir), state)
+    named = other_models(_read_json(model, revision, "config.json")) if model else {}
+    for about in (
+        (model, revision, download_dir),
+        *((n, None, download_dir) for n in named.values()),
+    ):
+        state = _state_of(*about) if model else []
+        if state:
+            _noted.setdefault(about, state)
 
 
 def have_files_changed(
@@ -97,11 +122,14 @@ def _state_of(
     if not path.exists():
         snapshot = _hub_snapshot(model, revision, download_dir)
         return [] if snapshot is None else [(snapshot.name, 0, 0)]
+    files = _parts_of(path)
+    if path.is_dir():
+        files = [file for part in (path, *_subfolders(path)) for file in _weights_in(part)]
     found = []
-    for file in _weights_in(path) if path.is_dir() else [path]:
+    for file in files:
         with suppress(OSError):  # `weights_identity` says what is wrong
             about = file.stat()
-            found.append((file.name, about.st_size, about.st_mtime_ns))
+            found.append((str(file), about.st_size, about.st_mtime_ns))
     return sorted(found)
 
 
@@ -138,14 +166,27 @@ def _downloaded_snapshot(model: str, revision: str | None, download_dir: Path) -
     return snapshot if _COMMIT.fullmatch(commit) and _weights_in(snapshot) else None
 
 
-def _cached_snapshot(model: str, revision: str | None) -> Path | None:
-    """Return the folder of a model and revision in the local hub cache."""
+def _read_json(model: str, revision: str | None, name: str) -> dict[str, object]:
+    """Return what a file of a model's configuration contains; nothing if it cannot be read."""
+    path = Path(model)
+    folder = path if path.is_dir() else _cached_snapshot(model, revision)
+    try:
+        found = json.loads((folder / name).read_text("utf-8")) if folder is not None else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _cached_snapshot(
+    model: str, revision: str | None, files: Sequence[str] = _HUB_CONFIGS
+) -> Path | None:
+    """Return the folder of a model and revision in the local hub cache with one of `files`."""
     try:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
         return None
     try:
-        found = [try_to_load_from_cache(model, name, revision=revision) for name in _HUB_CONFIGS]
+        found = [try_to_load_from_cache(model, name, revision=revision) for name in files]
     except ValueError:  # not a valid repository name
         return None
     return next((Path(each).parent for each in found if isinstance(each, str)), None)
@@ -153,11 +194,33 @@ def _cached_snapshot(model: str, revision: str | None) -> Path | None:
 
 def _files_of(folder: Path) -> list[Path]:
     """Return configuration, code and weights; none if no known weight file is there."""
-    weights = _weights_in(folder)
-    configuration = {path for pattern in _CONFIG_FILES for path in folder.glob(pattern)}
-    read = {path for path in weights | configuration if path.name not in _FOR_PROMPTS}
-    return sorted(read) if weights else []
+    if not _weights_in(folder):
+        return []
+    read: set[Path] = set()
+    for part in (folder, *_subfolders(folder)):
+        read |= _weights_in(part)
+        read |= {path for pattern in _CONFIG_FILES for path in part.glob(pattern)}
+    return sorted(path for path in read if path.name not in _FOR_PROMPTS)
 
 
 def _weights_in(folder: Path) -> set[Path]:
     return {path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)}
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    """Return the subfolders with weights that may be a part of the model."""
+    found = [path for path in folder.glob("*") if path.is_dir() and _weights_in(path)]
+    return [path for path in found if not _NOT_LOADED.fullmatch(path.name)]
+
+
+def _parts_of(file: Path) -> list[Path]:
+    """Return the files that vLLM loads for one: of GGUF all parts, and the encoders of media."""
+    if file.suffix != ".gguf":
+        return [file]
+    found = {file, *file.parent.glob("*mmproj*.gguf")}
+    part = _GGUF_PART.fullmatch(file.name)
+    for each in file.parent.glob("*.gguf") if part is not None else ():
+        other = _GGUF_PART.fullmatch(each.name)
+        if part is not None and other is not None and other.groups() == part.groups():
+            found.add(each)
+    return sorted(found)

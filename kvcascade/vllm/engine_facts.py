@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..identity import have_files_changed
+from ..identity import have_files_changed, other_models
 from .generation import offered, seeds_hashes_with_a_constant
 
 MAX_FRAMES = 16
@@ -239,8 +239,8 @@ def reasons_not_to_share(config: Any) -> dict[str, str]:
 
 
 def _have_weights_changed(config: Any) -> bool:
-    model, revision, _, download_dir = weights_facts(config)
-    return have_files_changed(model, revision, download_dir)
+    loaded = (weights_facts(config), *other_weights_facts(config).values())
+    return any(have_files_changed(name, revision, place) for name, revision, _, place in loaded)
 
 
 def weights_facts(config: Any) -> tuple[str, str | None, bool, str | None]:
@@ -258,10 +258,13 @@ def _loaded(
     name: str, revision: str | None, load_config: Any
 ) -> tuple[str, str | None, bool, str | None]:
     """Return the arguments of `weights_identity` for a model that is loaded in this way."""
-    load_format = str(getattr(load_config, "load_format", "auto")).rpartition(".")[2].lower()
     is_elsewhere = _asks_modelscope() and not os.path.exists(name)
-    is_real = load_format in _READ_THE_MODEL and not is_elsewhere
+    is_real = _load_format(load_config) in _READ_THE_MODEL and not is_elsewhere
     return name, revision, is_real, getattr(load_config, "download_dir", None)
+
+
+def _load_format(load_config: Any) -> str:
+    return str(getattr(load_config, "load_format", "auto")).rpartition(".")[2].lower()
 
 
 def _asks_modelscope() -> bool:
@@ -278,9 +281,27 @@ def draft_facts(config: Any) -> tuple[str, str | None, bool, str | None] | None:
     if draft is None or draft is model:
         return None
     own = _loaded(str(model.model), getattr(model, "revision", None), config.load_config)
-    load_config = getattr(speculative, "draft_load_config", None) or config.load_config
-    found = _loaded(str(draft.model), getattr(draft, "revision", None), load_config)
+    revision = getattr(draft, "revision", None)
+    found = _loaded(str(draft.model), revision, _draft_load_config(config))
     return None if found == own else found
+
+
+def _draft_load_config(config: Any) -> Any:
+    speculative = getattr(config, "speculative_config", None)
+    return getattr(speculative, "draft_load_config", None) or config.load_config
+
+
+def other_weights_facts(config: Any) -> dict[str, tuple[str, str | None, bool, str | None]]:
+    """Return the arguments of `weights_identity` for all weights beside the model's, by fact.
+
+    They are those of the draft model, and of models that the model's configuration names.
+    """
+    hf_config = getattr(config.model_config, "hf_config", None)
+    named = {} if hf_config is None else other_models(hf_config.to_dict())
+    # vLLM asks for no revision: that of the model is one of another repository.
+    found = {key: _loaded(name, None, config.load_config) for key, name in named.items()}
+    draft = draft_facts(config)
+    return found if draft is None else {**found, "draft_weights": draft}
 
 
 def continues_prefixes(config: Any) -> bool:

@@ -20,7 +20,7 @@ from ..config.environment import with_environment
 from ..config.machine import Machine
 from ..config.options import noting
 from ..errors import ConfigError
-from ..identity import note_files
+from ..identity import note_files, other_models
 from ..tiers.cpu.arena import DEFAULT_ARENA_DIR
 from ..tiers.cpu.arena_file import sweep
 from .generation import offered
@@ -32,8 +32,9 @@ MAX_FRAMES = 12
 
 def register() -> None:
     """Entry point in `vllm.general_plugins`. Raises `ConfigError` if the configuration is wrong."""
-    extra_config, weights = _find_engine(inspect.currentframe())
-    note_files(*weights)
+    extra_config, models = _find_engine(inspect.currentframe())
+    for model in models:
+        note_files(*model)
     if extra_config.get("spec_name") == SPEC_NAME:
         refuse_platform()
         for folder in _arena_folders(extra_config):  # of killed engines: they would count as taken
@@ -70,11 +71,13 @@ def _arena_folders(extra_config: Mapping[str, Any]) -> list[str]:
     return sorted({DEFAULT_ARENA_DIR, *(str(tier.get("arena_dir", "")) for tier in named)} - {""})
 
 
-def _find_engine(
-    frame: FrameType | None,
-) -> tuple[Mapping[str, Any], tuple[str, str | None, str | None]]:
-    """Return `kv_connector_extra_config` of the engine that a frame up the stack makes, and its
-    model, revision and download directory; empty if there is none."""
+_Model = tuple[str, str | None, str | None]
+"""Name, revision and download directory of a model."""
+
+
+def _find_engine(frame: FrameType | None) -> tuple[Mapping[str, Any], list[_Model]]:
+    """Return `kv_connector_extra_config` of the engine that a frame up the stack makes, and the
+    models that it loads; empty if there is none."""
     for _ in range(MAX_FRAMES):
         if frame is None:
             break
@@ -86,12 +89,25 @@ def _find_engine(
             else:
                 extra = _own(transfer, "kv_connector_extra_config")
             if isinstance(extra, Mapping):
-                about = _own(engine, "model_config") or engine
-                name = str(_own(about, "model") or "")
-                load = _own(engine, "load_config") or engine
-                return extra, (name, _own(about, "revision"), _own(load, "download_dir"))
+                return extra, _models(engine)
         frame = frame.f_back
-    return {}, ("", None, None)
+    return {}, []
+
+
+def _models(engine: object) -> list[_Model]:
+    """Return the model of an engine, its draft model, and models that its configuration names."""
+    about = _own(engine, "model_config") or engine
+    place = _own(_own(engine, "load_config") or engine, "download_dir")
+    found = [(str(_own(about, "model") or ""), _own(about, "revision"), place)]
+    draft = _own(engine, "speculative_config")
+    if isinstance(draft, Mapping):
+        found.append((str(draft.get("model") or ""), draft.get("revision"), place))
+    elif (draft := _own(draft, "draft_model_config")) is not None:
+        found.append((str(_own(draft, "model") or ""), _own(draft, "revision"), place))
+    overrides = _own(about, "hf_overrides")
+    named = {**(overrides if isinstance(overrides, Mapping) else {})}
+    named.update(_attributes(_own(about, "hf_config")))
+    return found + [(name, None, place) for name in other_models(named).values()]
 
 
 def _own(thing: object, name: str) -> Any:
@@ -100,7 +116,12 @@ def _own(thing: object, name: str) -> Any:
     `getattr` is not safe on a half-made object: a `__getattr__` that delegates to a part which does
     not exist yet calls itself without end.
     """
+    return _attributes(thing).get(name)
+
+
+def _attributes(thing: object) -> Mapping[str, Any]:
     try:
-        return object.__getattribute__(thing, "__dict__").get(name)
+        found: Mapping[str, Any] = object.__getattribute__(thing, "__dict__")
     except AttributeError:
-        return None
+        return {}
+    return found

@@ -20,6 +20,7 @@ from .refusals import refuse_other_connectors, refuse_routed_experts, refuse_use
 
 logger = get_logger(__name__)
 
+
 STOP_S = 2.0
 """Seconds that an engine needs to stop, in addition to the time for writing dirty blocks."""
 
@@ -75,12 +76,16 @@ def namespace_facts(
     if engine_config is None:
         return facts | {"weights": settings.weights_id or private_identity()}
     facts.update(engine_facts.model_facts(engine_config))
-    weights = engine_facts.weights_facts(engine_config)
-    facts["weights"] = settings.weights_id or weights_identity(*weights)
-    draft = engine_facts.draft_facts(engine_config)
-    if draft is not None and not settings.weights_id:
-        facts["draft_weights"] = weights_identity(*draft)
+    facts |= {"weights": settings.weights_id} if settings.weights_id else _weights(engine_config)
     return facts | {name: private_identity() for name in _private(settings, engine_config)}
+
+
+def _weights(engine_config: Any) -> dict[str, str]:
+    """Return the facts for which `weights_id` stands: all weights."""
+    loaded = engine_facts.other_weights_facts(engine_config)
+    loaded["weights"] = engine_facts.weights_facts(engine_config)
+    facts = {name: weights_identity(*about) for name, about in loaded.items()}
+    return facts
 
 
 def _private(settings: CascadeConfig, engine_config: Any) -> dict[str, str]:
@@ -95,8 +100,10 @@ def warn_of_privacy(
     settings: CascadeConfig, engine_config: Any | None, facts: Mapping[str, str], model: str
 ) -> None:
     """Log one line for each reason why blocks cannot be shared or found again after a restart."""
-    reasons = [] if engine_config is None else list(_private(settings, engine_config).values())
-    if not all(map(is_shareable, (facts["weights"], facts.get("draft_weights", "")))):
+    private = {} if engine_config is None else _private(settings, engine_config)
+    reasons = list(private.values())
+    unknown = {name for name, fact in facts.items() if not is_shareable(fact)} - private.keys()
+    if unknown:
         reasons.append(f"the weights of {model!r} cannot be identified; set weights_id")
     if engine_facts.hashes_change_at_restart(engine_config):
         reasons.append(

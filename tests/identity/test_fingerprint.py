@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -341,6 +343,34 @@ def test_a_model_that_drafts_may_be_loaded_in_another_way() -> None:
     assert engine_facts.weights_facts(config) == ("org/llama", None, True, "/models")
 
 
+def test_a_model_that_the_configuration_names_has_an_identity_of_its_own() -> None:
+    """vLLM loads it at no revision: the one of the model is of another repository."""
+    config = engine({"text_model_id": "org/llama", "audio_model_id": None}, revision="v1")
+    assert engine_facts.other_weights_facts(config) == {
+        "text_model_id": ("org/llama", None, True, None)
+    }
+    config.load_config = Stub(load_format="dummy", download_dir="/models")
+    assert engine_facts.other_weights_facts(config) == {
+        "text_model_id": ("org/llama", None, False, "/models")
+    }
+    assert engine_facts.other_weights_facts(engine()) == {}
+
+
+def test_no_model_loads_weights_from_elsewhere_unseen() -> None:
+    """A place that is new here must be looked at: the identity may miss its weights."""
+    vllm = pytest.importorskip("vllm")
+    found = set()
+    for folder in ("model_executor", "models"):
+        for path in Path(vllm.__path__[0], folder).rglob("*.py"):
+            for call in ast.walk(ast.parse(path.read_text())):
+                if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("Loader.Source"):
+                    place = [each.value for each in call.keywords if each.arg == "model_or_path"]
+                    found.add(ast.unparse((place or call.args)[0]))
+    own = {"model_config.model", "vllm_config.model_config.model", "self.model_config.model"}
+    assert found, "they are made in another way now"
+    assert found - own <= {"config.audio_model_id", "config.text_model_id"}
+
+
 def test_where_the_model_lies_is_no_part_of_it() -> None:
     assert fingerprint(engine(hf={"_name_or_path": "elsewhere"})) == fingerprint(BASE)
 
@@ -429,6 +459,30 @@ class TestNamespaceFacts:
         (Path(self.model) / "model.safetensors").write_bytes(b"x" * 999)
         assert not self.is_shared(engine())
         assert not self.is_shared(engine(), weights_id="mine"), "which ones were loaded is unknown"
+
+    def test_weights_of_a_model_that_the_configuration_names_count(
+        self, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        other = tmp_path_factory.mktemp("llama")
+        found = []
+        for value in (1, 2):
+            (other / "model.safetensors").write_bytes(bytes([value]) * 1000)
+            found.append(self.facts(engine({"text_model_id": str(other)})))
+        differing = {name for name in found[0] if found[0][name] != found[1][name]}
+        assert differing == {"text_model_id"}
+        assert not self.is_shared(engine({"text_model_id": "nobody/has-this-model"}))
+
+    def test_weights_of_a_named_model_that_are_replaced_are_noticed(
+        self, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        other = tmp_path_factory.mktemp("whisper")
+        (other / "model.safetensors").write_bytes(bytes(1000))
+        named = {"audio_model_id": str(other)}
+        (Path(self.model) / "config.json").write_text(json.dumps(named))
+        note_files(self.model)
+        assert self.is_shared(engine(named))
+        (other / "model.safetensors").write_bytes(bytes(999))
+        assert not self.is_shared(engine(named))
 
     def test_weights_in_a_download_directory_are_those_of_the_namespace(
         self, tmp_path: Path

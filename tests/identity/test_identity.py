@@ -309,6 +309,50 @@ def test_a_gguf_file_without_an_end_is_sampled_like_any_file(length: int, tmp_pa
     assert is_shareable(identity(path))
 
 
+@pytest.mark.parametrize("name", ["m-00002-of-00002.gguf", "mmproj-f16.gguf", "m-mmproj.gguf"])
+def test_files_that_vllm_loads_with_a_gguf_file_count(name: str, tmp_path: Path) -> None:
+    """The other parts of a model in parts, and what encodes media."""
+    first = tmp_path / "m-00001-of-00002.gguf"
+    first.write_bytes(gguf(1, 1, 1))
+    (tmp_path / name).write_bytes(gguf(1, 1, 1))
+    before = identity(first)
+    (tmp_path / name).write_bytes(gguf(2, 1, 1))
+    assert identity(first) != before
+    before = identity(first)
+    for other in ("other-00002-of-00002.gguf", "m-00002-of-00003.gguf", "m-q8.gguf"):
+        (tmp_path / other).write_bytes(gguf(3, 1, 1))
+    assert identity(first) == before, "files of other models"
+
+
+def test_weights_in_a_subfolder_count(model: Path) -> None:
+    """Kimi-Audio has its encoder there, with a configuration of its own."""
+    alone, found = identity(model), set()
+    encoder = model / "whisper-large-v3"
+    encoder.mkdir()
+    (encoder / "config.json").write_text("{}")
+    assert identity(model) == alone, "no weights"
+    for seed, config in ((0, "{}"), (1, "{}"), (1, '{"d_model": 64}')):
+        write_weights(encoder, seed)
+        (encoder / "config.json").write_text(config)
+        found.add(identity(model))
+    assert len(found | {alone}) == 4
+
+
+@pytest.mark.parametrize("name", ["original", "checkpoint-500", "global_step7", ".cache"])
+def test_subfolders_of_which_vllm_loads_nothing_do_not_count(name: str, model: Path) -> None:
+    """A training may write into them while the model is served."""
+    before = identity(model)
+    (model / name).mkdir()
+    write_weights(model / name, seed=1)
+    assert identity(model) == before
+
+
+def test_weights_in_a_subfolder_alone_are_never_shared(model: Path) -> None:
+    (model / "part").mkdir()
+    (model / "model.safetensors").rename(model / "part" / "model.safetensors")
+    assert not is_shareable(identity(model))
+
+
 @pytest.mark.parametrize("name", ["config.json", "params.json"])
 def test_a_hub_snapshot_is_named_by_its_commit(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
