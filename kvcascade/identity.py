@@ -72,6 +72,13 @@ def other_models(configuration: Mapping[str, object]) -> dict[str, str]:
     }
 
 
+def prefers_mistral_files(model: str, revision: str | None, download_dir: str | None) -> bool:
+    """Return True if vLLM prefers files in Mistral's own format for want of a load format."""
+    path = Path(model)
+    folder = path if path.is_dir() else _hub_snapshot(model, revision, download_dir)
+    return folder is not None and any(folder.glob("consolidated*.safetensors"))
+
+
 def private_identity() -> str:
     """Return a word that no other process has."""
     return f"process:{uuid.uuid4().hex}"

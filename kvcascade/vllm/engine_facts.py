@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..identity import have_files_changed, other_models
+from ..identity import have_files_changed, other_models, prefers_mistral_files
 from .generation import offered, seeds_hashes_with_a_constant
 
 MAX_FRAMES = 16
@@ -30,6 +30,11 @@ _READ_THE_MODEL = frozenset(
 
 Other formats take weights from a file of their own (tensorizer), from a process that loaded them
 earlier (ipc_cache, modelexpress), from nowhere (dummy), or from a place that a plugin chooses."""
+_READ_AS_AUTO = frozenset(
+    "auto hf safetensors fastsafetensors instanttensor bitsandbytes runai_streamer".split()
+)
+"""Load formats that read the same files of a folder, unless it has files in Mistral's own format:
+`auto` prefers those."""
 _LOADER_SPEED = frozenset(
     "concurrency distributed enable_multithread_load enable_weights_track memory_limit "
     "num_threads".split()
@@ -221,6 +226,11 @@ def reasons_not_to_share(config: Any) -> dict[str, str]:
             "files of the model were replaced while the engine started, so its weights are not "
             "known; start it again"
         )
+    if _load_format(config.load_config) == "npcache":
+        found["npcache"] = (
+            "vLLM copies the weights to a folder np once, and loads that copy whatever is in the "
+            "model's files by now; use another load_format"
+        )
     if getattr(config, "weight_transfer_config", None) is not None:  # later versions have it
         found["transferred_weights"] = (
             "a trainer may replace the weights while the engine runs, and they are then not those "
@@ -302,6 +312,26 @@ def other_weights_facts(config: Any) -> dict[str, tuple[str, str | None, bool, s
     found = {key: _loaded(name, None, config.load_config) for key, name in named.items()}
     draft = draft_facts(config)
     return found if draft is None else {**found, "draft_weights": draft}
+
+
+def format_facts(config: Any) -> dict[str, str]:
+    """Return the load formats that read other files of a model than `auto`; mostly there is none.
+
+    A folder may have several: new safetensors, say, beside the old `.bin` files.
+    """
+    facts = {"load_format": (weights_facts(config), config.load_config)}
+    draft = draft_facts(config)
+    if draft is not None:
+        facts["draft_load_format"] = (draft, _draft_load_config(config))
+    found = {}
+    for fact, ((name, revision, _, download_dir), load_config) in facts.items():
+        load_format = _load_format(load_config)
+        if load_format in _READ_AS_AUTO and (
+            load_format == "auto" or not prefers_mistral_files(name, revision, download_dir)
+        ):
+            continue
+        found[fact] = load_format
+    return found
 
 
 def continues_prefixes(config: Any) -> bool:

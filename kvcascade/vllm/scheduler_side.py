@@ -85,6 +85,7 @@ def _weights(engine_config: Any) -> dict[str, str]:
     loaded = engine_facts.other_weights_facts(engine_config)
     loaded["weights"] = engine_facts.weights_facts(engine_config)
     facts = {name: weights_identity(*about) for name, about in loaded.items()}
+    facts |= engine_facts.format_facts(engine_config)
     return facts
 
 

@@ -460,6 +460,44 @@ class TestNamespaceFacts:
         assert not self.is_shared(engine())
         assert not self.is_shared(engine(), weights_id="mine"), "which ones were loaded is unknown"
 
+    def with_format(self, name: str, **settings: Any) -> dict[str, str]:
+        """The facts with this load format."""
+        common = pytest.importorskip("kvcascade.vllm.scheduler_side")
+        config = engine(model=self.model, revision=None)
+        config.load_config = Stub(load_format=name)
+        given = parse({"tiers": [{"type": "cpu", "capacity": "1GiB"}], **settings})
+        found: dict[str, str] = common.namespace_facts(given, config, self.model, {})
+        return found
+
+    @pytest.mark.parametrize("name", ["pt", "mistral", "sharded_state", "runai_streamer_sharded"])
+    def test_a_load_format_that_reads_other_files_is_another_namespace(self, name: str) -> None:
+        """New safetensors, say, beside the old `.bin` files."""
+        usual = self.with_format("auto")
+        assert self.with_format(name) == {**usual, "load_format": name}
+        assert self.with_format(name, weights_id="mine") == self.with_format(
+            "auto", weights_id="mine"
+        )
+
+    def test_load_formats_that_read_the_same_files_share(self) -> None:
+        usual = self.with_format("auto")
+        same = ("hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
+        assert all(self.with_format(name) == usual for name in same)
+        (Path(self.model) / "consolidated.safetensors").write_bytes(bytes(1000))
+        assert "load_format" not in self.with_format("auto"), "it prefers these"
+        assert all(self.with_format(name)["load_format"] == name for name in same)
+
+    def test_a_draft_model_may_have_a_load_format_of_its_own(self) -> None:
+        config = engine(model=self.model, revision=None)
+        draft, load = Stub(model="org/eagle", revision=None), Stub(load_format="pt")
+        config.speculative_config = Stub(draft_model_config=draft, draft_load_config=load)
+        assert engine_facts.format_facts(config) == {"draft_load_format": "pt"}
+
+    def test_a_copy_of_the_weights_that_is_never_made_anew_is_never_shared(self) -> None:
+        """vLLM's `npcache` loads what is in the folder np, and does not look whether it is old."""
+        config = engine()
+        config.load_config = Stub(load_format="npcache")
+        assert list(engine_facts.reasons_not_to_share(config)) == ["npcache"]
+
     def test_weights_of_a_model_that_the_configuration_names_count(
         self, tmp_path_factory: pytest.TempPathFactory
     ) -> None:
