@@ -33,6 +33,13 @@ _OTHER_MODEL = "_model_id"
 """End of the keys by which a configuration names another model for a part of its weights."""
 _HUB_CONFIGS = ("config.json", "params.json")
 """Files of which every model on the hub has one; the second is Mistral's."""
+_CODE_CONFIGS = (
+    "config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
+"""Files that may name code of a model or of its media. Code of a tokenizer shapes tokens only."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -77,6 +84,41 @@ def prefers_mistral_files(model: str, revision: str | None, download_dir: str | 
     path = Path(model)
     folder = path if path.is_dir() else _hub_snapshot(model, revision, download_dir)
     return folder is not None and any(folder.glob("consolidated*.safetensors"))
+
+
+def code_identity(model: str, revision: str | None, code_revision: str | None) -> str | None:
+    """Return a word for the code that a model takes from other repositories; None if from none.
+
+    It is equal only for equal code. `code_revision`: the revision of these repositories. Code of
+    which the hub's cache has no copy was not run: vLLM has most models itself.
+    """
+    found = set()
+    for reference in _code_references(model, revision):
+        repository, _, place = reference.partition("--")
+        commit = revision if repository == model and code_revision is None else code_revision
+        found.add(_code_in(repository, f"{place.partition('.')[0]}.py", commit))
+    if None in found and os.environ.get("TRANSFORMERS_CACHE"):  # of old versions: another cache
+        return private_identity()
+    return " ".join(sorted(word for word in found if word is not None)) or None
+
+
+def _code_references(model: str, revision: str | None) -> set[str]:
+    """Return the classes in other repositories that a configuration names: `name--file.Class`."""
+    found: set[str] = set()
+    for name in _CODE_CONFIGS:
+        named = _read_json(model, revision, name).get("auto_map")
+        for each in named.values() if isinstance(named, dict) else ():
+            found |= {str(part) for part in (each if isinstance(each, list) else [each])}
+    return {each for each in found if "--" in each}
+
+
+def _code_in(repository: str, file: str, revision: str | None) -> str | None:
+    """Return a word for the code of a folder or of a repository's local copy, if there is one."""
+    if os.path.isdir(repository):
+        folder = Path(repository)
+        return f"files:{digest_files(sorted(folder.glob('*.py')), folder)}"
+    snapshot = _cached_snapshot(repository, revision, (file,))
+    return None if snapshot is None else _snapshot_commit(snapshot)
 
 
 def private_identity() -> str:

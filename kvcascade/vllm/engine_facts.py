@@ -334,6 +334,18 @@ def format_facts(config: Any) -> dict[str, str]:
     return found
 
 
+def remote_code(config: Any) -> tuple[str, str | None, str | None] | None:
+    """Return the arguments of `code_identity`; None if the model's code is not to be trusted.
+
+    vLLM then runs none of it.
+    """
+    model = config.model_config
+    if not getattr(model, "trust_remote_code", False):
+        return None
+    name = getattr(model, "hf_config_path", None) or model.model
+    return str(name), getattr(model, "revision", None), getattr(model, "code_revision", None)
+
+
 def continues_prefixes(config: Any) -> bool:
     """Return False if attention cannot continue from cached blocks with this model and machine.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..assembly.build import Cascade, Geometry, open_cascade
 from ..config.schema import DEFAULT_FLUSH_S, CascadeConfig
-from ..identity import is_shareable, private_identity, weights_identity
+from ..identity import code_identity, is_shareable, private_identity, weights_identity
 from ..logs import get_logger, json_handler, wants_json
 from ..observe.tracing import TransferSpans
 from ..tiers.nvme.namespace import NamespaceKey
@@ -20,6 +20,8 @@ from .refusals import refuse_other_connectors, refuse_routed_experts, refuse_use
 
 logger = get_logger(__name__)
 
+_CODE = "remote_code"
+"""Fact about code that a model takes from another repository."""
 
 STOP_S = 2.0
 """Seconds that an engine needs to stop, in addition to the time for writing dirty blocks."""
@@ -81,12 +83,14 @@ def namespace_facts(
 
 
 def _weights(engine_config: Any) -> dict[str, str]:
-    """Return the facts for which `weights_id` stands: all weights."""
+    """Return the facts for which `weights_id` stands: all weights, and code from elsewhere."""
     loaded = engine_facts.other_weights_facts(engine_config)
     loaded["weights"] = engine_facts.weights_facts(engine_config)
     facts = {name: weights_identity(*about) for name, about in loaded.items()}
     facts |= engine_facts.format_facts(engine_config)
-    return facts
+    remote_code = engine_facts.remote_code(engine_config)
+    code = None if remote_code is None else code_identity(*remote_code)
+    return facts if code is None else {**facts, _CODE: code}
 
 
 def _private(settings: CascadeConfig, engine_config: Any) -> dict[str, str]:
@@ -104,7 +108,12 @@ def warn_of_privacy(
     private = {} if engine_config is None else _private(settings, engine_config)
     reasons = list(private.values())
     unknown = {name for name, fact in facts.items() if not is_shareable(fact)} - private.keys()
-    if unknown:
+    if _CODE in unknown:
+        reasons.append(
+            f"the code that {model!r} takes from another repository cannot be identified; "
+            "set weights_id"
+        )
+    if unknown - {_CODE}:
         reasons.append(f"the weights of {model!r} cannot be identified; set weights_id")
     if engine_facts.hashes_change_at_restart(engine_config):
         reasons.append(

@@ -522,6 +522,15 @@ class TestNamespaceFacts:
         (other / "model.safetensors").write_bytes(bytes(999))
         assert not self.is_shared(engine(named))
 
+    def test_code_of_another_repository_counts_if_it_is_trusted(self, tmp_path: Path) -> None:
+        named = {"auto_map": {"AutoModel": f"{tmp_path}--modeling_own.Model"}}
+        (tmp_path / "modeling_own.py").write_text("SCALE = 1")
+        (Path(self.model) / "config.json").write_text(json.dumps(named))
+        assert "remote_code" not in self.facts(engine())
+        trusting: dict[str, Any] = {"trust_remote_code": True}
+        assert self.facts(engine(**trusting))["remote_code"].startswith("files:")
+        assert "remote_code" not in self.facts(engine(**trusting), weights_id="mine")
+
     def test_weights_in_a_download_directory_are_those_of_the_namespace(
         self, tmp_path: Path
     ) -> None:

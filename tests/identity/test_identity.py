@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from kvcascade.errors import ConfigError
-from kvcascade.identity import is_shareable, weights_identity
+from kvcascade.identity import code_identity, is_shareable, weights_identity
 from kvcascade.weight_digest import (
     SAMPLE_BYTES,
     SAMPLES_PER_TENSOR,
@@ -351,6 +351,56 @@ def test_weights_in_a_subfolder_alone_are_never_shared(model: Path) -> None:
     (model / "part").mkdir()
     (model / "model.safetensors").rename(model / "part" / "model.safetensors")
     assert not is_shareable(identity(model))
+
+
+def code_of(reference: object, folder: Path, revision: str | None = None) -> str | None:
+    """The identity of the code that a configuration with this reference names."""
+    (folder / "config.json").write_text(json.dumps({"auto_map": {"AutoModel": reference}}))
+    return code_identity(str(folder), None, revision)
+
+
+def test_code_of_another_repository_counts_by_its_commit(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    other = tmp_path / "models--org--code"
+    for commit in ("a" * 40, "b" * 40):
+        (other / "snapshots" / commit).mkdir(parents=True)
+        (other / "snapshots" / commit / "modeling_own.py").write_text("")
+    (other / "refs").mkdir()
+    found = []
+    for commit in ("a" * 40, "b" * 40):
+        (other / "refs" / "main").write_text(commit)
+        found.append(code_of("org/code--modeling_own.Model", model))
+    assert found == [f"models--org--code@{commit * 40}" for commit in "ab"]
+    assert code_of("org/code--modeling_own.Model", model, "a" * 40) == found[0]
+    (model / "config.json").write_text("{}")
+    (model / "preprocessor_config.json").write_text(
+        '{"auto_map": {"AutoImageProcessor": [null, "org/code--modeling_own.Images"]}}'
+    )
+    assert code_identity(str(model), None, None) == found[1], "code for media"
+
+
+def test_code_that_was_not_run_counts_for_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM has most models itself, and then nobody fetches their code."""
+    assert code_of("org/code--modeling_own.Model", model) is None
+    assert code_of("modeling_own.Model", model) is None, "it is one of the model's files"
+    assert code_of({"odd": 1}, model) is None
+    monkeypatch.setenv("TRANSFORMERS_CACHE", str(model))
+    word = code_of("org/code--modeling_own.Model", model)
+    assert word is not None and not is_shareable(word), "nobody looks there"
+    (model / "config.json").write_text("[]")
+    assert code_identity(str(model), None, None) is None
+
+
+def test_code_of_another_folder_counts(model: Path, tmp_path: Path) -> None:
+    found = set()
+    for text in ("SCALE = 1", "SCALE = 2"):
+        (tmp_path / "modeling_own.py").write_text(text)
+        found.add(code_of(f"{tmp_path}--modeling_own.Model", model))
+    assert len(found) == 2 and None not in found
 
 
 @pytest.mark.parametrize("name", ["config.json", "params.json"])
