@@ -152,6 +152,18 @@ def note_files(model: str, revision: str | None = None, download_dir: str | None
             _noted.setdefault(about, state)
 
 
+def _note_again() -> None:
+    """Note all models anew in a process that was forked: it loads weights only from now on.
+
+    vLLM runs plugins once in a process and its forks. So a second engine of one process has no
+    other sign of its beginning.
+    """
+    _noted.update({about: _state_of(*about) for about in _noted})
+
+
+os.register_at_fork(after_in_child=_note_again)
+
+
 def have_files_changed(
     model: str, revision: str | None = None, download_dir: str | None = None
 ) -> bool:

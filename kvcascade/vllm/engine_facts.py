@@ -223,8 +223,8 @@ def reasons_not_to_share(config: Any) -> dict[str, str]:
         )
     if _have_weights_changed(config):
         found["files"] = (
-            "files of the model were replaced while the engine started, so its weights are not "
-            "known; start it again"
+            "files of the model were replaced since this process began, so the weights that the "
+            "engine loaded are not known; start a new process"
         )
     if _load_format(config.load_config) == "npcache":
         found["npcache"] = (

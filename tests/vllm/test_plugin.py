@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.project import ROOT
 from vllm import platforms
 
 from kvcascade.errors import ConfigError
@@ -126,6 +129,32 @@ def test_other_models_whose_files_are_replaced_are_noticed(place: str, tmp_path:
     (other / "model.safetensors").write_bytes(b"newer")
     assert have_files_changed(str(other))
     assert not have_files_changed(str(model), "v1")
+
+
+FORKED = """
+import os, sys
+from pathlib import Path
+from kvcascade.identity import have_files_changed, note_files
+weights = Path(sys.argv[1], "model.safetensors")
+weights.write_bytes(b"old")
+note_files(sys.argv[1])
+weights.write_bytes(b"newer")
+print(have_files_changed(sys.argv[1]), flush=True)
+if os.fork() == 0:
+    print(have_files_changed(sys.argv[1]), flush=True)
+    weights.write_bytes(b"newest")
+    print(have_files_changed(sys.argv[1]), flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_an_engine_that_is_forked_begins_with_the_files_of_then(tmp_path: Path) -> None:
+    """A second engine of one process: vLLM runs plugins only for the first one. It loads what was
+    saved between the two, and a replacement during its own start is noticed."""
+    command = [sys.executable, "-c", FORKED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == ["True", "False", "True"]
 
 
 def two_commits(hub: Path, file: str) -> Path:
