@@ -103,12 +103,16 @@ def own(thing: object, name: str) -> Any:
     `getattr` is not safe on a half-made object: a `__getattr__` that delegates to a part which does
     not exist yet calls itself without end.
     """
-    if isinstance(thing, Mapping):
-        return thing.get(name)
+    return (thing if isinstance(thing, Mapping) else attributes(thing)).get(name)
+
+
+def attributes(thing: object) -> Mapping[str, Any]:
+    """Return the object's own `__dict__`; empty if it has none."""
     try:
-        return object.__getattribute__(thing, "__dict__").get(name)
+        found: Mapping[str, Any] = object.__getattribute__(thing, "__dict__")
     except AttributeError:
-        return None
+        return {}
+    return found
 
 
 def _connectors(transfer: Any) -> Iterator[Connector]:

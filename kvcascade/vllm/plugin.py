@@ -15,8 +15,8 @@ from types import FrameType
 from typing import Any
 
 from ..assembly.named import SPEC_NAME
-from ..identity import note_files
-from .early_checks import check_early, own
+from ..identity import note_files, other_models
+from .early_checks import attributes, check_early, own
 from .generation import offered
 
 MAX_FRAMES = 12
@@ -28,7 +28,8 @@ def register() -> None:
     frame = inspect.currentframe()
     engine = _find_engine(frame)
     if engine is not None:
-        note_files(*_weights(engine))
+        for model in _models(engine):
+            note_files(*model)
         if not _is_beside_engines(frame):
             check_early(engine)
     _register_spec()
@@ -55,11 +56,21 @@ def _find_engine(frame: FrameType | None) -> Any | None:
     return None
 
 
-def _weights(engine: Any) -> tuple[str, str | None, str | None]:
-    """Return the model's name, its revision and its download directory."""
+def _models(engine: Any) -> list[tuple[str, str | None, str | None]]:
+    """Return name, revision and download directory of each model that an engine loads.
+
+    They are its model, its draft model, and those that its configuration names.
+    """
     about = own(engine, "model_config") or engine
-    load = own(engine, "load_config") or engine
-    return str(own(about, "model") or ""), own(about, "revision"), own(load, "download_dir")
+    place = own(own(engine, "load_config") or engine, "download_dir")
+    draft = own(engine, "speculative_config")
+    draft = own(draft, "draft_model_config") or draft
+    loaded = [about] if draft is None else [about, draft]
+    found = [(str(own(each, "model") or ""), own(each, "revision"), place) for each in loaded]
+    overrides = own(about, "hf_overrides")
+    named = {**(overrides if isinstance(overrides, Mapping) else {})}
+    named.update(attributes(own(about, "hf_config")))
+    return found + [(name, None, place) for name in other_models(named).values()]
 
 
 def _is_beside_engines(frame: FrameType | None) -> bool:
