@@ -3,44 +3,21 @@
 Block hashes identify tokens, not the model that computed the bytes. Two engines may exchange blocks
 only if everything that shapes the bytes is equal, above all the weights.
 
-Weights are identified without reading all of them. A hub model is identified by its resolved
-commit. Local files are identified by a digest over configuration, code and, for every tensor, its
-name, type, shape and a few samples of its bytes. Training or merging changes nearly every number of
-a tensor, and of an embedding whole rows. So samples reveal it; sizes and headers do not. In files
-of torch, which are zip files, each tensor has a checksum instead.
+A hub model is identified by its resolved commit. Local files are identified by a digest over
+configuration, code and samples of the weights (`weight_digest`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
-import struct
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO
-from zipfile import BadZipFile, ZipFile
 
-from .errors import ConfigError
-
-SAMPLES_PER_TENSOR = 3
-MAX_ROWS = 1 << 18
-"""Limit on the samples of an embedding, of which each row has one."""
-SAMPLE_BYTES = 256
-CLOSE_BYTES, READ_BYTES = 32 << 10, 4 << 20
-"""Samples at most so far apart are read together, up to so many bytes at a time."""
-SAMPLES_PER_OPAQUE_FILE = 256
-"""Samples of a file whose tensors are not known; they are spread evenly."""
-MAX_HEADER_BYTES = 100 << 20
-"""Limit on the header of a file in the safetensors or GGUF format."""
-
-_GGUF_NUMBERS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Bytes of the kinds of numbers in the metadata of the GGUF format."""
-_GGUF_TEXT, _GGUF_LIST = 8, 9
+from .weight_digest import digest_files
 
 _CONFIG_FILES = ("*.json", "*.py")
 """Patterns of configuration and of code that comes with some models; read in full."""
@@ -48,10 +25,22 @@ _FOR_PROMPTS = frozenset({"chat_template.json", "generation_config.json", "token
 """Files that people edit, and that shape prompts and sampling, but no block: its key covers its
 tokens. The one option of a generation config that does is a fact of `engine_facts`."""
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+_NOT_LOADED = re.compile(r"original|checkpoint-\d+|global_step\d+|\..*")
+"""Matches subfolders of which vLLM loads nothing: Meta's own format, states of a training, and
+hidden ones. Any other one may hold a part of the model, as that of Kimi-Audio does."""
+_GGUF_PART = re.compile(r"(.*-)\d+(-of-\d+\.gguf)")
+_OTHER_MODEL = "_model_id"
+"""End of the keys by which a configuration names another model for a part of its weights."""
 _HUB_CONFIGS = ("config.json", "params.json")
 """Files of which every model on the hub has one; the second is Mistral's."""
+_CODE_CONFIGS = (
+    "config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
+"""Files that may name code of a model or of its media. Code of a tokenizer shapes tokens only."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_EMBEDDING = re.compile(r"emb|wte")
 
 
 def weights_identity(
@@ -67,7 +56,7 @@ def weights_identity(
         return private_identity()
     path = Path(model)
     if path.is_file():
-        return f"files:{_digest_files([path], path.parent)}"
+        return f"files:{digest_files(_parts_of(path), path.parent)}"
     folder = path if path.is_dir() else _hub_snapshot(model, revision, download_dir)
     if folder is None:
         return private_identity()
@@ -75,7 +64,61 @@ def weights_identity(
     if commit:
         return f"hub:{commit}"
     files = _files_of(folder)
-    return f"files:{_digest_files(files, folder)}" if files else private_identity()
+    return f"files:{digest_files(files, folder)}" if files else private_identity()
+
+
+def other_models(configuration: Mapping[str, object]) -> dict[str, str]:
+    """Return the models that a configuration names for a part of the weights, by its keys.
+
+    Ultravox takes its language model and its encoder of sounds from there.
+    """
+    return {
+        key: name
+        for key, name in configuration.items()
+        if key.endswith(_OTHER_MODEL) and isinstance(name, str) and name
+    }
+
+
+def prefers_mistral_files(model: str, revision: str | None, download_dir: str | None) -> bool:
+    """Return True if vLLM prefers files in Mistral's own format for want of a load format."""
+    path = Path(model)
+    folder = path if path.is_dir() else _hub_snapshot(model, revision, download_dir)
+    return folder is not None and any(folder.glob("consolidated*.safetensors"))
+
+
+def code_identity(model: str, revision: str | None, code_revision: str | None) -> str | None:
+    """Return a word for the code that a model takes from other repositories; None if from none.
+
+    It is equal only for equal code. `code_revision`: the revision of these repositories. Code of
+    which the hub's cache has no copy was not run: vLLM has most models itself.
+    """
+    found = set()
+    for reference in _code_references(model, revision):
+        repository, _, place = reference.partition("--")
+        commit = revision if repository == model and code_revision is None else code_revision
+        found.add(_code_in(repository, f"{place.partition('.')[0]}.py", commit))
+    if None in found and os.environ.get("TRANSFORMERS_CACHE"):  # of old versions: another cache
+        return private_identity()
+    return " ".join(sorted(word for word in found if word is not None)) or None
+
+
+def _code_references(model: str, revision: str | None) -> set[str]:
+    """Return the classes in other repositories that a configuration names: `name--file.Class`."""
+    found: set[str] = set()
+    for name in _CODE_CONFIGS:
+        named = _read_json(model, revision, name).get("auto_map")
+        for each in named.values() if isinstance(named, dict) else ():
+            found |= {str(part) for part in (each if isinstance(each, list) else [each])}
+    return {each for each in found if "--" in each}
+
+
+def _code_in(repository: str, file: str, revision: str | None) -> str | None:
+    """Return a word for the code of a folder or of a repository's local copy, if there is one."""
+    if os.path.isdir(repository):
+        folder = Path(repository)
+        return f"files:{digest_files(sorted(folder.glob('*.py')), folder)}"
+    snapshot = _cached_snapshot(repository, revision, (file,))
+    return None if snapshot is None else _snapshot_commit(snapshot)
 
 
 def private_identity() -> str:
@@ -96,12 +139,29 @@ directory."""
 def note_files(model: str, revision: str | None = None, download_dir: str | None = None) -> None:
     """Note the weight files of a model before they are loaded; the first time counts.
 
-    Of a model of the hub the commit is noted, if there is a local copy: a name may lead to another
-    commit later.
+    Also those of other models that its configuration names. Of a model of the hub the commit is
+    noted, if there is a local copy: a name may lead to another commit later.
     """
-    state = _state_of(model, revision, download_dir) if model else []
-    if state:
-        _noted.setdefault((model, revision, download_dir), state)
+    named = other_models(_read_json(model, revision, "config.json")) if model else {}
+    for about in (
+        (model, revision, download_dir),
+        *((n, None, download_dir) for n in named.values()),
+    ):
+        state = _state_of(*about) if model else []
+        if state:
+            _noted.setdefault(about, state)
+
+
+def _note_again() -> None:
+    """Note all models anew in a process that was forked: it loads weights only from now on.
+
+    vLLM runs plugins once in a process and its forks. So a second engine of one process has no
+    other sign of its beginning.
+    """
+    _noted.update({about: _state_of(*about) for about in _noted})
+
+
+os.register_at_fork(after_in_child=_note_again)
 
 
 def have_files_changed(
@@ -123,11 +183,14 @@ def _state_of(
     if not path.exists():
         snapshot = _hub_snapshot(model, revision, download_dir)
         return [] if snapshot is None else [(snapshot.name, 0, 0)]
+    files = _parts_of(path)
+    if path.is_dir():
+        files = [file for part in (path, *_subfolders(path)) for file in _weights_in(part)]
     found = []
-    for file in _weights_in(path) if path.is_dir() else [path]:
+    for file in files:
         with suppress(OSError):  # `weights_identity` says what is wrong
             about = file.stat()
-            found.append((file.name, about.st_size, about.st_mtime_ns))
+            found.append((str(file), about.st_size, about.st_mtime_ns))
     return sorted(found)
 
 
@@ -164,14 +227,27 @@ def _downloaded_snapshot(model: str, revision: str | None, download_dir: Path) -
     return snapshot if _COMMIT.fullmatch(commit) and _weights_in(snapshot) else None
 
 
-def _cached_snapshot(model: str, revision: str | None) -> Path | None:
-    """Return the folder of a model and revision in the local hub cache."""
+def _read_json(model: str, revision: str | None, name: str) -> dict[str, object]:
+    """Return what a file of a model's configuration contains; nothing if it cannot be read."""
+    path = Path(model)
+    folder = path if path.is_dir() else _cached_snapshot(model, revision)
+    try:
+        found = json.loads((folder / name).read_text("utf-8")) if folder is not None else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _cached_snapshot(
+    model: str, revision: str | None, files: Sequence[str] = _HUB_CONFIGS
+) -> Path | None:
+    """Return the folder of a model and revision in the local hub cache with one of `files`."""
     try:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
         return None
     try:
-        found = [try_to_load_from_cache(model, name, revision=revision) for name in _HUB_CONFIGS]
+        found = [try_to_load_from_cache(model, name, revision=revision) for name in files]
     except ValueError:  # not a valid repository name
         return None
     return next((Path(each).parent for each in found if isinstance(each, str)), None)
@@ -179,181 +255,33 @@ def _cached_snapshot(model: str, revision: str | None) -> Path | None:
 
 def _files_of(folder: Path) -> list[Path]:
     """Return configuration, code and weights; none if no known weight file is there."""
-    weights = _weights_in(folder)
-    configuration = {path for pattern in _CONFIG_FILES for path in folder.glob(pattern)}
-    read = {path for path in weights | configuration if path.name not in _FOR_PROMPTS}
-    return sorted(read) if weights else []
+    if not _weights_in(folder):
+        return []
+    read: set[Path] = set()
+    for part in (folder, *_subfolders(folder)):
+        read |= _weights_in(part)
+        read |= {path for pattern in _CONFIG_FILES for path in part.glob(pattern)}
+    return sorted(path for path in read if path.name not in _FOR_PROMPTS)
 
 
 def _weights_in(folder: Path) -> set[Path]:
     return {path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)}
 
 
-def _digest_files(files: list[Path], folder: Path) -> str:
-    digest = hashlib.sha256()
-    try:
-        for path in files:
-            size = path.stat().st_size
-            digest.update(f"{path.relative_to(folder)}\0{size}\0".encode())
-            for piece in _pieces(path, size):
-                digest.update(piece)
-    except OSError as error:
-        raise ConfigError(
-            f"model: {str(folder)!r} cannot be read to identify its weights ({error.strerror}); "
-            "make it readable or set weights_id."
-        ) from error
-    return digest.hexdigest()
+def _subfolders(folder: Path) -> list[Path]:
+    """Return the subfolders with weights that may be a part of the model."""
+    found = [path for path in folder.glob("*") if path.is_dir() and _weights_in(path)]
+    return [path for path in found if not _NOT_LOADED.fullmatch(path.name)]
 
 
-def _pieces(path: Path, size: int) -> Iterator[bytes]:
-    """Yield the pieces of a file that go into the digest."""
-    if path.suffix in (".json", ".py"):
-        yield path.read_bytes()
-        return
-    offsets: list[int] | None = None
-    with path.open("rb") as file:
-        header = _tensor_header(file.read(8), size) if path.suffix == ".safetensors" else None
-        if header is not None:
-            raw = file.read(header)
-            yield raw
-            offsets = _tensor_offsets(raw, 8 + header, size)
-        elif path.suffix == ".gguf":
-            raw, offsets = _gguf_header(file, size)
-            yield raw
-        elif path.suffix != ".safetensors":
-            yield _records(file)
-        if offsets is None:
-            offsets = _spread(0, size, SAMPLES_PER_OPAQUE_FILE)
-        yield from _samples(file.fileno(), offsets)
-
-
-def _records(file: BinaryIO) -> bytes:
-    """Return names, checksums and sizes of the records of a zip file, as torch writes one for each
-    tensor; nothing for another file, such as those of torch before 1.6."""
-    try:
-        with ZipFile(file) as archive:
-            entries = [(each.filename, each.CRC, each.file_size) for each in archive.infolist()]
-    except (BadZipFile, NotImplementedError, ValueError, struct.error):
-        return b""
-    return json.dumps(entries).encode()
-
-
-def _samples(file: int, offsets: Sequence[int]) -> Iterator[bytes]:
-    """Yield the samples at ascending offsets.
-
-    Close ones are read together: a disk that has nothing of the file in memory would take minutes
-    for the rows of an embedding.
-    """
-    at = 0
-    while at < len(offsets):
-        first = offsets[at]
-        end = at + 1
-        while end < len(offsets) and offsets[end] - offsets[end - 1] <= CLOSE_BYTES:
-            if offsets[end] - first > READ_BYTES:
-                break
-            end += 1
-        data = os.pread(file, offsets[end - 1] + SAMPLE_BYTES - first, first)
-        for offset in offsets[at:end]:
-            yield data[offset - first : offset - first + SAMPLE_BYTES]
-        at = end
-
-
-def _tensor_header(prefix: bytes, size: int) -> int | None:
-    """Return the length of a safetensors header, or None if this cannot be one."""
-    if len(prefix) < 8:
-        return None
-    (length,) = struct.unpack("<Q", prefix)
-    return length if 0 < length <= min(size - 8, MAX_HEADER_BYTES) else None
-
-
-def _tensor_offsets(raw_header: bytes, data_start: int, size: int) -> list[int]:
-    """Return the offsets of samples: the start, the middle and the end of every tensor.
-
-    Embeddings have one in each row: a training may change those of a few words alone.
-    """
-    try:
-        header = json.loads(raw_header)
-        header.pop("__metadata__", None)
-        tensors = []
-        for name, entry in header.items():
-            start, end = map(int, entry["data_offsets"])
-            rows = int(entry["shape"][0]) if _EMBEDDING.search(name) else 0
-            tensors.append((data_start + start, data_start + end, _samples_of(rows)))
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError):
-        return _spread(0, size, SAMPLES_PER_OPAQUE_FILE)
-    offsets: list[int] = []
-    for start, end, n in sorted(tensors):
-        offsets += _spread(start, min(end, size), n)
-    return offsets
-
-
-def _samples_of(rows: int) -> int:
-    """Return the number of samples of a tensor; `rows`: those of an embedding, else 0."""
-    return max(min(rows, MAX_ROWS), SAMPLES_PER_TENSOR)
-
-
-class _GgufReader:
-    """Reads the header of a GGUF file; the first `at` bytes are read."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.at = 0
-
-    def take(self, n: int) -> bytes:
-        """Return the next bytes. Raises `ValueError` if the header cannot be so long."""
-        self.at += n
-        data = self._file.read(n) if self.at <= MAX_HEADER_BYTES else b""
-        if len(data) < n:
-            raise ValueError("no header")
-        return data
-
-    def number(self, n_bytes: int = 8) -> int:
-        return int.from_bytes(self.take(n_bytes), "little")
-
-    def value(self, kind: int) -> bytes:
-        """Return a value of the metadata; of a list of texts or lists nothing."""
-        if kind == _GGUF_TEXT:
-            return self.take(self.number())
-        if kind != _GGUF_LIST:
-            return self.take(_GGUF_NUMBERS[kind])
-        kind, n = self.number(4), self.number()
-        if kind in _GGUF_NUMBERS:
-            return self.take(n * _GGUF_NUMBERS[kind])
-        for _ in range(n):
-            self.value(kind)
-        return b""
-
-
-def _gguf_header(file: BinaryIO, size: int) -> tuple[bytes, list[int] | None]:
-    """Return the header of a GGUF file and the offsets of samples; without a header (b"", None)."""
-    reader, alignment = _GgufReader(file), 32
-    samples: dict[int, int] = {}
-    try:
-        if reader.take(4) != b"GGUF" or reader.number(4) not in (2, 3):
-            return b"", None
-        tensors, options = reader.number(), reader.number()
-        for _ in range(options):
-            key, value = reader.value(_GGUF_TEXT), reader.value(reader.number(4))
-            if key == b"general.alignment":
-                alignment = max(1, int.from_bytes(value, "little"))
-        for _ in range(tensors):
-            name = reader.value(_GGUF_TEXT).decode("utf-8", "replace")
-            shape = [reader.number() for _ in range(reader.number(4))]
-            reader.take(4)  # the kind of its numbers
-            rows = shape[-1] if len(shape) > 1 and _EMBEDDING.search(name) else 0
-            samples[reader.number()] = _samples_of(rows)
-    except (ValueError, KeyError, RecursionError):
-        return b"", None
-    data_start = -(-reader.at // alignment) * alignment
-    if data_start + max(samples, default=0) > size:  # the file was cut
-        return b"", None
-    offsets: list[int] = []
-    for start, end in pairwise([*sorted(samples), size - data_start]):
-        offsets += _spread(data_start + start, data_start + end, samples[start])
-    return os.pread(file.fileno(), reader.at, 0), offsets
-
-
-def _spread(start: int, end: int, n: int) -> list[int]:
-    """Return `n` evenly spread offsets from `start` to the last sample before `end`."""
-    last = max(start, end - SAMPLE_BYTES)
-    return [start + (last - start) * i // max(1, n - 1) for i in range(n)]
+def _parts_of(file: Path) -> list[Path]:
+    """Return the files that vLLM loads for one: of GGUF all parts, and the encoders of media."""
+    if file.suffix != ".gguf":
+        return [file]
+    found = {file, *file.parent.glob("*mmproj*.gguf")}
+    part = _GGUF_PART.fullmatch(file.name)
+    for each in file.parent.glob("*.gguf") if part is not None else ():
+        other = _GGUF_PART.fullmatch(each.name)
+        if part is not None and other is not None and other.groups() == part.groups():
+            found.add(each)
+    return sorted(found)

@@ -367,12 +367,3 @@ def _worth_of(flow: Flow, options: ManagerOptions) -> Worth | None:
     ratios, size = [tier.load_ratio_max for tier in flow.below.tiers], flow.top.block_size
     latency_s = flow.below.latency_s
     return Worth(ratios, size, options.tokens_per_block, prefill, options.served_end, latency_s)
-
-
-__all__ = [
-    "CascadingOffloadingManager",
-    "ManagerOptions",
-    "OnReset",
-    "Tier",
-    "WriteMode",
-]

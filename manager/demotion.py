@@ -15,12 +15,12 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from ..tiers.base import BlockHash, BlockOutcome, slot_of
+from ..tiers.base import BlockHash, BlockOutcome, Pairs, slot_of
 from .admission import Admission, AdmissionFunction, AdmitAll
 from .below.port import NOT_WANTED, Ended, Put
 from .counters import LinkCounters
 from .flow import MAX_JOBS_IN_FLIGHT, Clock, Flow, batch_blocks
-from .level import Level, Pairs, Transfer
+from .level import Level, Transfer
 
 MAX_SETTLED = 512
 """Largest number of blocks that one step settles without a write, at a few microseconds each. After

@@ -8,12 +8,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from ..tiers.base import BlockHash, BlockStatus
+from ..tiers.base import BlockHash, BlockStatus, Pairs
 from .admission import PastUses
 from .base import BlockEvent
 from .below.port import Below
 from .counters import Counters
-from .level import Level, Pairs, Tier
+from .level import Level, Tier
 
 Clock = Callable[[], float]
 """Monotonic seconds."""

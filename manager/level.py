@@ -18,13 +18,13 @@ from ..tiers.base import (
     BlockHash,
     BlockStatus,
     CachePolicy,
+    Pairs,
     RefCounts,
     SlotMask,
     slot_of,
 )
 from .admission import USES_MAX, PastUses
 
-Pairs = list[tuple[BlockHash, BlockStatus]]
 Slots = npt.NDArray[np.signedinteger[Any]]
 """Slot numbers of any width."""
 

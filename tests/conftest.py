@@ -109,6 +109,8 @@ def caplog(
     or made an adapter, which gives them vLLM's level.
     """
     caplog.set_level(logging.WARNING, "kvcascade")
+    # An adapter would add vLLM's handlers, among them pytest's: each line would come twice.
+    monkeypatch.setattr(logging.getLogger("kvcascade"), "handlers", [logging.NullHandler()])
     for name, logger in logging.Logger.manager.loggerDict.items():
         if name.startswith("kvcascade.") and isinstance(logger, logging.Logger):
             monkeypatch.setattr(logger, "filters", [])

@@ -54,6 +54,9 @@ class BlockStatus(ctypes.Structure):
 slot_of = attrgetter("block_id")
 """Returns the slot of a `BlockStatus`."""
 
+Pairs = list[tuple[BlockHash, BlockStatus]]
+"""Blocks of a tier, with their places."""
+
 
 class BlockOutcome(Enum):
     """Outcome of one block of a transfer."""
@@ -170,7 +173,7 @@ class CachePolicy(ABC):
     @abstractmethod
     def evict(
         self, n: int, protected: Container[BlockHash], mask: SlotMask | None = None
-    ) -> list[tuple[BlockHash, BlockStatus]] | None:
+    ) -> Pairs | None:
         """Remove exactly `n` idle, unprotected blocks and return them, coldest first.
 
         Return None, and change nothing, if there are not that many. Blocks with `ref_cnt != 0` are
@@ -185,7 +188,7 @@ class CachePolicy(ABC):
         protected: Container[BlockHash] = (),
         mask: SlotMask | None = None,
         window: int | None = None,
-    ) -> list[tuple[BlockHash, BlockStatus]]:
+    ) -> Pairs:
         """Return up to `n` blocks that `evict` would remove, in that order; change nothing.
 
         `window` bounds the search to about that many of the blocks that would leave next.

@@ -39,6 +39,10 @@ TIERING_SPEC_NAME = "TieringOffloadingSpec"
 """Name of vLLM's own spec, which may contain our NVMe tier."""
 TIER_NAME = "KVCascadeTier"
 """Name of our NVMe tier inside vLLM's spec."""
+TIER_MODULE = "kvcascade.vllm_tier"
+"""Module in which vLLM finds that tier."""
+TIER_KEYS_OF_VLLM = ("type", "module_path", "backpressure")
+"""Keys of an item of `secondary_tiers` that vLLM reads and does not pass on."""
 TIER_ABOUT = ("label", "weights_id", "on_reset")
 """Options of that tier that are top-level options of a cascade."""
 
@@ -88,17 +92,18 @@ def checked(
     machine: Machine,
     noted: list[str] | None = None,
     workers: int = 1,
+    engines: int = 1,
 ) -> CascadeConfig:
     """Return the configuration after checking values, names, and whether it fits the machine.
 
-    `workers`: number of workers of the engine. Raises `ConfigError` for the first problem, or
-    collects all in `noted`.
+    `workers`: number of workers of an engine. `engines`: number of engines that start with it on
+    this machine. Raises `ConfigError` for the first problem, or collects all in `noted`.
     """
     config = settled(configured(extra_config, noted), machine, workers)
     _, variables = with_environment(extra_config, os.environ)
     with naming_variables(variables, noted):
         check_names(config, noted)
-        check_machine(config, machine, noted)
+        check_machine(config, machine, noted, engines)
     return config
 
 
@@ -114,6 +119,11 @@ def sweep_arenas(extra_config: Mapping[str, Any]) -> None:
     folders = {DEFAULT_ARENA_DIR, *(str(tier.get("arena_dir", "")) for tier in named)} - {""}
     for folder in sorted(folders):
         sweep(folder)
+
+
+def tier_options(tier: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that vLLM passes on to a secondary tier."""
+    return {name: tier[name] for name in tier if name not in TIER_KEYS_OF_VLLM}
 
 
 def checked_tier(

@@ -23,7 +23,8 @@ from ..handlers.node.path.path_client import node_process, node_thread
 from ..handlers.node.path_wire import NodeSetup, NodeState
 from ..logs import get_logger
 from ..manager.admission import Admission
-from ..manager.below.node_tier import NodeTier, NodeTierOptions
+from ..manager.below.node_feed import NodeFeed
+from ..manager.below.node_tier import NodeTier
 from ..manager.below.port import TierFacts
 from ..threads import started_pool
 from ..tiers.cpu.arena import Arena
@@ -142,26 +143,19 @@ def open_node_tier(name: str, options: NvmeTierOptions, engine: EngineFacts) -> 
     block_bytes = engine.memory.slot_bytes
     plan = plan_namespace(asked, block_bytes, len(options.path))
     mapper = started_pool(1, "kvcascade-map")
-    nodes: list[NodeKeeper] = []
-
-    def client_of(on_note: Callable[[Any], None]) -> NodeKeeper:
-        nodes.append(_node(options, asked, engine, on_note))
-        return nodes[0]
-
+    facts = TierFacts(name, "NVME", block_bytes, plan.slots)
+    feed = NodeFeed(facts, _map_presence, mapper, monotonic, with_events=engine.with_events)
+    node = _node(options, asked, engine, feed.take)
     port = NodeTier(
-        client_of,
-        NodeTierOptions(
-            TierFacts(name, "NVME", block_bytes, plan.slots),
-            _map_presence,
-            mapper,
-            engine.stall_s,
-            engine.with_events,
-            order_class(options.policy).wants_chains,
-            len(options.path),
-        ),
+        node,
+        feed,
+        facts,
         monotonic,
+        stall_s=engine.stall_s,
+        wants_chains=order_class(options.policy).wants_chains,
+        paths=len(options.path),
     )
-    opened = OpenTier(port, nodes[0], mapper, admission_rule(options.admission))
+    opened = OpenTier(port, node, mapper, admission_rule(options.admission))
     try:
         _join(opened, name)
     except BaseException:

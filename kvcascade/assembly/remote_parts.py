@@ -15,10 +15,11 @@ from ..config.remote import RemoteTierOptions
 from ..errors import ConfigError
 from ..handlers.node.node_child import Connection, launch
 from ..handlers.node.node_keeper import NodeKeeper
-from ..handlers.node.remote.remote_node import SlotParts
 from ..handlers.node.remote.remote_wire import RemoteSetup, ResetNoted, from_remote_node
 from ..manager.admission import Admission, AdmitAll
-from ..manager.below.remote_tier import RemoteTier, RemoteTierParts, remote_facts
+from ..manager.below.remote_feed import RemoteFeed
+from ..manager.below.remote_tier import RemoteTier, remote_facts
+from ..tiers.base import new_reset_mark
 from ..tiers.cpu.header import HEADER_BYTES
 from ..tiers.nvme.namespace import NamespaceKey
 from ..tiers.remote.remote_options import check_openable, store_options
@@ -54,30 +55,32 @@ class OpenRemote:
         self.node.close()
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteBlocks:
-    """The part of a block that objects hold, and the fingerprint of those who share them."""
+def remote_setup(options: RemoteTierOptions, engine: EngineFacts) -> RemoteSetup:
+    """Return the first message to a node of an engine. Raises `ConfigError`.
 
-    fingerprint: str
-    parts: SlotParts
-
-
-def blocks_of(options: RemoteTierOptions, engine: EngineFacts) -> RemoteBlocks:
-    """Return what the objects of an engine hold. Raises `ConfigError`.
-
-    With `share_tp` that is one rank's part of a slot. Their fingerprint leaves out how many ranks
-    there are.
+    With `share_tp` an object holds one rank's part of a slot. Its fingerprint leaves out how many
+    ranks there are.
     """
-    slot_bytes, replicas = engine.memory.slot_bytes, engine.replicas
-    if not options.share_tp:
-        return RemoteBlocks(engine.key.fingerprint, SlotParts(slot_bytes, slot_bytes))
-    if replicas is None:
-        raise ConfigError(
-            f"{options.key}.share_tp: this vLLM does not say that all ranks hold the same KV, as "
-            "with MLA and tensor parallelism alone; leave it out."
-        )
-    key = NamespaceKey(engine.key.label, {**engine.key.fields, **replicas.facts})
-    return RemoteBlocks(key.fingerprint, SlotParts(slot_bytes, replicas.rank_bytes, replicas.ranks))
+    key, memory, replicas = engine.key, engine.memory, engine.replicas
+    payload_bytes, copies = memory.slot_bytes, 1
+    if options.share_tp:
+        if replicas is None:
+            raise ConfigError(
+                f"{options.key}.share_tp: this vLLM does not say that all ranks hold the same KV, "
+                "as with MLA and tensor parallelism alone; leave it out."
+            )
+        key = NamespaceKey(key.label, {**key.fields, **replicas.facts})
+        payload_bytes, copies = replicas.rank_bytes, replicas.ranks
+    return RemoteSetup(
+        options.key,
+        json.dumps(options.as_given()).encode(),
+        key.fingerprint,
+        memory.slot_bytes,
+        payload_bytes,
+        copies,
+        HEADER_BYTES,
+        memory.slots,
+    )
 
 
 def open_remote_tier(name: str, options: RemoteTierOptions, engine: EngineFacts) -> OpenRemote:
@@ -86,17 +89,21 @@ def open_remote_tier(name: str, options: RemoteTierOptions, engine: EngineFacts)
     Raises one of our errors if the options cannot be used on this machine.
     """
     check_openable(options, os.environ)
-    blocks = blocks_of(options, engine)
+    setup = remote_setup(options, engine)
     memory = engine.memory
     facts = remote_facts(name, memory.slot_bytes)
-    parts = RemoteTierParts(facts, store_options(options), engine.stall_s, engine.with_events)
-    nodes: list[NodeKeeper] = []
-
-    def node_of(on_note: Callable[[Any], None]) -> NodeKeeper:
-        nodes.append(_node(options, blocks, memory, on_note))
-        return nodes[0]
-
-    opened = OpenRemote(RemoteTier(node_of, parts, monotonic), nodes[0], options)
+    feed = RemoteFeed(new_reset_mark(), monotonic)
+    node = _node(setup, memory, feed.take)
+    port = RemoteTier(
+        node,
+        feed,
+        facts,
+        store_options(options),
+        monotonic,
+        stall_s=engine.stall_s,
+        with_events=engine.with_events,
+    )
+    opened = OpenRemote(port, node, options)
     try:
         opened.node.start("without its remote tier the engine starts")
     except BaseException:
@@ -105,25 +112,9 @@ def open_remote_tier(name: str, options: RemoteTierOptions, engine: EngineFacts)
     return opened
 
 
-def _node(
-    options: RemoteTierOptions,
-    blocks: RemoteBlocks,
-    memory: SlotMemory,
-    on_note: Callable[[Any], None],
-) -> NodeKeeper:
+def _node(setup: RemoteSetup, memory: SlotMemory, on_note: Callable[[Any], None]) -> NodeKeeper:
     duplicate = memory.duplicate
     assert duplicate is not None, "an arena is a file"
-    parts = blocks.parts
-    setup = RemoteSetup(
-        options.key,
-        json.dumps(options.as_given()).encode(),
-        blocks.fingerprint,
-        parts.slot_bytes,
-        parts.payload_bytes,
-        parts.copies,
-        HEADER_BYTES,
-        memory.slots,
-    )
 
     def start() -> Connection:
         return launch(setup, duplicate(), REMOTE_MODULE)

@@ -174,14 +174,19 @@ def nvme_disk_bytes(tier: NvmeTierOptions, machine: Machine) -> int:
     return sum(disk.total for disk in _disks(tier, machine))
 
 
-def check_machine(config: CascadeConfig, machine: Machine, noted: list[str] | None = None) -> None:
-    """Raise `ConfigError` for the first option that does not fit the machine, or collect all."""
+def check_machine(
+    config: CascadeConfig, machine: Machine, noted: list[str] | None = None, engines: int = 1
+) -> None:
+    """Raise `ConfigError` for the first option that does not fit the machine, or collect all.
+
+    `engines`: number of engines that each make a CPU tier. They share the other tiers.
+    """
     for tier in config.tiers[:1]:
         # With `noted`, a tier that could not be parsed is absent.
         if isinstance(tier, CpuTierOptions):
             at = At(f"{tier.key}.arena_dir")
             with noting(noted), _looking_at(at, tier.arena_dir):
-                _check_cpu(tier, machine)
+                _check_cpu(tier, machine, engines)
     check_nvme(config, machine, noted)
     if config.record is not None:
         with noting(noted):
@@ -388,7 +393,7 @@ def file_system_of(directory: str) -> str:
     return kind
 
 
-def _check_cpu(tier: CpuTierOptions, machine: Machine) -> None:
+def _check_cpu(tier: CpuTierOptions, machine: Machine, engines: int) -> None:
     at, arena = At(f"{tier.key}.capacity"), At(f"{tier.key}.arena_dir")
     folder = tier.arena_dir
     if machine.kind(folder) is not PathKind.FOLDER:
@@ -403,13 +408,14 @@ def _check_cpu(tier: CpuTierOptions, machine: Machine) -> None:
     kept = machine.kept_by_arenas(folder) if tier.persist else 0  # this engine takes it over
     available += kept
     _check_enough(at, tier.capacity, capacity, "this machine")
-    if capacity > available and kind != HUGETLBFS:
-        problem = f"is more memory than there is ({human(available)} available); lower it"
+    needed, among = capacity * engines, f" for {engines} engines" if engines > 1 else ""
+    if needed > available and kind != HUGETLBFS:
+        problem = f"is more memory than there is ({human(available)} available{among}); lower it"
         raise at.wrong(_written(tier.capacity, capacity), problem)
     free = machine.disk(folder).free + kept
-    if capacity > free:
+    if needed > free:
         remedy = f"lower it, enlarge that file system, or set {arena.key} to another"
-        problem = f"is more than {folder} has free ({human(free)}); {remedy}"
+        problem = f"is more than {folder} has free ({human(free)}{among}); {remedy}"
         raise at.wrong(_written(tier.capacity, capacity), problem)
 
 

@@ -341,7 +341,8 @@ class CascadeConfig:
     """Time limit in seconds for writing dirty blocks at shutdown. The default is vLLM's
     `--shutdown-timeout` less 2 s, or 20 s where vLLM has none."""
     promotion_deadline_s: Annotated[float, deadline] = 10.0
-    """A pending read without progress for this many seconds counts as a miss."""
+    """A pending read without progress for this many seconds counts as a miss. With
+    `load_or_recompute`, a request waits less if it computes faster."""
     promotion_budget: Annotated[Budget | None, optional(sized(sizes.parse_budget))] = None
     """Part of the CPU tier that reads from below may hold at a time: a share, a size or a number of
     blocks. The default is the tier without 1/16 and without dirty blocks, and at least half."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..identity import have_files_changed
+from ..identity import have_files_changed, other_models, prefers_mistral_files
 from .generation import offered, seeds_hashes_with_a_constant
 
 MAX_FRAMES = 16
@@ -30,6 +30,11 @@ _READ_THE_MODEL = frozenset(
 
 Other formats take weights from a file of their own (tensorizer), from a process that loaded them
 earlier (ipc_cache, modelexpress), from nowhere (dummy), or from a place that a plugin chooses."""
+_READ_AS_AUTO = frozenset(
+    "auto hf safetensors fastsafetensors instanttensor bitsandbytes runai_streamer".split()
+)
+"""Load formats that read the same files of a folder, unless it has files in Mistral's own format:
+`auto` prefers those."""
 _LOADER_SPEED = frozenset(
     "concurrency distributed enable_multithread_load enable_weights_track memory_limit "
     "num_threads".split()
@@ -72,6 +77,10 @@ a file."""
 _QUANTIZATION_FILE, _SCALES_FILE = "quantization_config_file", "mm_encoder_fp8_scale_path"
 """Options whose value is the name of a file: in `hf_overrides`, and for media."""
 _SIMULATED_ROUTING = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
+MULTI_CONNECTOR = "MultiConnector"
+"""vLLM's connector that makes several others."""
+EXTERNAL_LAUNCHER = "external_launcher"
+"""vLLM's executor for ranks that `torchrun` starts, each with an engine of its own."""
 _STATE_ORDER = "VLLM_SSM_CONV_STATE_LAYOUT"
 _INTERLEAVING = ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
 _MEDIA_OPTIONS = (
@@ -103,12 +112,16 @@ def kv_cache_config() -> Any | None:
 
 def has_other_connectors() -> bool:
     """Return True if vLLM's `MultiConnector` makes our connector, and others beside it."""
-    return _local_of_a_caller("vllm_config", _has_several_connectors) is not None
+    return _local_of_a_caller("vllm_config", _is_one_of_several) is not None
 
 
-def _has_several_connectors(config: Any) -> bool:
-    transfer: Any = getattr(config, "kv_transfer_config", None)
-    if getattr(transfer, "kv_connector", None) != "MultiConnector":
+def _is_one_of_several(config: Any) -> bool:
+    return has_several_connectors(getattr(config, "kv_transfer_config", None))
+
+
+def has_several_connectors(transfer: Any) -> bool:
+    """Return True if a `KVTransferConfig` is that of a `MultiConnector` over several others."""
+    if getattr(transfer, "kv_connector", None) != MULTI_CONNECTOR:
         return False
     return len((transfer.kv_connector_extra_config or {}).get("connectors", ())) > 1
 
@@ -218,8 +231,13 @@ def reasons_not_to_share(config: Any) -> dict[str, str]:
         )
     if _have_weights_changed(config):
         found["files"] = (
-            "files of the model were replaced while the engine started, so its weights are not "
-            "known; start it again"
+            "files of the model were replaced since this process began, so the weights that the "
+            "engine loaded are not known; start a new process"
+        )
+    if _load_format(config.load_config) == "npcache":
+        found["npcache"] = (
+            "vLLM copies the weights to a folder np once, and loads that copy whatever is in the "
+            "model's files by now; use another load_format"
         )
     if getattr(config, "weight_transfer_config", None) is not None:  # later versions have it
         found["transferred_weights"] = (
@@ -239,8 +257,8 @@ def reasons_not_to_share(config: Any) -> dict[str, str]:
 
 
 def _have_weights_changed(config: Any) -> bool:
-    model, revision, _, download_dir = weights_facts(config)
-    return have_files_changed(model, revision, download_dir)
+    loaded = (weights_facts(config), *other_weights_facts(config).values())
+    return any(have_files_changed(name, revision, place) for name, revision, _, place in loaded)
 
 
 def weights_facts(config: Any) -> tuple[str, str | None, bool, str | None]:
@@ -258,10 +276,13 @@ def _loaded(
     name: str, revision: str | None, load_config: Any
 ) -> tuple[str, str | None, bool, str | None]:
     """Return the arguments of `weights_identity` for a model that is loaded in this way."""
-    load_format = str(getattr(load_config, "load_format", "auto")).rpartition(".")[2].lower()
     is_elsewhere = _asks_modelscope() and not os.path.exists(name)
-    is_real = load_format in _READ_THE_MODEL and not is_elsewhere
+    is_real = _load_format(load_config) in _READ_THE_MODEL and not is_elsewhere
     return name, revision, is_real, getattr(load_config, "download_dir", None)
+
+
+def _load_format(load_config: Any) -> str:
+    return str(getattr(load_config, "load_format", "auto")).rpartition(".")[2].lower()
 
 
 def _asks_modelscope() -> bool:
@@ -278,9 +299,59 @@ def draft_facts(config: Any) -> tuple[str, str | None, bool, str | None] | None:
     if draft is None or draft is model:
         return None
     own = _loaded(str(model.model), getattr(model, "revision", None), config.load_config)
-    load_config = getattr(speculative, "draft_load_config", None) or config.load_config
-    found = _loaded(str(draft.model), getattr(draft, "revision", None), load_config)
+    revision = getattr(draft, "revision", None)
+    found = _loaded(str(draft.model), revision, _draft_load_config(config))
     return None if found == own else found
+
+
+def _draft_load_config(config: Any) -> Any:
+    speculative = getattr(config, "speculative_config", None)
+    return getattr(speculative, "draft_load_config", None) or config.load_config
+
+
+def other_weights_facts(config: Any) -> dict[str, tuple[str, str | None, bool, str | None]]:
+    """Return the arguments of `weights_identity` for all weights beside the model's, by fact.
+
+    They are those of the draft model, and of models that the model's configuration names.
+    """
+    hf_config = getattr(config.model_config, "hf_config", None)
+    named = {} if hf_config is None else other_models(hf_config.to_dict())
+    # vLLM asks for no revision: that of the model is one of another repository.
+    found = {key: _loaded(name, None, config.load_config) for key, name in named.items()}
+    draft = draft_facts(config)
+    return found if draft is None else {**found, "draft_weights": draft}
+
+
+def format_facts(config: Any) -> dict[str, str]:
+    """Return the load formats that read other files of a model than `auto`; mostly there is none.
+
+    A folder may have several: new safetensors, say, beside the old `.bin` files.
+    """
+    facts = {"load_format": (weights_facts(config), config.load_config)}
+    draft = draft_facts(config)
+    if draft is not None:
+        facts["draft_load_format"] = (draft, _draft_load_config(config))
+    found = {}
+    for fact, ((name, revision, _, download_dir), load_config) in facts.items():
+        load_format = _load_format(load_config)
+        if load_format in _READ_AS_AUTO and (
+            load_format == "auto" or not prefers_mistral_files(name, revision, download_dir)
+        ):
+            continue
+        found[fact] = load_format
+    return found
+
+
+def remote_code(config: Any) -> tuple[str, str | None, str | None] | None:
+    """Return the arguments of `code_identity`; None if the model's code is not to be trusted.
+
+    vLLM then runs none of it.
+    """
+    model = config.model_config
+    if not getattr(model, "trust_remote_code", False):
+        return None
+    name = getattr(model, "hf_config_path", None) or model.model
+    return str(name), getattr(model, "revision", None), getattr(model, "code_revision", None)
 
 
 def continues_prefixes(config: Any) -> bool:

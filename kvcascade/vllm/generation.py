@@ -39,11 +39,13 @@ class Generation:
     """Returns True if the installed vLLM is of this generation, or of a newer one."""
 
 
+SEED = "v0_16"
+"""Adapter of the versions without keys of their own for blocks, 0.16 to 0.19."""
 GENERATIONS = (
     Generation("v0_26", 26, 33, lambda: _has_worker() and _offers(f"{_BASE}.config")),
     Generation("v0_25", 25, 25, lambda: _has_worker()),
     Generation("v0_24", 24, 24, lambda: _has_handlers_and_steps()),
-    Generation("v0_16", 16, 19, lambda: _is_seed()),
+    Generation(SEED, 16, 19, lambda: _is_seed()),
 )
 """Newest first; the first that fits is taken."""
 

@@ -10,17 +10,14 @@ is not parsed yet), a later process of the same engine finds it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
-from ..assembly.named import SPEC_NAME, checked, sweep_arenas
-from ..config.machine import Machine
-from ..config.options import noting
-from ..errors import ConfigError
-from ..identity import note_files
+from ..assembly.named import SPEC_NAME
+from ..identity import note_files, other_models
+from .early_checks import attributes, check_early, own
 from .generation import offered
-from .refusals import refuse_answers, refuse_platform
 
 MAX_FRAMES = 12
 """Limit on the stack frames that are searched for the configuration."""
@@ -28,23 +25,14 @@ MAX_FRAMES = 12
 
 def register() -> None:
     """Entry point in `vllm.general_plugins`. Raises `ConfigError` if the configuration is wrong."""
-    extra_config, weights = _find_engine(inspect.currentframe())
-    note_files(*weights)
-    if extra_config.get("spec_name") == SPEC_NAME:
-        refuse_platform()
-        sweep_arenas(extra_config)
-        _check(extra_config)
-        refuse_answers(extra_config)
+    frame = inspect.currentframe()
+    engine = _find_engine(frame)
+    if engine is not None:
+        for model in _models(engine):
+            note_files(*model)
+        if not _is_beside_engines(frame):
+            check_early(engine)
     _register_spec()
-
-
-def _check(extra_config: Mapping[str, Any]) -> None:
-    """Raise one `ConfigError` with all problems, a line each."""
-    problems: list[str] = []
-    with noting(problems):
-        checked(extra_config, Machine(), problems)
-    if problems:
-        raise ConfigError("\n".join(problems))
 
 
 def _register_spec() -> None:
@@ -57,37 +45,46 @@ def _register_spec() -> None:
         return
 
 
-def _find_engine(
-    frame: FrameType | None,
-) -> tuple[Mapping[str, Any], tuple[str, str | None, str | None]]:
-    """Return `kv_connector_extra_config` of the engine that a frame up the stack makes, and its
-    model, revision and download directory; empty if there is none."""
+def _find_engine(frame: FrameType | None) -> Any | None:
+    """Return the `EngineArgs` or `VllmConfig` of the engine that a frame up the stack makes."""
+    for each in _frames(frame):
+        for name in ("vllm_config", "self"):
+            engine = each.f_locals.get(name)
+            extra = own(own(engine, "kv_transfer_config"), "kv_connector_extra_config")
+            if isinstance(extra, Mapping):
+                return engine
+    return None
+
+
+def _models(engine: Any) -> list[tuple[str, str | None, str | None]]:
+    """Return name, revision and download directory of each model that an engine loads.
+
+    They are its model, its draft model, and those that its configuration names.
+    """
+    about = own(engine, "model_config") or engine
+    place = own(own(engine, "load_config") or engine, "download_dir")
+    draft = own(engine, "speculative_config")
+    draft = own(draft, "draft_model_config") or draft
+    loaded = [about] if draft is None else [about, draft]
+    found = [(str(own(each, "model") or ""), own(each, "revision"), place) for each in loaded]
+    overrides = own(about, "hf_overrides")
+    named = {**(overrides if isinstance(overrides, Mapping) else {})}
+    named.update(attributes(own(about, "hf_config")))
+    return found + [(name, None, place) for name in other_models(named).values()]
+
+
+def _is_beside_engines(frame: FrameType | None) -> bool:
+    """Return True in one of several API servers: vLLM starts them beside the engines.
+
+    The engines check, and may have taken their memory already.
+    """
+    return any(each.f_locals.get("client_config") for each in _frames(frame))
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield the frame and those up the stack, up to the limit."""
     for _ in range(MAX_FRAMES):
         if frame is None:
-            break
-        for name in ("vllm_config", "self"):
-            engine = frame.f_locals.get(name)
-            transfer = _own(engine, "kv_transfer_config")
-            if isinstance(transfer, Mapping):
-                extra = transfer.get("kv_connector_extra_config")
-            else:
-                extra = _own(transfer, "kv_connector_extra_config")
-            if isinstance(extra, Mapping):
-                about = _own(engine, "model_config") or engine
-                name = str(_own(about, "model") or "")
-                load = _own(engine, "load_config") or engine
-                return extra, (name, _own(about, "revision"), _own(load, "download_dir"))
+            return
+        yield frame
         frame = frame.f_back
-    return {}, ("", None, None)
-
-
-def _own(thing: object, name: str) -> Any:
-    """Return an attribute from the object's own `__dict__`, else None.
-
-    `getattr` is not safe on a half-made object: a `__getattr__` that delegates to a part which does
-    not exist yet calls itself without end.
-    """
-    try:
-        return object.__getattribute__(thing, "__dict__").get(name)
-    except AttributeError:
-        return None

@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..config.schema import CascadeConfig
 from ..errors import ConfigError
 from . import engine_facts, generation
 from .kv_layers import group_specs, numbered_groups, specs_by_layer
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
+
+_THIS_HOST = ("127.0.0.1", "localhost", "::1")
+"""Addresses of a first node that is on the same host as all others."""
 
 
 def refuse_platform() -> None:
@@ -65,13 +69,53 @@ def refuse_routed_experts(engine_config: Any | None) -> None:
         )
 
 
-def refuse_other_connectors() -> None:
+def refuse_encoders(engine_config: Any | None) -> None:
+    """Raise `ConfigError` for an encoder-decoder model: vLLM's scheduler asserts that it is none.
+
+    It does so in every version, after the model is loaded.
+    """
+    model = getattr(engine_config, "model_config", None)
+    if getattr(model, "is_encoder_decoder", False):
+        raise ConfigError(
+            "kv_transfer_config: vLLM has no KV connectors for encoder-decoder models; leave it out"
+        )
+
+
+def refuse_separate_ranks(parallel_config: Any, workers: int) -> None:
+    """Raise `ConfigError` if the ranks of an engine cannot share the memory of the CPU tier.
+
+    The tier itself would find that out by waiting for ranks that do not come.
+    """
+    launcher = getattr(parallel_config, "distributed_executor_backend", None)
+    if launcher == engine_facts.EXTERNAL_LAUNCHER and workers > 1:
+        raise ConfigError(
+            f'distributed_executor_backend: "{launcher}" starts an engine for each rank, and '
+            'kvcascade needs one for all ranks; use "mp", or leave kv_transfer_config out'
+        )
+    hosts = getattr(parallel_config, "nnodes_within_dp", 1)
+    if hosts > 1 and getattr(parallel_config, "master_addr", "") not in _THIS_HOST:
+        raise ConfigError(
+            f"nnodes: kvcascade needs all ranks of an engine on one host, and here they are on "
+            f"{hosts}; use data parallelism between hosts, or leave kv_transfer_config out"
+        )
+
+
+def refuse_records(settings: CascadeConfig) -> None:
+    """Raise `ConfigError` if requests shall be recorded; for vLLM 0.16 to 0.19."""
+    if settings.record is not None:
+        raise ConfigError(
+            "record: vLLM 0.16 to 0.19 do not tell requests apart, so none can be recorded; leave "
+            "it out, or install vLLM 0.24 or newer"
+        )
+
+
+def refuse_other_connectors(has_others: bool) -> None:
     """Raise `ConfigError` if another connector may load into blocks that are still being stored.
 
-    The stored bytes would be another request's, under a valid checksum. To be called where vLLM
-    makes our connector: its `MultiConnector` shows in the stack alone.
+    The stored bytes would be another request's, under a valid checksum. `has_others`: whether vLLM
+    makes connectors beside ours.
     """
-    if engine_facts.has_other_connectors() and not generation.sees_blocks_of_other_connectors():
+    if has_others and not generation.sees_blocks_of_other_connectors():
         raise ConfigError(
             "kv_connector: up to vLLM 0.32, another connector in a MultiConnector may overwrite "
             "blocks while they are stored, so that later requests would get wrong tokens; leave "

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..assembly.build import Cascade, Geometry, open_cascade
 from ..config.schema import DEFAULT_FLUSH_S, CascadeConfig
-from ..identity import is_shareable, private_identity, weights_identity
+from ..identity import code_identity, is_shareable, private_identity, weights_identity
 from ..logs import get_logger, json_handler, wants_json
 from ..observe.tracing import TransferSpans
 from ..tiers.nvme.namespace import NamespaceKey
@@ -19,6 +19,9 @@ from .generation import span_maker, version_of_blocks
 from .refusals import refuse_other_connectors, refuse_routed_experts, refuse_useless
 
 logger = get_logger(__name__)
+
+_CODE = "remote_code"
+"""Fact about code that a model takes from another repository."""
 
 STOP_S = 2.0
 """Seconds that an engine needs to stop, in addition to the time for writing dirty blocks."""
@@ -54,7 +57,7 @@ def namespace_key(
     """
     refuse_useless(engine_config)
     refuse_routed_experts(engine_config)
-    refuse_other_connectors()
+    refuse_other_connectors(engine_facts.has_other_connectors())
     facts = namespace_facts(settings, engine_config, model, shape)
     warn_of_privacy(settings, engine_config, facts, model)
     return NamespaceKey(settings.label or model, facts, about or {})
@@ -75,12 +78,19 @@ def namespace_facts(
     if engine_config is None:
         return facts | {"weights": settings.weights_id or private_identity()}
     facts.update(engine_facts.model_facts(engine_config))
-    weights = engine_facts.weights_facts(engine_config)
-    facts["weights"] = settings.weights_id or weights_identity(*weights)
-    draft = engine_facts.draft_facts(engine_config)
-    if draft is not None and not settings.weights_id:
-        facts["draft_weights"] = weights_identity(*draft)
+    facts |= {"weights": settings.weights_id} if settings.weights_id else _weights(engine_config)
     return facts | {name: private_identity() for name in _private(settings, engine_config)}
+
+
+def _weights(engine_config: Any) -> dict[str, str]:
+    """Return the facts for which `weights_id` stands: all weights, and code from elsewhere."""
+    loaded = engine_facts.other_weights_facts(engine_config)
+    loaded["weights"] = engine_facts.weights_facts(engine_config)
+    facts = {name: weights_identity(*about) for name, about in loaded.items()}
+    facts |= engine_facts.format_facts(engine_config)
+    remote_code = engine_facts.remote_code(engine_config)
+    code = None if remote_code is None else code_identity(*remote_code)
+    return facts if code is None else {**facts, _CODE: code}
 
 
 def _private(settings: CascadeConfig, engine_config: Any) -> dict[str, str]:
@@ -95,8 +105,15 @@ def warn_of_privacy(
     settings: CascadeConfig, engine_config: Any | None, facts: Mapping[str, str], model: str
 ) -> None:
     """Log one line for each reason why blocks cannot be shared or found again after a restart."""
-    reasons = [] if engine_config is None else list(_private(settings, engine_config).values())
-    if not all(map(is_shareable, (facts["weights"], facts.get("draft_weights", "")))):
+    private = {} if engine_config is None else _private(settings, engine_config)
+    reasons = list(private.values())
+    unknown = {name for name, fact in facts.items() if not is_shareable(fact)} - private.keys()
+    if _CODE in unknown:
+        reasons.append(
+            f"the code that {model!r} takes from another repository cannot be identified; "
+            "set weights_id"
+        )
+    if unknown - {_CODE}:
         reasons.append(f"the weights of {model!r} cannot be identified; set weights_id")
     if engine_facts.hashes_change_at_restart(engine_config):
         reasons.append(

@@ -58,10 +58,11 @@ MAX_KEPT_S = 5.0
 
 @dataclass(slots=True)
 class _Used:
-    """Blocks of this tier that one request used."""
+    """Blocks that one request used."""
 
-    keys: dict[BlockHash, bool] = field(default_factory=dict)
-    """Blocks that were looked up, stored or loaded, and whether a store or load counted the use."""
+    of_tiers: dict[KVCascadeTier, dict[BlockHash, bool]] = field(default_factory=dict)
+    """Blocks that were looked up, stored or loaded in each tier, and whether a store or load
+    counted the use. An engine may have several tiers, and a request has one object of a class."""
 
 
 class KVCascadeTier(SecondaryTierManager):
@@ -122,11 +123,11 @@ class KVCascadeTier(SecondaryTierManager):
             return LookupResult.MISS
         if self._flush_steps_left:
             return LookupResult.RETRY
-        _used_by(req_context).setdefault(BlockHash(key), False)
+        self._used_by(req_context).setdefault(BlockHash(key), False)
         return LookupResult.HIT
 
     def submit_store(self, job_metadata: Any) -> None:
-        hashes, used = _hashes(job_metadata.keys), _used_by(job_metadata.req_context)
+        hashes, used = _hashes(job_metadata.keys), self._used_by(job_metadata.req_context)
         with self._lock:
             stored = self._jobs.store(job_metadata.job_id, hashes, chunk_rows(job_metadata))
         for block_hash in hashes:
@@ -135,7 +136,7 @@ class KVCascadeTier(SecondaryTierManager):
 
     def submit_load(self, job_metadata: Any) -> None:
         hashes = _hashes(job_metadata.keys)
-        _used_by(job_metadata.req_context).update(dict.fromkeys(hashes, True))
+        self._used_by(job_metadata.req_context).update(dict.fromkeys(hashes, True))
         with self._lock:
             self._jobs.load(job_metadata.job_id, hashes, chunk_rows(job_metadata))
 
@@ -164,7 +165,7 @@ class KVCascadeTier(SecondaryTierManager):
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Note the keys, to count them once; called at every step of a request up to 0.30."""
-        used = _used_by(req_context)
+        used = self._used_by(req_context)
         for key in _hashes(keys):
             used.setdefault(key, False)
 
@@ -172,7 +173,7 @@ class KVCascadeTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        used = _used_by(req_context)
+        used = self._used_by(req_context)
         counted = {block_hash for block_hash, is_counted in used.items() if is_counted}
         with self._lock:
             self._jobs.finish_request(in_prompt_order(req_context, used), counted)
@@ -204,6 +205,13 @@ class KVCascadeTier(SecondaryTierManager):
             logger.warning("kvcascade: the disk did not end its transfers; the next start checks")
             return
         self._resources.close()
+
+    def _used_by(self, context: ReqContext) -> dict[BlockHash, bool]:
+        used: _Used | None = state_of(context, _Used)
+        if used is None:
+            used = _Used()
+            set_state(context, used)
+        return used.of_tiers.setdefault(self, {})
 
     def _tick(self) -> None:
         """Hear the node, which cannot keep all that it has to tell an engine that is idle."""
@@ -239,14 +247,6 @@ def _namespace_key(config: Any, settings: CascadeConfig, row_bytes: int) -> Name
         ),
     }
     return namespace_key(settings, engine_config, config.model.name, shape)
-
-
-def _used_by(context: ReqContext) -> dict[BlockHash, bool]:
-    used: _Used | None = state_of(context, _Used)
-    if used is None:
-        used = _Used()
-        set_state(context, used)
-    return used.keys
 
 
 def _hashes(keys: Collection[OffloadKey]) -> list[BlockHash]:

@@ -43,7 +43,7 @@ from . import engine_facts, kv_pages
 from .copy_handler import CascadeHandler
 from .kv_layers import group_specs
 from .packing import group_facts, packing_of_layers
-from .refusals import keeps_every_block
+from .refusals import keeps_every_block, refuse_records
 from .scheduler_side import log_beside_vllm, namespace_key, open_scheduler_side
 
 log_beside_vllm()
@@ -124,7 +124,8 @@ class CascadeOffloadingSpec(OffloadingSpec):
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, kv_cache_config)
         self._settings: CascadeConfig = configured(self.extra_config)
-        _check_what_is_missing(self._settings, self.extra_config)
+        refuse_records(self._settings)
+        _warn_of_what_is_missing(self._settings, self.extra_config)
         self._apply_blocks_per_chunk()
         self._geometry = self._make_geometry()
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
@@ -247,13 +248,8 @@ def _knows_prefill(settings: CascadeConfig) -> bool:
     return settings.prefill_tokens_per_s is not None
 
 
-def _check_what_is_missing(settings: CascadeConfig, given: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for options that cannot work here; warn of those that work in part."""
-    if settings.record is not None:
-        raise ConfigError(
-            "record: vLLM 0.16 to 0.19 do not tell requests apart, so none can be recorded; leave "
-            "it out, or install vLLM 0.24 or newer"
-        )
+def _warn_of_what_is_missing(settings: CascadeConfig, given: Mapping[str, Any]) -> None:
+    """Warn of options that work in part."""
     if given.get("load_or_recompute") and not _knows_prefill(settings):
         logger.warning(
             "kvcascade: load_or_recompute has no effect, because vLLM 0.16 to 0.19 do not show how "

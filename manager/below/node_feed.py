@@ -26,6 +26,7 @@ from ...tiers.endurance import DayTotals
 from ...tiers.nvme.path.path_messages import Epoch, KeysListed, Removed, Stored, TierFigures
 from ...tiers.nvme.path.presence_table import PresenceTable
 from .node_events import NodeEvents
+from .port import TierFacts
 from .single_tier import MAX_MARKS, TierFeed
 
 Find = Callable[[bytes], int]
@@ -100,13 +101,12 @@ class NodeFeed(TierFeed):
 
     def __init__(
         self,
-        name: str,
-        medium: str,
+        facts: TierFacts,
         map_table: MapTable,
         executor: Executor,
         clock: Callable[[], float],
         *,
-        with_events: bool,
+        with_events: bool = True,
     ) -> None:
         """`executor` runs `map_table`; `clock` returns monotonic seconds."""
         super().__init__()
@@ -124,8 +124,8 @@ class NodeFeed(TierFeed):
         self.blocks = 0
         """Number of blocks of the tier: the last figure, and what is known to have changed."""
         self.lost: list[BlockHash] = []
-        self.events = NodeEvents(name, medium, is_wanted=with_events)
-        self.presence = MappedPresence(name, map_table, executor, clock)
+        self.events = NodeEvents(facts.name, facts.medium, is_wanted=with_events)
+        self.presence = MappedPresence(facts.name, map_table, executor, clock)
         self._epoch: int | None = None
         self._is_resetting = False
         self._was_rest_logged = False

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass
 from functools import partial
 
 from ...handlers.node.path_wire import JobDone, NodeState, PutJob, ResetJob, pack_slots
@@ -23,7 +21,7 @@ from ..admission import EnduranceWatch
 from ..base import BlockEvent
 from ..flow import MAX_JOBS_IN_FLIGHT
 from ..state import TierState
-from .node_feed import MapTable, NodeFeed
+from .node_feed import NodeFeed
 from .port import Ended, Put, TierFacts, WriteState
 from .single_tier import (
     PUTS_AT_MOST,
@@ -32,7 +30,6 @@ from .single_tier import (
     NodeClient,
     NodeFlow,
     NodeReads,
-    OnNote,
     SingleTier,
     Traffic,
     answers_to_put,
@@ -50,23 +47,6 @@ MAX_OVER_BUDGET = 1 << 17
 """Most blocks that are remembered because the write budget kept them out."""
 MAX_PUT_BYTES = 4 << 30
 """Largest number of bytes of puts in flight."""
-
-
-@dataclass(frozen=True, slots=True)
-class NodeTierOptions:
-    """Properties of a tier behind a node."""
-
-    facts: TierFacts
-    map_table: MapTable
-    """Function that maps a presence table; it runs on `executor`."""
-    executor: Executor
-    stall_s: float = STALLED_S
-    """Time limit for stalled reads in seconds."""
-    with_events: bool = True
-    wants_chains: bool = False
-    """Whether the policy of the tier uses chains."""
-    paths: int = 1
-    """Number of the tier's paths."""
 
 
 class NodeWrites(Traffic[NodeFeed]):
@@ -169,7 +149,7 @@ class NodeWrites(Traffic[NodeFeed]):
         return max(0, figures.budget_left_bytes // self._flow.block_bytes - len(self.coming))
 
     def _note_over_budget(self, keys: Sequence[BlockHash]) -> None:
-        self._flow.counters.demote_over_budget_blocks += len(keys)
+        self._flow.feed.counters.demote_over_budget_blocks += len(keys)
         self._over_budget |= dict.fromkeys(keys)
         while len(self._over_budget) > MAX_OVER_BUDGET:
             del self._over_budget[next(iter(self._over_budget))]
@@ -190,31 +170,27 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
 
     def __init__(
         self,
-        client_of: Callable[[OnNote], NodeClient],
-        options: NodeTierOptions,
+        client: NodeClient,
+        feed: NodeFeed,
+        facts: TierFacts,
         clock: Callable[[], float],
+        *,
+        stall_s: float = STALLED_S,
+        wants_chains: bool = False,
+        paths: int = 1,
     ) -> None:
-        """`client_of` makes the client of the node; it calls its argument with the node's notes.
+        """`client` has `feed` take the node's notes. `clock` returns monotonic seconds.
 
-        `clock` returns monotonic seconds.
+        `stall_s`: time limit for stalled reads in seconds. `wants_chains`: the policy of the tier
+        uses chains. `paths`: number of the tier's paths.
         """
-        facts = options.facts
-        feed = NodeFeed(
-            facts.name,
-            facts.medium,
-            options.map_table,
-            options.executor,
-            clock,
-            with_events=options.with_events,
-        )
-        client = client_of(feed.take)
         super().__init__(client, feed, facts, clock)
-        flow = NodeFlow(client, feed, self.links[0], clock, facts.block_bytes)
+        flow = NodeFlow(client, feed, clock, facts.block_bytes)
         most = max(1, min(facts.capacity, MAX_PUT_BYTES // facts.block_bytes))
-        self.reads = NodeReads(flow, options.stall_s)
-        self.writes = NodeWrites(flow, most, has_one_path=options.paths == 1)
+        self.reads = NodeReads(flow, stall_s)
+        self.writes = NodeWrites(flow, most, has_one_path=paths == 1)
         self._coming = self.writes.coming
-        self._wants_chains = options.wants_chains
+        self._wants_chains = wants_chains
         self._watch = EnduranceWatch(facts.name, self.feed.day_totals, clock)
 
     # -- keys ------------------------------------------------------------------------------
@@ -257,9 +233,7 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
     # -- outcomes --------------------------------------------------------------------------
 
     def take_lost(self) -> list[BlockHash]:
-        lost = self.feed.lost
-        if lost:
-            self.feed.lost = []
+        lost, self.feed.lost = self.feed.lost, []
         return lost
 
     def take_events(self) -> list[BlockEvent]:

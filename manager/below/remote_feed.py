@@ -30,10 +30,11 @@ _NO_ANSWER = frozenset({BlockOutcome.IO_ERROR, BlockOutcome.CANCELLED})
 class RemoteFeed(TierFeed):
     """Notes of a node."""
 
-    def __init__(self, began: int, memory: PresenceMemory) -> None:
-        """`began`: mark of a reset that begins now; `memory` has what the server answered."""
+    def __init__(self, began: int, clock: Callable[[], float]) -> None:
+        """`began`: mark of a reset that begins now. `clock` returns monotonic seconds."""
         super().__init__()
-        self._memory = memory
+        self.memory = PresenceMemory(clock)
+        """What the server answered."""
         self.unsent: Counter[str] = Counter()
         """Blocks that this process did not even send to the node, by reason."""
         self._before = RemoteNote(None)
@@ -76,7 +77,7 @@ class RemoteFeed(TierFeed):
     def note_failure(self) -> None:
         """Note that the server failed: what it has is unknown."""
         self.has_failed = True
-        self._memory.forget()
+        self.memory.forget()
 
     def was_reset(self) -> bool:
         """Return True once after another host reset the namespace, or may have done so."""
@@ -179,7 +180,6 @@ class Questions:
         self,
         client: NodeClient,
         feed: RemoteFeed,
-        memory: PresenceMemory,
         clock: Callable[[], float],
         deadline_s: float,
         may_ask: Callable[[], bool],
@@ -190,7 +190,7 @@ class Questions:
         """
         self._client = client
         self._feed = feed
-        self._memory = memory
+        self._memory = feed.memory
         self._clock = clock
         self._deadline_s = deadline_s
         self._may_ask = may_ask

@@ -13,7 +13,6 @@ Until a reset is answered, nothing is found and reads end as GONE.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from ...handlers.node.path_wire import JobDone, PutJob, pack_slots
 from ...handlers.node.remote.remote_wire import FetchJob, RemoteResetJob, ResetDone
 from ...tiers.base import BlockHash, BlockOutcome, new_reset_mark
 from ...tiers.breaker import Breaker
-from ...tiers.remote.presence import ABSENT, HELD, UNKNOWN, PresenceMemory
+from ...tiers.remote.presence import ABSENT, HELD, UNKNOWN
 from ...tiers.remote.remote_store import StoreOptions
 from ...tiers.remote.uploads import Offer, OfferRule
 from ..base import BlockEvent
@@ -37,7 +36,6 @@ from .single_tier import (
     NodeClient,
     NodeFlow,
     NodeReads,
-    OnNote,
     SingleTier,
     Traffic,
     answers_to_put,
@@ -57,20 +55,6 @@ def remote_facts(name: str, block_bytes: int) -> TierFacts:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteTierParts:
-    """Properties of a remote tier."""
-
-    facts: TierFacts
-    store: StoreOptions
-    """Limits of the tier; the node's store has the same."""
-    stall_s: float
-    """Time limit for stalled reads in seconds."""
-    with_events: bool = True
-    new_mark: Callable[[], int] = new_reset_mark
-    """Function that returns the mark of a reset that begins now."""
-
-
 class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
     """One tier on a server, whose blocks a node moves.
 
@@ -79,30 +63,33 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
 
     def __init__(
         self,
-        client_of: Callable[[OnNote], NodeClient],
-        parts: RemoteTierParts,
+        client: NodeClient,
+        feed: RemoteFeed,
+        facts: TierFacts,
+        limits: StoreOptions,
         clock: Callable[[], float],
+        *,
+        stall_s: float,
+        with_events: bool = True,
+        new_mark: Callable[[], int] = new_reset_mark,
     ) -> None:
-        """`client_of` makes the client of the node; it calls its argument with the node's notes.
+        """`client` has `feed` take the node's notes. `clock` returns monotonic seconds.
 
-        `clock` returns monotonic seconds.
+        `limits`: those of the node's store. `stall_s`: time limit for stalled reads in seconds.
+        `new_mark` returns the mark of a reset that begins now.
         """
-        facts, limits = parts.facts, parts.store
-        memory = PresenceMemory(clock, limits.held_s, limits.absent_s)
-        feed = RemoteFeed(parts.new_mark(), memory)
-        client = client_of(feed.take)
         super().__init__(client, feed, facts, clock)
-        self._memory = memory
+        self._memory = memory = feed.memory
         self._known = memory.until
-        self._questions = Questions(client, feed, memory, clock, limits.deadline_s, self._may_ask)
-        flow = NodeFlow(client, feed, self.links[0], clock, facts.block_bytes)
-        self.reads = _RemoteReads(flow, parts.stall_s, memory, self._questions)
+        self._questions = Questions(client, feed, clock, limits.deadline_s, self._may_ask)
+        flow = NodeFlow(client, feed, clock, facts.block_bytes)
+        self.reads = _RemoteReads(flow, stall_s, self._questions)
         rule = OfferRule(
             limits.when, limits.queue_bytes, facts.block_bytes, memory, limits.renew_after_s, clock
         )
-        self.writes = _RemoteWrites(flow, rule, memory, self._note_stored)
-        self._with_events = parts.with_events
-        self._new_mark = parts.new_mark
+        self.writes = _RemoteWrites(flow, rule, self._note_stored)
+        self._with_events = with_events
+        self._new_mark = new_mark
         self._events: list[BlockEvent] = []
         self._blocks = 0
         """Number of blocks that this engine stored since the last reset."""
@@ -247,11 +234,10 @@ class _RemoteReads(NodeReads[RemoteFeed]):
         self,
         flow: NodeFlow[RemoteFeed],
         stall_s: float,
-        memory: PresenceMemory,
         questions: Questions,
     ) -> None:
         super().__init__(flow, stall_s)
-        self._memory = memory
+        self._memory = flow.feed.memory
         self._questions = questions
 
     def _order(self, keys: Sequence[BlockHash], slots: bytes) -> Callable[[int], Any] | None:
@@ -273,12 +259,11 @@ class _RemoteWrites(Traffic[RemoteFeed]):
         self,
         flow: NodeFlow[RemoteFeed],
         rule: OfferRule,
-        memory: PresenceMemory,
         on_stored: Callable[[Sequence[BlockHash]], None],
     ) -> None:
         super().__init__(flow, Breaker(flow.clock, STALLED_S))
         self.rule = rule
-        self._memory = memory
+        self._memory = flow.feed.memory
         self._on_stored = on_stored
         self._epochs: dict[int, int] = {}
         """Epoch of the blocks of each job in flight, by ticket."""
@@ -305,19 +290,18 @@ class _RemoteWrites(Traffic[RemoteFeed]):
         order = partial(PutJob, keys=list(keys), arena_slots=packed, epoch=mark)
         if len(self.jobs) < PUTS_AT_MOST and self._submit(ticket, keys, order):
             return True
-        self.rule.end(keys, [False] * len(keys), self._epochs.pop(ticket))
+        self.rule.end(keys, (), self._epochs.pop(ticket))
         self._flow.feed.unsent[Offer.RESTING.value] += len(keys)
         return False
 
     def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
         epoch = self._epochs.pop(going.ticket)
-        self.rule.end(going.keys, [outcome in _THERE for outcome in outcomes], epoch)
         held = [k for k, o in zip(going.keys, outcomes, strict=True) if o in _THERE]
+        self.rule.end(going.keys, held, epoch)
         stored, failed, _ = self._count_put(going, outcomes, done)
         size_bytes = stored * self._flow.block_bytes
         self.breaker.ended(failed > 0)
         if epoch == self._memory.epoch:
-            self._memory.note(epoch, held, ())
             self._on_stored(held)
         else:  # a reset came meanwhile
             outcomes = [BlockOutcome.GONE] * len(outcomes)

@@ -40,8 +40,6 @@ _SILENT = "tier %s: its node has ended no transfer for %.0f s; it is stopped, or
 
 _log = get_logger(__name__)
 
-OnNote = Callable[[Any], None]
-
 
 class NodeClient(Protocol):
     """The scheduler's side of a node."""
@@ -112,7 +110,6 @@ class NodeFlow(Generic[Feed]):
 
     client: NodeClient
     feed: Feed
-    counters: LinkCounters
     clock: Callable[[], float]
     block_bytes: int
 
@@ -160,7 +157,7 @@ class Traffic(ABC, Generic[Feed]):
         self, going: Going, outcomes: list[BlockOutcome], done: JobDone
     ) -> tuple[int, int, int]:
         """Count a put that ended. Return its numbers of OK, IO_ERROR and NO_SPACE."""
-        flow, counters = self._flow, self._flow.counters
+        flow, counters = self._flow, self._flow.feed.counters
         stored, failed, no_space = outcomes.count(BlockOutcome.OK), 0, 0
         if stored < len(outcomes):
             failed = outcomes.count(BlockOutcome.IO_ERROR)
@@ -191,7 +188,7 @@ class NodeReads(Traffic[Feed]):
         """Start reading blocks."""
         order = self._order(keys, pack_slots(slots))
         if order is None or not self._submit(ticket, keys, order):
-            self._flow.counters.promote_failed_blocks += len(keys)
+            self._flow.feed.counters.promote_failed_blocks += len(keys)
             self.ended.append(Ended(ticket, True, 1, [BlockOutcome.CANCELLED] * len(keys)))
 
     def _order(self, keys: Sequence[BlockHash], slots: bytes) -> Callable[[int], Any] | None:
@@ -199,7 +196,7 @@ class NodeReads(Traffic[Feed]):
         return partial(GetJob, keys=list(keys), arena_slots=slots)
 
     def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
-        flow, counters = self._flow, self._flow.counters
+        flow, counters = self._flow, self._flow.feed.counters
         arrived = outcomes.count(BlockOutcome.OK)
         if arrived < len(outcomes):
             corrupt, gone = outcomes.count(BlockOutcome.CORRUPT), outcomes.count(BlockOutcome.GONE)
@@ -253,7 +250,7 @@ class SingleTier(Below, Generic[Feed, Writes]):
         facts: TierFacts,
         clock: Callable[[], float],
     ) -> None:
-        """`clock` returns monotonic seconds."""
+        """`client` has `feed` take the node's notes. `clock` returns monotonic seconds."""
         self.tiers = (facts,)
         self.links = (feed.counters,)
         self.feed = feed
@@ -291,9 +288,7 @@ class SingleTier(Below, Generic[Feed, Writes]):
         return self.writes.unwritten_blocks
 
     def take_marks(self) -> Sequence[int]:
-        marks = self.feed.marks
-        if marks:
-            self.feed.marks = []
+        marks, self.feed.marks = self.feed.marks, []
         return marks
 
     def wait(self, limit_s: float) -> bool:

@@ -333,6 +333,17 @@ class Worth:
         longest_s = self._load_ratios_max[level - 1] * self._computing_s(saved)
         return self.links[level - 1].expected_s(size_bytes, now_s) <= longest_s
 
+    def patience_s(self, level: int, request: Request) -> float:
+        """Return how long the request waits for a tier from which nothing arrives.
+
+        `inf` if that is not known.
+        """
+        claim = request.claim
+        if claim is None or not claim.saved_blocks:
+            return math.inf
+        computing_s = self._computing_s(claim.saved_blocks[level])
+        return self._load_ratios_max[level - 1] * computing_s
+
     def may_probe(self, level: int, now_s: float) -> bool:
         """Return True if a probe is due and no read from this level is in flight."""
         return not self.links[level - 1].in_flight_bytes and now_s >= self._probe_due_s

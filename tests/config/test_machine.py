@@ -105,6 +105,22 @@ def message(config: Any, machine: Machine) -> str:
 
 
 @pytest.mark.parametrize(
+    ("enough", "less"),
+    [
+        (Twin(available=16 * GIB), Twin(available=15 * GIB)),
+        (Twin(shm_free=16 * GIB), Twin(shm_free=15 * GIB)),
+    ],
+)
+def test_engines_that_start_together_need_room_for_a_cpu_tier_each(
+    enough: Twin, less: Twin
+) -> None:
+    check_machine(configured(), enough, engines=2)
+    with pytest.raises(ConfigError, match=r"tiers\[0\].*\(15\.0 GiB.* for 2 engines\)"):
+        check_machine(configured(), less, engines=2)
+    check_machine(configured(capacity="400GiB"), Twin(), engines=2)  # they share the disk
+
+
+@pytest.mark.parametrize(
     ("mode", "capacity", "chosen", "why", "lost"),
     [
         (None, "16GiB", "back", "tiers[1] is at least 2 times as large as tiers[0]", "7 s"),

@@ -13,11 +13,10 @@ from support.remote_rig import PAYLOAD_BYTES, content
 from support.remote_tier_rig import RemoteTierRig
 
 from kvcascade.assembly.node_parts import EngineFacts, Replicas, SlotMemory
-from kvcascade.assembly.remote_parts import blocks_of
+from kvcascade.assembly.remote_parts import remote_setup
 from kvcascade.config.options import At
 from kvcascade.config.remote import parse_remote
 from kvcascade.errors import ConfigError
-from kvcascade.handlers.node.remote.remote_node import SlotParts
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 
@@ -55,22 +54,24 @@ def engine(ranks: int, layout: str = "rows", *, is_replicated: bool = True) -> E
 
 
 def test_the_number_of_ranks_is_no_part_of_a_shared_namespace() -> None:
-    one, two = (blocks_of(SHARING, engine(ranks)) for ranks in (1, 2))
+    one, two = (remote_setup(SHARING, engine(ranks)) for ranks in (1, 2))
     assert one.fingerprint == two.fingerprint
-    assert two.parts == SlotParts(3 * PAYLOAD_BYTES, PAYLOAD_BYTES, 2)
-    assert blocks_of(SHARING, engine(2, "columns")).fingerprint != two.fingerprint
+    assert (two.slot_bytes, two.payload_bytes) == (3 * PAYLOAD_BYTES, PAYLOAD_BYTES)
+    assert two.copies == 2
+    assert remote_setup(SHARING, engine(2, "columns")).fingerprint != two.fingerprint
 
 
-def test_without_the_option_each_size_has_blocks_of_its_own() -> None:
-    one, two = (blocks_of(ALONE, engine(ranks)) for ranks in (1, 2))
-    shared = blocks_of(SHARING, engine(1))
+def test_without_the_option_each_size_has_remote_setup_its_own() -> None:
+    one, two = (remote_setup(ALONE, engine(ranks)) for ranks in (1, 2))
+    shared = remote_setup(SHARING, engine(1))
     assert len({one.fingerprint, two.fingerprint, shared.fingerprint}) == 3
-    assert two.parts == SlotParts(3 * PAYLOAD_BYTES, 3 * PAYLOAD_BYTES)
+    assert (two.slot_bytes, two.payload_bytes) == (3 * PAYLOAD_BYTES, 3 * PAYLOAD_BYTES)
+    assert two.copies == 1
 
 
 def test_kv_that_is_not_replicated_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^tiers\[1\]\.share_tp: this vLLM does not say"):
-        blocks_of(SHARING, engine(2, is_replicated=False))
+        remote_setup(SHARING, engine(2, is_replicated=False))
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,7 @@ from kvcascade.tiers.cpu import arena_file
 from kvcascade.tiers.cpu.arena import Arena, ArenaRole
 from kvcascade.tiers.cpu.arena_file import (
     TURN_TIMEOUT_S,
-    drop_kept,
     kept_arenas,
-    kept_header,
     sweep,
 )
 from kvcascade.tiers.cpu.cpu_backend import CpuBackend
@@ -37,6 +35,7 @@ from kvcascade.tiers.cpu.slot_table import (
     table_bytes,
 )
 from kvcascade.tiers.policies import create
+from kvcascade.tools.commands.shm.kept_arenas import drop_kept, kept_header
 
 GEOMETRY = ArenaGeometry(slots=8, rank_bytes=4096, world_size=1, kept=True)
 OURS, THEIRS = b"o" * 32, b"t" * 32

@@ -14,7 +14,7 @@ from kvcascade.config.schema import WriteMode
 from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
 from kvcascade.manager.level import Tier
 from kvcascade.tiers.breaker import REST_S
-from kvcascade.tiers.nvme.path.block_table import ApplyOutcome
+from kvcascade.tiers.nvme.path.path_messages import Committed
 from kvcascade.tiers.policies import create
 
 TOP_SLOTS = 16
@@ -35,9 +35,9 @@ def use_mode(rig: FaultRig, mode: WriteMode) -> None:
 
 
 @pytest.mark.parametrize("mode", [WriteMode.BACK, WriteMode.THROUGH])
-@pytest.mark.parametrize("outcome", [ApplyOutcome.IO_ERROR, ApplyOutcome.NO_SPACE])
+@pytest.mark.parametrize("outcome", [Committed.IO_ERROR, Committed.NO_SPACE])
 def test_evictions_that_the_index_refuses_rest_the_tier(
-    mode: WriteMode, outcome: ApplyOutcome
+    mode: WriteMode, outcome: Committed
 ) -> None:
     rig = FaultRig(top_slots=TOP_SLOTS, nvme_slots=2 * PER_SEGMENT)
     use_mode(rig, mode)

@@ -17,9 +17,9 @@ from support.writer_twin import namespace_spec
 from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
-from kvcascade.tiers.nvme.path.block_table import ApplyOutcome, Changes
+from kvcascade.tiers.nvme.path.block_table import Changes
 from kvcascade.tiers.nvme.path.lmdb_block_table import open_block_table
-from kvcascade.tiers.nvme.path.path_messages import PathOptions
+from kvcascade.tiers.nvme.path.path_messages import Committed, PathOptions
 from kvcascade.tiers.nvme.path.presence_file import boot_id
 from kvcascade.tiers.nvme.path.writer.namespace.namespace_home import key_of, make_home
 from kvcascade.tiers.nvme.path.writer.namespace.namespace_start import StartMeans
@@ -57,7 +57,7 @@ def fill_index(root: Path, entries: int) -> None:
     for first in range(0, entries, BATCH):
         some = range(first, min(first + BATCH, entries))
         puts = [(bytes(key(1 << 24 | number)), slots[number], number) for number in some]
-        assert table.apply(Changes(0, puts)).outcome is ApplyOutcome.DONE
+        assert table.apply(Changes(0, puts)).outcome is Committed.OK
     table.close()
     home.close()
 

@@ -26,7 +26,7 @@ from kvcascade.tiers.nvme.index.index_pages import ALWAYS_CHECKED_BYTES
 from kvcascade.tiers.nvme.path.path_messages import Granted, PathOptions
 from kvcascade.tiers.nvme.path.writer.path_options import PATH_FOLDER
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
-from kvcascade.tiers.nvme.path.writer_note import load_note
+from kvcascade.tools.commands.path_files import load_note
 
 BLOCK, PER_SEGMENT = 4096, 8
 PAGE, META_PAGES, PAGE_HEAD_BYTES, BRANCH = 4096, 2, 16, 1

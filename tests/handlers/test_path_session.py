@@ -22,9 +22,10 @@ from kvcascade.tiers.nvme.path.path_lock import PathDoor, try_lead
 from kvcascade.tiers.nvme.path.path_messages import PROTOCOL, PathOptions
 from kvcascade.tiers.nvme.path.writer.path_options import PathRecord, load_record, save_record
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
-from kvcascade.tiers.nvme.path.writer_note import load_note, note_of_this_process, save_note
+from kvcascade.tiers.nvme.path.writer_note import note_of_this_process, save_note
 from kvcascade.tools.commands import path_session
 from kvcascade.tools.commands.path_blocks import OpenPath
+from kvcascade.tools.commands.path_files import load_note
 from kvcascade.tools.commands.path_session import (
     MAX_WRITERS_ASKED,
     AnswerError,

@@ -16,8 +16,7 @@ from support.thread_limit import Limited
 from kvcascade.errors import TierIOError
 from kvcascade.handlers.node.path_wire import JobDone, unpack_outcomes
 from kvcascade.handlers.node.remote.remote_loop import RemoteLoop
-from kvcascade.handlers.node.remote.remote_node import SlotParts
-from kvcascade.handlers.node.remote.remote_wire import AskJob, from_remote_node
+from kvcascade.handlers.node.remote.remote_wire import AskJob, RemoteSetup, from_remote_node
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.path.frames import FrameReader, frame
 from kvcascade.tiers.remote.objects import ObjectFormat
@@ -40,8 +39,8 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 def loop_of(theirs: socket.socket) -> RemoteLoop:
     objects, arena = ObjectFormat("model-1", PAYLOAD_BYTES), memoryview(bytearray(PAYLOAD_BYTES))
-    parts = SlotParts(PAYLOAD_BYTES, PAYLOAD_BYTES)
-    return RemoteLoop(theirs, RemoteTwin(), objects, THROUGH, arena, parts, lambda: None, "remote")
+    setup = RemoteSetup("tiers[1]", b"{}", "model-1", PAYLOAD_BYTES, PAYLOAD_BYTES, 1, 0, 1)
+    return RemoteLoop(theirs, setup, RemoteTwin(), objects, THROUGH, arena, lambda: None, "remote")
 
 
 @pytest.mark.parametrize("threads", [0, 1, THROUGH.threads])

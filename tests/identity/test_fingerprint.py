@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -341,6 +343,34 @@ def test_a_model_that_drafts_may_be_loaded_in_another_way() -> None:
     assert engine_facts.weights_facts(config) == ("org/llama", None, True, "/models")
 
 
+def test_a_model_that_the_configuration_names_has_an_identity_of_its_own() -> None:
+    """vLLM loads it at no revision: the one of the model is of another repository."""
+    config = engine({"text_model_id": "org/llama", "audio_model_id": None}, revision="v1")
+    assert engine_facts.other_weights_facts(config) == {
+        "text_model_id": ("org/llama", None, True, None)
+    }
+    config.load_config = Stub(load_format="dummy", download_dir="/models")
+    assert engine_facts.other_weights_facts(config) == {
+        "text_model_id": ("org/llama", None, False, "/models")
+    }
+    assert engine_facts.other_weights_facts(engine()) == {}
+
+
+def test_no_model_loads_weights_from_elsewhere_unseen() -> None:
+    """A place that is new here must be looked at: the identity may miss its weights."""
+    vllm = pytest.importorskip("vllm")
+    found = set()
+    for folder in ("model_executor", "models"):
+        for path in Path(vllm.__path__[0], folder).rglob("*.py"):
+            for call in ast.walk(ast.parse(path.read_text())):
+                if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("Loader.Source"):
+                    place = [each.value for each in call.keywords if each.arg == "model_or_path"]
+                    found.add(ast.unparse((place or call.args)[0]))
+    own = {"model_config.model", "vllm_config.model_config.model", "self.model_config.model"}
+    assert found, "they are made in another way now"
+    assert found - own <= {"config.audio_model_id", "config.text_model_id"}
+
+
 def test_where_the_model_lies_is_no_part_of_it() -> None:
     assert fingerprint(engine(hf={"_name_or_path": "elsewhere"})) == fingerprint(BASE)
 
@@ -429,6 +459,77 @@ class TestNamespaceFacts:
         (Path(self.model) / "model.safetensors").write_bytes(b"x" * 999)
         assert not self.is_shared(engine())
         assert not self.is_shared(engine(), weights_id="mine"), "which ones were loaded is unknown"
+
+    def with_format(self, name: str, **settings: Any) -> dict[str, str]:
+        """The facts with this load format."""
+        common = pytest.importorskip("kvcascade.vllm.scheduler_side")
+        config = engine(model=self.model, revision=None)
+        config.load_config = Stub(load_format=name)
+        given = parse({"tiers": [{"type": "cpu", "capacity": "1GiB"}], **settings})
+        found: dict[str, str] = common.namespace_facts(given, config, self.model, {})
+        return found
+
+    @pytest.mark.parametrize("name", ["pt", "mistral", "sharded_state", "runai_streamer_sharded"])
+    def test_a_load_format_that_reads_other_files_is_another_namespace(self, name: str) -> None:
+        """New safetensors, say, beside the old `.bin` files."""
+        usual = self.with_format("auto")
+        assert self.with_format(name) == {**usual, "load_format": name}
+        assert self.with_format(name, weights_id="mine") == self.with_format(
+            "auto", weights_id="mine"
+        )
+
+    def test_load_formats_that_read_the_same_files_share(self) -> None:
+        usual = self.with_format("auto")
+        same = ("hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
+        assert all(self.with_format(name) == usual for name in same)
+        (Path(self.model) / "consolidated.safetensors").write_bytes(bytes(1000))
+        assert "load_format" not in self.with_format("auto"), "it prefers these"
+        assert all(self.with_format(name)["load_format"] == name for name in same)
+
+    def test_a_draft_model_may_have_a_load_format_of_its_own(self) -> None:
+        config = engine(model=self.model, revision=None)
+        draft, load = Stub(model="org/eagle", revision=None), Stub(load_format="pt")
+        config.speculative_config = Stub(draft_model_config=draft, draft_load_config=load)
+        assert engine_facts.format_facts(config) == {"draft_load_format": "pt"}
+
+    def test_a_copy_of_the_weights_that_is_never_made_anew_is_never_shared(self) -> None:
+        """vLLM's `npcache` loads what is in the folder np, and does not look whether it is old."""
+        config = engine()
+        config.load_config = Stub(load_format="npcache")
+        assert list(engine_facts.reasons_not_to_share(config)) == ["npcache"]
+
+    def test_weights_of_a_model_that_the_configuration_names_count(
+        self, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        other = tmp_path_factory.mktemp("llama")
+        found = []
+        for value in (1, 2):
+            (other / "model.safetensors").write_bytes(bytes([value]) * 1000)
+            found.append(self.facts(engine({"text_model_id": str(other)})))
+        differing = {name for name in found[0] if found[0][name] != found[1][name]}
+        assert differing == {"text_model_id"}
+        assert not self.is_shared(engine({"text_model_id": "nobody/has-this-model"}))
+
+    def test_weights_of_a_named_model_that_are_replaced_are_noticed(
+        self, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        other = tmp_path_factory.mktemp("whisper")
+        (other / "model.safetensors").write_bytes(bytes(1000))
+        named = {"audio_model_id": str(other)}
+        (Path(self.model) / "config.json").write_text(json.dumps(named))
+        note_files(self.model)
+        assert self.is_shared(engine(named))
+        (other / "model.safetensors").write_bytes(bytes(999))
+        assert not self.is_shared(engine(named))
+
+    def test_code_of_another_repository_counts_if_it_is_trusted(self, tmp_path: Path) -> None:
+        named = {"auto_map": {"AutoModel": f"{tmp_path}--modeling_own.Model"}}
+        (tmp_path / "modeling_own.py").write_text("SCALE = 1")
+        (Path(self.model) / "config.json").write_text(json.dumps(named))
+        assert "remote_code" not in self.facts(engine())
+        trusting: dict[str, Any] = {"trust_remote_code": True}
+        assert self.facts(engine(**trusting))["remote_code"].startswith("files:")
+        assert "remote_code" not in self.facts(engine(**trusting), weights_id="mine")
 
     def test_weights_in_a_download_directory_are_those_of_the_namespace(
         self, tmp_path: Path

@@ -13,7 +13,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from kvcascade.errors import ConfigError
-from kvcascade.identity import SAMPLE_BYTES, _samples, is_shareable, weights_identity
+from kvcascade.identity import code_identity, is_shareable, weights_identity
+from kvcascade.weight_digest import (
+    SAMPLE_BYTES,
+    SAMPLES_PER_TENSOR,
+    _layout,
+    _samples,
+    _tensor_offsets,
+)
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NO_SHAPE = b'{"embed": {"data_offsets": [0, 9], "shape": []}}'
@@ -97,6 +104,82 @@ def test_a_few_words_that_were_trained_are_noticed(name: str, width: int, model:
         assert identity(model) != before, row
 
 
+def test_dense_models_of_text_and_images_keep_their_identity(tmp_path: Path) -> None:
+    """They have neither experts nor convolutions but that of an embedding, so the rules for these
+    must not begin their caches anew."""
+    (tmp_path / "config.json").write_text('{"hidden_size": 512}')
+    shapes = {
+        "model.embed_tokens.weight": (100, 512),
+        "model.layers.0.input_layernorm.weight": (2048,),
+        "model.layers.0.mlp.gate_proj.weight": (64, 512),
+        "vision_model.embeddings.patch_embedding.weight": (64, 3, 14, 14),
+    }
+    tensors = {
+        name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+        for name, shape in shapes.items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    golden = "9750efd88a170ead1a78b537c064c4c7a1492f313ff38ab285551583318f25f4"
+    assert identity(tmp_path) == f"files:{golden}"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("mlp.experts.gate_up_proj", (32, 64, 64)),
+        ("mlp.w1", (32, 64, 64)),
+        ("mlp.experts.gate_up_proj_bias", (32, 1000)),
+        ("mlp.gate.weight", (32, 1000)),
+        ("mlp.router.weight", (1024, 32)),
+    ],
+)
+def test_one_retrained_expert_is_noticed(name: str, shape: tuple[int, ...], model: Path) -> None:
+    """Of fused experts, each one has a slice of one tensor."""
+    numbers = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+    other = {"mlp.experts.0.w1": np.ones((8, 8), np.float32)} if "gate." in name else {}
+    save_file({name: numbers, **other}, model / "model.safetensors")
+    before = identity(model)
+    for expert in range(shape[0]):
+        if shape[0] > 100 and expert % 97:
+            continue
+        changed = numbers.copy()
+        changed[expert] += 1
+        save_file({name: changed, **other}, model / "model.safetensors")
+        assert identity(model) != before, expert
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+@pytest.mark.parametrize("n", [10, 256, 384, 16_000])
+def test_each_number_of_a_router_is_noticed(n: int, is_apart: bool, model: Path) -> None:
+    """Also in a file of its own, and whatever its name is: the model has experts."""
+    experts = {"mlp.experts.0.w1": np.ones((64, 64), np.float32)}
+    numbers = np.zeros(n, np.float32)
+
+    def with_numbers(changed: np.ndarray) -> str:
+        tensors = {"mlp.correction": changed}
+        if is_apart:
+            save_file(experts, model / "experts.safetensors")
+        save_file(tensors if is_apart else {**tensors, **experts}, model / "model.safetensors")
+        return identity(model)
+
+    before = with_numbers(numbers)
+    for place in {*range(min(n, 40)), *range(0, n, n // 7), n - 1}:
+        changed = numbers.copy()
+        changed[place] = 5
+        assert with_numbers(changed) != before, place
+
+
+def test_a_model_of_many_experts_is_not_read_whole(model: Path) -> None:
+    """Each expert that is a tensor of its own has three samples, and so have shared experts."""
+    names = ("mlp.experts.7.up.weight", "mlp.shared_experts.up.weight", "self_attn.q_proj.weight")
+    tensors = {name: np.zeros((200, 100), np.float32) for name in names}
+    save_file(tensors, model / "model.safetensors")
+    layout = _layout(model / "model.safetensors")
+    assert layout is not None
+    found = _tensor_offsets(layout, (model / "model.safetensors").stat().st_size, has_experts=True)
+    assert found is not None and len(found) == 3 * SAMPLES_PER_TENSOR
+
+
 def test_a_changed_configuration_is_another_model(model: Path) -> None:
     before = identity(model)
     (model / "config.json").write_text(json.dumps({"hidden_size": 64, "rope_theta": 1e6}))
@@ -159,8 +242,10 @@ def test_one_changed_record_of_a_torch_file_is_noticed(model: Path) -> None:
     assert with_norm(1) == with_norm(1)
 
 
-def gguf(norm: float, word: float, scale: float, version: int = 3) -> bytes:
-    """A file with an embedding of 1000 words and a norm between two large tensors."""
+def gguf(norm: float, word: float, scale: float, version: int = 3, expert: int = -1) -> bytes:
+    """A file with an embedding of 1000 words and a norm between two large tensors.
+
+    `expert`: the one of 16 fused experts that is not zero."""
 
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value)) + value.encode()
@@ -174,7 +259,11 @@ def gguf(norm: float, word: float, scale: float, version: int = 3) -> bytes:
     embedding = np.zeros((1000, 128), dtype=np.float32)
     embedding[500] = word
     large = np.zeros((1000, 512), dtype=np.float32)
+    experts = np.zeros((16, 64, 64), dtype=np.float32)
+    if expert >= 0:
+        experts[expert] = 1
     tensors = {
+        "blk.0.ffn_up_exps.weight": experts,
         "blk.0.ffn_up.weight": large,
         "blk.0.norm.weight": np.full((16,), norm, dtype=np.float32),
         "blk.1.ffn_up.weight": large,
@@ -199,6 +288,14 @@ def test_every_tensor_of_a_gguf_file_counts(version: int, tmp_path: Path) -> Non
     assert len(set(found)) == 4 and found[0] == found[1]
 
 
+def test_one_retrained_expert_of_a_gguf_file_is_noticed(tmp_path: Path) -> None:
+    path, found = tmp_path / "model.gguf", set()
+    for expert in range(-1, 16):
+        path.write_bytes(gguf(1, 1, 1, expert=expert))
+        found.add(identity(path))
+    assert len(found) == 17
+
+
 @pytest.mark.parametrize("length", [0, 3, 24, 40, 120, 350, 500])
 def test_a_gguf_file_without_an_end_is_sampled_like_any_file(length: int, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
@@ -210,6 +307,100 @@ def test_a_gguf_file_without_an_end_is_sampled_like_any_file(length: int, tmp_pa
     nested = b"GGUF" + struct.pack("<IQQ", 3, 1, 1) + bytes(8)
     path.write_bytes(nested + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000)
     assert is_shareable(identity(path))
+
+
+@pytest.mark.parametrize("name", ["m-00002-of-00002.gguf", "mmproj-f16.gguf", "m-mmproj.gguf"])
+def test_files_that_vllm_loads_with_a_gguf_file_count(name: str, tmp_path: Path) -> None:
+    """The other parts of a model in parts, and what encodes media."""
+    first = tmp_path / "m-00001-of-00002.gguf"
+    first.write_bytes(gguf(1, 1, 1))
+    (tmp_path / name).write_bytes(gguf(1, 1, 1))
+    before = identity(first)
+    (tmp_path / name).write_bytes(gguf(2, 1, 1))
+    assert identity(first) != before
+    before = identity(first)
+    for other in ("other-00002-of-00002.gguf", "m-00002-of-00003.gguf", "m-q8.gguf"):
+        (tmp_path / other).write_bytes(gguf(3, 1, 1))
+    assert identity(first) == before, "files of other models"
+
+
+def test_weights_in_a_subfolder_count(model: Path) -> None:
+    """Kimi-Audio has its encoder there, with a configuration of its own."""
+    alone, found = identity(model), set()
+    encoder = model / "whisper-large-v3"
+    encoder.mkdir()
+    (encoder / "config.json").write_text("{}")
+    assert identity(model) == alone, "no weights"
+    for seed, config in ((0, "{}"), (1, "{}"), (1, '{"d_model": 64}')):
+        write_weights(encoder, seed)
+        (encoder / "config.json").write_text(config)
+        found.add(identity(model))
+    assert len(found | {alone}) == 4
+
+
+@pytest.mark.parametrize("name", ["original", "checkpoint-500", "global_step7", ".cache"])
+def test_subfolders_of_which_vllm_loads_nothing_do_not_count(name: str, model: Path) -> None:
+    """A training may write into them while the model is served."""
+    before = identity(model)
+    (model / name).mkdir()
+    write_weights(model / name, seed=1)
+    assert identity(model) == before
+
+
+def test_weights_in_a_subfolder_alone_are_never_shared(model: Path) -> None:
+    (model / "part").mkdir()
+    (model / "model.safetensors").rename(model / "part" / "model.safetensors")
+    assert not is_shareable(identity(model))
+
+
+def code_of(reference: object, folder: Path, revision: str | None = None) -> str | None:
+    """The identity of the code that a configuration with this reference names."""
+    (folder / "config.json").write_text(json.dumps({"auto_map": {"AutoModel": reference}}))
+    return code_identity(str(folder), None, revision)
+
+
+def test_code_of_another_repository_counts_by_its_commit(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    other = tmp_path / "models--org--code"
+    for commit in ("a" * 40, "b" * 40):
+        (other / "snapshots" / commit).mkdir(parents=True)
+        (other / "snapshots" / commit / "modeling_own.py").write_text("")
+    (other / "refs").mkdir()
+    found = []
+    for commit in ("a" * 40, "b" * 40):
+        (other / "refs" / "main").write_text(commit)
+        found.append(code_of("org/code--modeling_own.Model", model))
+    assert found == [f"models--org--code@{commit * 40}" for commit in "ab"]
+    assert code_of("org/code--modeling_own.Model", model, "a" * 40) == found[0]
+    (model / "config.json").write_text("{}")
+    (model / "preprocessor_config.json").write_text(
+        '{"auto_map": {"AutoImageProcessor": [null, "org/code--modeling_own.Images"]}}'
+    )
+    assert code_identity(str(model), None, None) == found[1], "code for media"
+
+
+def test_code_that_was_not_run_counts_for_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM has most models itself, and then nobody fetches their code."""
+    assert code_of("org/code--modeling_own.Model", model) is None
+    assert code_of("modeling_own.Model", model) is None, "it is one of the model's files"
+    assert code_of({"odd": 1}, model) is None
+    monkeypatch.setenv("TRANSFORMERS_CACHE", str(model))
+    word = code_of("org/code--modeling_own.Model", model)
+    assert word is not None and not is_shareable(word), "nobody looks there"
+    (model / "config.json").write_text("[]")
+    assert code_identity(str(model), None, None) is None
+
+
+def test_code_of_another_folder_counts(model: Path, tmp_path: Path) -> None:
+    found = set()
+    for text in ("SCALE = 1", "SCALE = 2"):
+        (tmp_path / "modeling_own.py").write_text(text)
+        found.add(code_of(f"{tmp_path}--modeling_own.Model", model))
+    assert len(found) == 2 and None not in found
 
 
 @pytest.mark.parametrize("name", ["config.json", "params.json"])

@@ -18,6 +18,7 @@ from kvcascade.manager.below.port import Put
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.breaker import FAILURES_TO_OPEN, REST_S
 from kvcascade.tiers.remote.base import RemoteOutcome
+from kvcascade.tiers.remote.presence import ABSENT_S, HELD_S
 
 OK, GONE, REFUSED = BlockOutcome.OK, BlockOutcome.GONE, BlockOutcome.REFUSED
 
@@ -158,6 +159,51 @@ class TestQuestions:
         probed(rig, key(2))
         assert rig.twin.calls["exist_many"] == calls + 1
         assert rig.tier.may_hold(key(2)) and not rig.tier.rests(1)
+
+    def test_a_server_that_failed_reads_answers_the_next_question_itself(
+        self, rig: RemoteTierRig
+    ) -> None:
+        """What its node was told before says nothing about the server of now."""
+        answered(rig, 3, after_s=0.1)
+        rig.twin.fails |= dict.fromkeys(("get_into", "exist_many"), RemoteOutcome.IO_ERROR)
+        for ticket in range(FAILURES_TO_OPEN):
+            rig.tier.get(ticket, 1, keys(1), [0])
+            rig.pump()
+        rig.tier.poll()
+        rig.clock.advance(REST_S + 0.1)
+        assert rig.tier.rests(1) and not any(rig.tier.may_hold(h) for h in keys(3))
+        calls = rig.twin.calls["exist_many"]
+        probed(rig, key(2))
+        assert rig.twin.calls["exist_many"] == calls + 1
+        assert rig.tier.rests(1) and not rig.tier.may_hold(key(2))
+
+    def test_nothing_is_asked_twice_while_the_answer_is_fresh(self, rig: RemoteTierRig) -> None:
+        def looked() -> list[bool]:
+            found = [is_asking(rig.tier, h, "request") for h in keys(4)]
+            rig.tier.maintain()
+            rig.pump()
+            return found
+
+        stored(rig, 3)
+        assert looked() == [True] * 4
+        calls = rig.twin.calls["exist_many"]
+        rig.clock.advance(ABSENT_S - 0.1)
+        assert looked() == [False] * 4 and rig.twin.calls["exist_many"] == calls
+        rig.clock.advance(0.2)
+        assert looked() == [False] * 3 + [True]
+        rig.clock.advance(HELD_S)
+        assert looked() == [True] * 4 and rig.twin.calls["exist_many"] == calls + 2
+
+    def test_the_next_turn_of_a_conversation_costs_one_request(self) -> None:
+        rig = RemoteTierRig(RemoteTwin(asks_in_one_trip=False))
+        rig.pump()
+        answered(rig, 40, after_s=0.1)
+        rig.twin.asked.clear()
+        assert [is_asking(rig.tier, h, "request") for h in keys(60)] == [False] * 40 + [True] * 20
+        rig.tier.maintain()
+        rig.pump()
+        assert [rig.tier.may_hold(h) for h in keys(60)] == [1] * 40 + [0] * 20
+        assert len(rig.twin.asked) == 1
 
     def test_a_read_has_what_its_lookup_left_of_the_deadline(self, rig: RemoteTierRig) -> None:
         answered(rig, 2, after_s=1.5)

@@ -11,9 +11,8 @@ from support.keys import keys
 
 from kvcascade.config.schema import OnReset
 from kvcascade.manager.cascading import ManagerOptions
-from kvcascade.manager.level import Pairs
 from kvcascade.manager.request import Request
-from kvcascade.tiers.base import BlockHash, SlotMask
+from kvcascade.tiers.base import BlockHash, Pairs, SlotMask
 
 HELD = 16
 """Blocks from below that a request holds: clean, but pinned."""

@@ -24,9 +24,8 @@ from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.chain import PASS_ON_AFTER_S, BelowChain
 from kvcascade.manager.below.node_tier import NodeTier
 from kvcascade.manager.cascading import ManagerOptions
-from kvcascade.manager.level import Pairs
 from kvcascade.manager.request import Request
-from kvcascade.tiers.base import BlockHash, BlockOutcome, LoadStoreSpec
+from kvcascade.tiers.base import BlockHash, BlockOutcome, LoadStoreSpec, Pairs
 
 SEEDS = 40
 STEPS = 120

@@ -18,15 +18,13 @@ from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.payload_files import PayloadFiles
 from kvcascade.tiers.nvme.segments.format import (
     FORMAT_VERSION,
-    SLOT_RECORD_BYTES,
     SegmentLayout,
-    SlotRecord,
     parse_description,
-    parse_record,
     segment_name,
     segment_number,
 )
 from kvcascade.tiers.nvme.segments.segment_files import SegmentFiles
+from kvcascade.tools.commands.carry.carried import SLOT_RECORD_BYTES, SlotRecord, parse_record
 
 LAYOUT = SegmentLayout(block_bytes=8192, slots=5, fingerprint="ab" * 32)
 RECORD = SlotRecord(b"k" * 36, checksum=5, length=8192)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcascade.tiers.nvme.disk.filesystem import PAGE_BYTES, RealFileSystem, open_read_only
+from kvcascade.tiers.nvme.disk.filesystem import PAGE_BYTES, RealFileSystem
+from kvcascade.tools.commands.path_files import open_read_only
 
 
 @pytest.mark.parametrize(("failures", "can_read"), [(0, True), (1, True), (2, False)])

@@ -21,13 +21,13 @@ from support.memory_block_table import MemoryBlockDisk, MemoryBlockTable
 from kvcascade.errors import CorruptionError, FormatError, KVCascadeError, NoSpaceError, TierIOError
 from kvcascade.tiers.nvme.index import index_pages
 from kvcascade.tiers.nvme.path.block_table import (
-    ApplyOutcome,
     BlockTable,
     Changes,
     Entry,
     block_table_bytes,
 )
 from kvcascade.tiers.nvme.path.lmdb_block_table import LmdbBlockTable, open_block_table
+from kvcascade.tiers.nvme.path.path_messages import Committed
 from kvcascade.tiers.nvme.path.presence_table import hash_of
 from kvcascade.tools.replay.memory_path import MemoryBlocks
 
@@ -77,7 +77,7 @@ def test_what_is_put_is_found_again(reopen: Open) -> None:
     table = reopen()
     puts = [(key, slot, 1 << 63 | slot) for slot, key in enumerate(KEYS)]
     applied = table.apply(Changes(0, puts, written_bytes=120, read_bytes=3))
-    assert applied.outcome is ApplyOutcome.DONE and not applied.already and not applied.removed
+    assert applied.outcome is Committed.OK and not applied.already and not applied.removed
     assert applied.journal is not None and applied.journal == table.last_changes()
     assert applied.journal.stored == tuple((hash_of(key), s, c) for key, s, c in puts)
     table.abandon()
@@ -138,14 +138,14 @@ def test_a_reset_is_durable_and_refuses_the_epoch_before(reopen: Open) -> None:
     applied = table.reset(3)
     assert applied.journal is not None and applied.journal.is_reset and applied.journal.epoch == 3
     assert (table.epoch, table.count(), scanned(table)) == (3, 0, {})
-    assert table.reset(3).outcome is ApplyOutcome.STALE
-    assert table.apply(Changes(0, [(KEYS[0], 0, 0)])).outcome is ApplyOutcome.STALE
-    assert table.apply(Changes(4, [(KEYS[0], 0, 0)])).outcome is ApplyOutcome.STALE
+    assert table.reset(3).outcome is Committed.STALE
+    assert table.apply(Changes(0, [(KEYS[0], 0, 0)])).outcome is Committed.STALE
+    assert table.apply(Changes(4, [(KEYS[0], 0, 0)])).outcome is Committed.STALE
     table.abandon()
     table = reopen()
     assert table.epoch == 3 and table.last_changes() == applied.journal and table.totals == (9, 0)
     assert table.apply(Changes(3, cleared=range(8))).removed == ()
-    assert table.apply(Changes(3, [(KEYS[0], 0, 0)])).outcome is ApplyOutcome.DONE
+    assert table.apply(Changes(3, [(KEYS[0], 0, 0)])).outcome is Committed.OK
     table.close()
 
 
@@ -191,7 +191,7 @@ def filled(folder: Path, count: int = 300, **options: Any) -> list[bytes]:
     keys = [random.Random(at).randbytes(36) for at in range(count)]
     for start in range(0, count, 50):
         puts = [(key, start + at, start + at) for at, key in enumerate(keys[start : start + 50])]
-        assert table.apply(Changes(0, puts)).outcome is ApplyOutcome.DONE
+        assert table.apply(Changes(0, puts)).outcome is Committed.OK
     table.close()
     return keys
 
@@ -284,10 +284,10 @@ def test_a_full_map_changes_nothing(tmp_path: Path) -> None:
     table.apply(Changes(0, [(KEYS[0], 0, 0)]))
     many = [(at.to_bytes(36, "big"), at, at) for at in range(1, 5000)]
     applied = table.apply(Changes(0, many, removals=[KEYS[0]]))
-    assert applied.outcome is ApplyOutcome.NO_SPACE and applied.journal is None
+    assert applied.outcome is Committed.NO_SPACE and applied.journal is None
     assert table.get_many(KEYS[:2]) == [Entry(0, 0), None]
     assert table.count() == 1 and table.commit_number == 1
-    assert table.apply(Changes(0, [(KEYS[1], 1, 1)])).outcome is ApplyOutcome.DONE
+    assert table.apply(Changes(0, [(KEYS[1], 1, 1)])).outcome is Committed.OK
     table.close()
 
 
@@ -301,9 +301,9 @@ def test_the_map_holds_every_slot_under_churn_and_a_reset(tmp_path: Path, batch:
             part = range(start, min(start + batch, slots))
             puts = [(rng.randbytes(36), slot, slot) for slot in part]
             applied = table.apply(Changes(epoch, puts, cleared=part))
-            assert applied.outcome is ApplyOutcome.DONE
+            assert applied.outcome is Committed.OK
         assert table.count() == slots
-        assert table.reset(epoch + 1).outcome is ApplyOutcome.DONE
+        assert table.reset(epoch + 1).outcome is Committed.OK
     table.close()
 
 
@@ -318,7 +318,7 @@ def test_a_full_tier_is_opened_after_any_end(tmp_path: Path) -> None:
         puts = [(random.Random(number).randbytes(36), number % slots, number) for number in numbers]
         cleared = [slot for _, slot, _ in puts] if numbers.stop > slots else []
         applied = table.apply(Changes(0, puts, cleared=cleared, written_bytes=1))
-        assert applied.outcome is ApplyOutcome.DONE
+        assert applied.outcome is Committed.OK
         if commit % 10 == 9:
             table.abandon()
             table = open_block_table(tmp_path, size, IDENTITY, is_durable=False, is_same_boot=False)
@@ -410,14 +410,14 @@ def test_a_larger_map_that_finds_no_room_takes_none(
     table.close()
 
 
-@pytest.mark.parametrize("outcome", [ApplyOutcome.NO_SPACE, ApplyOutcome.IO_ERROR])
-def test_the_twin_fails_on_command(outcome: ApplyOutcome) -> None:
+@pytest.mark.parametrize("outcome", [Committed.NO_SPACE, Committed.IO_ERROR])
+def test_the_twin_fails_on_command(outcome: Committed) -> None:
     disk = MemoryBlockDisk()
     table = MemoryBlockTable(disk)
     disk.failures = [outcome] * 2
     assert table.apply(Changes(0, [(KEYS[0], 0, 0)])).outcome is outcome
     assert table.reset(1).outcome is outcome and table.epoch == 0
-    assert table.apply(Changes(0, [(KEYS[0], 0, 0)])).outcome is ApplyOutcome.DONE
+    assert table.apply(Changes(0, [(KEYS[0], 0, 0)])).outcome is Committed.OK
 
 
 def test_the_twin_loses_what_was_not_durable() -> None:

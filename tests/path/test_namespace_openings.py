@@ -163,7 +163,7 @@ def test_a_node_that_leaves_meanwhile_leaves_nothing_behind() -> None:
 
 def test_a_namespace_that_cannot_be_opened_is_refused_to_all_who_wait() -> None:
     rig, executor = rig_with()
-    (name,) = (one.name for one in rig.writer.path.space.idle.all)
+    (name,) = rig.writer.path.space.idle.names
     nodes = [RigNode(rig, "slow", may_wait=True) for _ in range(2)]
     ask(rig, nodes[0], "namespace", name=name)
     rig.fs.replace(ROOT / name / "namespace.json", b"{}")
@@ -218,7 +218,7 @@ def test_a_writer_that_closes_meanwhile_loses_nothing(is_clean: bool) -> None:
 
 def test_a_question_waits_for_its_namespace() -> None:
     rig, executor = rig_with()
-    (name,) = (one.name for one in rig.writer.path.space.idle.all)
+    (name,) = rig.writer.path.space.idle.names
     tool = RigNode(rig, protocol=99)  # a connection without a namespace
     for _ in range(MAX_HELD_PER_CLIENT + 2):
         ask(rig, tool, "namespace", name=name)
@@ -276,7 +276,7 @@ def test_a_new_namespace_counts_from_the_begin_of_its_opening() -> None:
 
 def test_a_closed_namespace_loses_its_segments_once_it_is_open() -> None:
     rig, executor = rig_with(segments=78)
-    (name,) = (one.name for one in rig.writer.path.space.idle.all)
+    (name,) = rig.writer.path.space.idle.names
     openings, node = rig.writer.path.openings, RigNode(rig, "other")
     rig.wall.advance(1000.0)
     stored_meanwhile = 0

@@ -15,7 +15,6 @@ from support.executors import SteppingExecutor
 from support.path_rig import BLOCK_BYTES, ROOT, PathRig, RigNode, key_of, slots_in
 
 from kvcascade.errors import ConfigError, TierIOError
-from kvcascade.tiers.nvme.path.block_table import ApplyOutcome
 from kvcascade.tiers.nvme.path.path_messages import (
     Ask,
     Committed,
@@ -27,7 +26,10 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Why,
 )
 from kvcascade.tiers.nvme.path.writer.namespace.namespace_home import NamespaceHome
-from kvcascade.tiers.nvme.path.writer.namespace.namespace_openings import BeingOpenedError
+from kvcascade.tiers.nvme.path.writer.namespace.namespace_openings import (
+    BeingOpenedError,
+    NamespaceToOpen,
+)
 from kvcascade.tiers.nvme.path.writer.path_capacity import PATH_REST_S, RETRY_AFTER_S
 from kvcascade.tiers.nvme.path.writer.path_namespaces import PathNamespaces
 from kvcascade.tiers.nvme.path.writer.path_plan import plan_segments
@@ -219,8 +221,8 @@ def test_an_idle_namespace_that_never_opens_holds_up_no_store(
 ) -> None:
     tries: list[str] = []
 
-    def broken(path: PathNamespaces, name: str) -> NamespaceHome:
-        tries.append(name)
+    def broken(path: PathNamespaces, opening: NamespaceToOpen) -> NamespaceHome:
+        tries.append(opening.name)
         raise TierIOError(errno.EIO, "the device failed")
 
     monkeypatch.setattr(PathNamespaces, "_home_of", broken)
@@ -280,7 +282,7 @@ def test_a_segment_whose_blocks_cannot_be_removed_is_tried_again_after_a_pause()
     goal = space.own_bytes(0) - 100_000
     options = space.capacity.options
     space.capacity.options = msgspec.structs.replace(options, capacity_bytes=goal)
-    disk.failures = [ApplyOutcome.IO_ERROR] * 3
+    disk.failures = [Committed.IO_ERROR] * 3
     rig.step(50, seconds=PATH_REST_S / 100)
     assert space.own_bytes(0) > goal and len(disk.failures) == 2
     assert rig.writer.wait_s == FIGURES_EVERY_S, "it does nothing until then"

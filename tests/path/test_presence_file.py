@@ -16,12 +16,12 @@ from xxhash import xxh3_64_intdigest
 from kvcascade.errors import FormatError, KVCascadeError, NoSpaceError
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.block_table import (
-    ApplyOutcome,
     BlockTable,
     Changes,
     block_table_bytes,
 )
 from kvcascade.tiers.nvme.path.lmdb_block_table import open_block_table
+from kvcascade.tiers.nvme.path.path_messages import Committed
 from kvcascade.tiers.nvme.path.presence_file import (
     PRESENCE,
     OpenPresence,
@@ -68,7 +68,7 @@ class Rig:
             self.seen.update(key for key, _, _ in puts)
             cleared = [*slots, *self.rng.sample(range(SLOTS), 5)]
             applied = self.table.apply(Changes(self.table.epoch, puts[::2], cleared=cleared))
-        assert applied.outcome is ApplyOutcome.DONE and applied.journal is not None
+        assert applied.outcome is Committed.OK and applied.journal is not None
         if is_applied:
             self.presence.table.apply(applied.journal)
             self.check()

@@ -18,7 +18,7 @@ from support.path_rig import BLOCK_BYTES, PathRig, RigNode, slots_in
 from kvcascade.errors import ConfigError, CorruptionError, TierIOError
 from kvcascade.tiers.endurance import BUCKET_S, DAY_S
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
-from kvcascade.tiers.nvme.path.block_table import ApplyOutcome, BlockTable
+from kvcascade.tiers.nvme.path.block_table import BlockTable
 from kvcascade.tiers.nvme.path.lmdb_block_table import open_block_table
 from kvcascade.tiers.nvme.path.path_messages import Ask, Committed, Reset, SegmentsRemoved
 from kvcascade.tiers.nvme.path.writer.namespace.namespace_home import NOTE_USE_EVERY_S
@@ -409,7 +409,7 @@ def test_the_budget_counts_what_was_written_in_vain(end: str) -> None:
         if end == "reset":
             rig.send(node.client, Reset(1000 + round_))
         else:
-            next(iter(rig.disks.values())).failures = [ApplyOutcome.IO_ERROR]
+            next(iter(rig.disks.values())).failures = [Committed.IO_ERROR]
         node.commit([k for k, _ in granted], [s for _, s in granted], answer.epoch)
         rig.step(2, seconds=3.0)
         assert not any(OK in each for each in node.outcomes())

@@ -13,7 +13,7 @@ from support.path_rig import PathRig, RigNode, int32, key_of, slots_in, uint64
 
 from kvcascade.errors import CorruptionError
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
-from kvcascade.tiers.nvme.path.block_table import ApplyOutcome, BlockTable
+from kvcascade.tiers.nvme.path.block_table import BlockTable
 from kvcascade.tiers.nvme.path.lmdb_block_table import (
     ENTRY_BYTES,
     LmdbBlockTable,
@@ -56,21 +56,13 @@ class LmdbRig(PathRig):
         return open_block_table(folder, map_bytes, identity, **options)
 
 
-@pytest.mark.parametrize(
-    ("failure", "code"),
-    [
-        (ApplyOutcome.IO_ERROR, Committed.IO_ERROR),
-        (ApplyOutcome.NO_SPACE, Committed.NO_SPACE),
-    ],
-)
-def test_a_commit_that_the_index_refuses_frees_its_slots(
-    failure: ApplyOutcome, code: Committed
-) -> None:
+@pytest.mark.parametrize("code", [Committed.IO_ERROR, Committed.NO_SPACE])
+def test_a_commit_that_the_index_refuses_frees_its_slots(code: Committed) -> None:
     rig = PathRig()
     node = RigNode(rig)
     node.store([1])
     (disk,) = rig.disks.values()
-    disk.failures = [failure]
+    disk.failures = [code]
     assert node.store([2, 3]) == [code, code]
     assert node.held([1, 2, 3]) == [1]
     space = next(iter(rig.writer.namespaces.values())).space
@@ -83,7 +75,7 @@ def test_an_eviction_that_the_index_refuses_removes_nothing() -> None:
     node = RigNode(rig)
     node.store(list(range(8)))
     (disk,) = rig.disks.values()
-    disk.failures = [ApplyOutcome.IO_ERROR]
+    disk.failures = [Committed.IO_ERROR]
     node.ask([100])
     rig.step()
     (answer,) = node.grants()
@@ -99,7 +91,7 @@ def test_an_index_that_refuses_evictions_is_asked_for_them_seldom() -> None:
     nodes = [RigNode(rig), RigNode(rig)]
     nodes[0].store(list(range(8)))
     (disk,) = rig.disks.values()
-    disk.failures = [ApplyOutcome.NO_SPACE] * 100
+    disk.failures = [Committed.NO_SPACE] * 100
     for number in range(600):
         for node in nodes:
             node.ask([100 + number])
@@ -121,7 +113,7 @@ def test_a_reset_that_is_not_durable_hides_all_blocks_and_is_answered_when_it_is
     rig.step()
     (answer,) = node.grants()
     (disk,) = rig.disks.values()
-    disk.failures = [ApplyOutcome.IO_ERROR] * 3
+    disk.failures = [Committed.IO_ERROR] * 3
     rig.send(other.client, Reset(5))
     rig.step()
     assert rig.take(other.client, Epoch) == []
@@ -151,7 +143,7 @@ def test_a_reset_whose_engine_ends_before_it_is_durable_is_carried_out() -> None
     node, other = RigNode(rig), RigNode(rig)
     node.store(list(range(8)))
     (disk,) = rig.disks.values()
-    disk.failures = [ApplyOutcome.IO_ERROR] * 3
+    disk.failures = [Committed.IO_ERROR] * 3
     rig.send(other.client, Reset(5))
     rig.writer.disconnect(other.client)
     node.ask([100])
@@ -211,7 +203,7 @@ def test_a_reset_that_the_disk_refuses_is_tried_seldom_whoever_asks() -> None:
     node, other = RigNode(rig), RigNode(rig)
     node.store([1, 2])
     (disk,) = rig.disks.values()
-    disk.failures = [ApplyOutcome.IO_ERROR] * 100
+    disk.failures = [Committed.IO_ERROR] * 100
     rig.send(node.client, Reset(5))
     begin_s, steps = rig.clock.now_s, 0
     while rig.clock.now_s < begin_s + 6 * PATH_REST_S:
@@ -238,7 +230,7 @@ def test_a_reset_after_one_that_the_disk_refused_keeps_out_what_was_stored_betwe
     node, other = RigNode(rig), RigNode(rig)
     node.store([1, 2])
     (disk,) = rig.disks.values()
-    disk.failures = [ApplyOutcome.IO_ERROR]
+    disk.failures = [Committed.IO_ERROR]
     rig.send(node.client, Reset(5))
     other.ask([3])
     rig.step(seconds=0.01)
@@ -271,7 +263,7 @@ def test_a_reset_that_is_asked_for_twice_begins_one_epoch() -> None:
     rig = PathRig()
     node = RigNode(rig)
     (disk,) = rig.disks.values()
-    disk.failures = [ApplyOutcome.IO_ERROR]
+    disk.failures = [Committed.IO_ERROR]
     rig.send(node.client, Reset(5, mark=77))
     rig.send(node.client, Reset(6, mark=77))
     rig.step(2, seconds=PATH_REST_S)
@@ -286,7 +278,7 @@ def test_an_engine_that_starts_alone_tries_a_refused_reset_seldom() -> None:
     first.store([1])
     rig.writer.disconnect(first.client)
     (disk,) = rig.disks.values()
-    disk.failures = [ApplyOutcome.IO_ERROR] * 100
+    disk.failures = [Committed.IO_ERROR] * 100
     for _ in range(30):  # it comes again every second
         node = RigNode(rig)
         assert node.refused and "look at the disk" in node.refused[0].text
@@ -303,7 +295,7 @@ def test_a_killed_writer_forgets_a_reset_that_it_did_not_answer() -> None:
     node = RigNode(rig)
     node.store([1, 2])
     (disk,) = rig.disks.values()
-    disk.failures = [ApplyOutcome.IO_ERROR] * 10
+    disk.failures = [Committed.IO_ERROR] * 10
     rig.send(node.client, Reset(5))
     rig.step()
     rig.kill()

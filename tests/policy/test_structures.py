@@ -21,7 +21,7 @@ from kvcascade.tiers.policies.ordered import MANY_PINNED
 from kvcascade.tiers.policies.parts import log as log_module
 from kvcascade.tiers.policies.parts.directory import DictDirectory
 from kvcascade.tiers.policies.parts.ghosts import SLACK, GhostLists
-from kvcascade.tiers.policies.parts.links import NONE, LinkedLists
+from kvcascade.tiers.policies.parts.links import LinkedLists
 from kvcascade.tiers.policies.parts.log import (
     LOG_LENGTH_PER_SLOT,
     NO_PLACE,
@@ -31,6 +31,7 @@ from kvcascade.tiers.policies.parts.log import (
     Search,
     by_stamp,
 )
+from kvcascade.tiers.policies.parts.tags import NONE
 from kvcascade.tiers.policies.s3fifo import S3FifoOrder
 
 COLLIDING = 1 << 40

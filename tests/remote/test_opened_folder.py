@@ -15,7 +15,7 @@ from support.remote_rig import RemoteRig
 from kvcascade.config.options import At
 from kvcascade.config.remote import parse_remote
 from kvcascade.tiers.remote.base import Cause, RemoteEngine, RemoteOutcome
-from kvcascade.tiers.remote.remote_probe import problem_of
+from kvcascade.tools.commands.check.config_check import problem_of
 
 pytest.importorskip("obstore", reason='no object stores: install obstore (extra "s3")')
 

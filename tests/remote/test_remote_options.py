@@ -18,16 +18,16 @@ from kvcascade.config.remote import RemoteTierOptions, WriteWhen, parse_remote
 from kvcascade.errors import ConfigError
 from kvcascade.tiers.remote import remote_options
 from kvcascade.tiers.remote.base import FAILURES, EngineKind, RemoteOutcome
+from kvcascade.tiers.remote.engines.opened_folder import folder_of_url
 from kvcascade.tiers.remote.engines.valkey import ValkeyEngine
 from kvcascade.tiers.remote.objects import GcmSeal, MacSeal
 from kvcascade.tiers.remote.remote_options import (
     check_openable,
-    folder_of,
     missing_extra,
     open_remote_engine,
     store_options,
 )
-from kvcascade.tiers.remote.remote_probe import probe_remote
+from kvcascade.tools.commands.check.config_check import probe_remote
 
 SECRET = "hunter2-in-test"
 AT = At("tiers[2]")
@@ -54,7 +54,7 @@ def test_urls_that_are_right(url: str) -> None:
 def test_the_url_of_a_folder_is_read_as_urls_are(tmp_path: Path) -> None:
     pytest.importorskip("obstore")
     folder = tmp_path / "my share"
-    assert folder_of(parse(url=folder.as_uri())) == folder
+    assert folder_of_url(parse(url=folder.as_uri()).url) == folder
     engine, _ = open_remote_engine(parse(url=folder.as_uri()), {})
     assert engine.put(names(1), [an_object(1)], LIMIT_S) == [RemoteOutcome.OK]
     assert (folder / names(1)[0]).exists()

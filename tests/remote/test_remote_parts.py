@@ -56,10 +56,10 @@ from kvcascade.tiers.remote.shared_generation import (
 from kvcascade.tiers.remote.uploads import Offer, OfferRule
 
 
-@given(st.integers(1, 3000), st.integers(0, 3000), st.integers(0, 3000))
-def test_a_search_finds_the_end_in_few_requests(length: int, held: int, known: int) -> None:
+@given(st.integers(1, 3000), st.integers(0, 3000))
+def test_a_search_finds_the_end_in_few_requests(length: int, held: int) -> None:
     held = min(held, length)
-    search, asked = ChainSearch(length, min(known, held)), 0
+    search, asked = ChainSearch(length), 0
     while probes := search.probes():
         assert all(0 <= block < length for block in probes) and len(probes) <= presence.WAYS
         asked += len(probes)
@@ -94,7 +94,7 @@ def test_answers_count_for_their_time_and_their_number_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = ManualClock()
-    memory = PresenceMemory(clock, held_s=30.0, absent_s=5.0)
+    memory = PresenceMemory(clock)
     memory.note(0, [key(1)], [key(2)])
     assert [memory.of(k) for k in keys(1, 4)] == [
         Presence.HELD,
@@ -118,10 +118,10 @@ def test_what_was_written_is_not_pushed_out_by_answers_about_other_blocks(
 ) -> None:
     monkeypatch.setattr(presence, "MAX_REMEMBERED", 10)
     clock = ManualClock()
-    memory = PresenceMemory(clock, held_s=30.0, absent_s=5.0)
+    memory = PresenceMemory(clock)
     rule = OfferRule(WriteWhen.THROUGH, 1 << 20, 4096, memory, 600.0, clock)
     assert rule.answer(key(0), is_open=True) is Offer.QUEUED
-    rule.end([key(0)], [True], 0)
+    rule.end([key(0)], [key(0)], 0)
     memory.note(0, [key(0)], ())
     clock.advance(60.0)
     for start in range(100, 200, 5):
@@ -130,10 +130,10 @@ def test_what_was_written_is_not_pushed_out_by_answers_about_other_blocks(
     assert rule.answer(key(0), is_open=True) is Offer.HELD
     clock.advance(600.0)
     assert rule.may_want(key(0)), "it is renewed"
-    rule.end([key(0)], [True], 0)
+    rule.end([key(0)], [key(0)], 0)
     memory.note(0, (), [key(0)])
     assert rule.may_want(key(0)), "the server said that it is gone"
-    rule.end([key(0)], [True], 0)
+    rule.end([key(0)], [key(0)], 0)
     memory.note(0, [key(0)], ())
     memory.clear()
     assert rule.may_want(key(0)), "the blocks of before a reset are gone"
@@ -141,7 +141,7 @@ def test_what_was_written_is_not_pushed_out_by_answers_about_other_blocks(
 
 def test_an_answer_that_is_renewed_is_the_last_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presence, "MAX_REMEMBERED", 10)
-    memory = PresenceMemory(ManualClock(), held_s=30.0, absent_s=5.0)
+    memory = PresenceMemory(ManualClock())
     memory.note(0, keys(10), ())
     memory.note(0, [key(0)], ())
     memory.note(0, keys(20, 25), ())

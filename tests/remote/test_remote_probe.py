@@ -33,9 +33,8 @@ from kvcascade.tiers.remote.remote_probe import (
     FOLDER,
     FULL_BYTES,
     finding_of,
-    probe_remote,
-    problem_of,
 )
+from kvcascade.tools.commands.check.config_check import probe_remote, problem_of
 from kvcascade.tools.commands.check.transfer_config import EXTRA
 
 SECRET = "hunter2-in-test"

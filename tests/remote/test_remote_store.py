@@ -49,15 +49,19 @@ class TestLookups:
         ended = {e.ticket: list(e.outcomes) for e in other.store.poll()}
         assert ended[4] == [OK] * 3 + [ABSENT] * 6 and ended[0] == [OK]
 
-    def test_nothing_is_asked_twice_while_the_answer_is_fresh(self) -> None:
-        rig = RemoteRig(absent_s=5.0, held_s=30.0)
-        assert rig.look(keys(3)) == [ABSENT] * 3
-        for _ in range(3):
-            assert rig.look(keys(3)) == [ABSENT] * 3
-        assert rig.twin.calls["exist_many"] == 1
-        rig.clock.advance(5.1)
-        assert rig.look(keys(3)) == [ABSENT] * 3
-        assert rig.twin.calls["exist_many"] == 2
+    def test_every_question_is_the_servers_to_answer(self) -> None:
+        """Its owner asks about no block whose answer it still knows."""
+        rig = RemoteRig()
+        rig.write(keys(3))
+        for calls in range(1, 4):
+            assert rig.look(keys(4)) == [OK] * 3 + [ABSENT]
+            assert rig.twin.calls["exist_many"] == calls
+        rig.twin.fails["exist_many"] = IO_ERROR
+        assert rig.look(keys(4)) == [IO_ERROR] * 4
+
+    def test_no_blocks_no_call(self) -> None:
+        rig = RemoteRig()
+        assert rig.look([]) == [] and rig.twin.calls["exist_many"] == 0
 
     def test_nothing_is_asked_that_nobody_waits_for(self) -> None:
         stepping = SteppingExecutor()
@@ -136,16 +140,6 @@ class TestChains:
         assert other.look(keys(1000)) == [OK] * held + [ABSENT] * (1000 - held)
         assert len(twin.asked) <= (1 if held == 0 else 9 if held == 1000 else 31)
         assert len(set(twin.asked)) == len(twin.asked), "no block is asked for twice"
-
-    def test_the_next_turn_of_a_conversation_costs_one_request(self) -> None:
-        twin = RemoteTwin(asks_in_one_trip=False)
-        rig = RemoteRig(twin)
-        rig.write(keys(40))
-        other = rig.host()
-        assert other.look(keys(40)) == [OK] * 40
-        twin.asked.clear()
-        assert other.look(keys(60)) == [OK] * 40 + [ABSENT] * 20
-        assert len(twin.asked) == 1
 
     def test_chains_are_searched_together(self) -> None:
         twin = RemoteTwin(asks_in_one_trip=False)
@@ -345,7 +339,7 @@ class TestWrites:
 class TestBreakers:
     @pytest.mark.parametrize("method", ["exist_many", "get_into", "put"])
     def test_after_failures_nothing_is_asked_until_a_probe(self, method: str) -> None:
-        rig = RemoteRig(absent_s=0.0)
+        rig = RemoteRig()
         rig.look(keys(1))
         rig.twin.fails[method] = IO_ERROR
 

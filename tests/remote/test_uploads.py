@@ -33,7 +33,7 @@ class Owner:
         renew_after_s: float = 0.0,
     ) -> None:
         self.clock = ManualClock()
-        self.memory = PresenceMemory(self.clock, held_s=30.0, absent_s=5.0)
+        self.memory = PresenceMemory(self.clock)
         limit = queue_blocks * PAYLOAD_BYTES
         self.rule = OfferRule(when, limit, PAYLOAD_BYTES, self.memory, renew_after_s, self.clock)
 
@@ -42,8 +42,7 @@ class Owner:
 
     def end(self, n: int, *, is_there: bool = True) -> None:
         """The first blocks were written, or dropped."""
-        self.rule.end(keys(n), [is_there] * n, self.memory.epoch)
-        self.memory.note(self.memory.epoch, keys(n) if is_there else (), ())
+        self.rule.end(keys(n), keys(n) if is_there else (), self.memory.epoch)
 
 
 class TestRule:

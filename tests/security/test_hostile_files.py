@@ -34,8 +34,8 @@ from kvcascade.tiers.nvme.path.writer.path_options import PATH_FOLDER
 from kvcascade.tiers.nvme.segments.format import (
     FORMAT_VERSION,
     parse_description,
-    parse_record,
 )
+from kvcascade.tools.commands.carry.carried import parse_record
 
 ROUNDS = 40
 SOAK_PROCESSES = 100

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, cast
+from collections.abc import Collection, Sequence
+from typing import cast
 
 from kvcascade.manager.admission import Admission, AdmitAll
 from kvcascade.manager.below.chain import BelowChain, ChainedTier
-from kvcascade.manager.below.node_tier import NodeTier, NodeTierOptions
+from kvcascade.manager.below.node_feed import NodeFeed
+from kvcascade.manager.below.node_tier import NodeTier
 from kvcascade.manager.below.port import Below, NoTierBelow, TierFacts
 from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
 from kvcascade.manager.level import Tier
@@ -89,35 +90,33 @@ class Cascade:
         budget: NotedBudget | None,
         options: ManagerOptions,
     ) -> NodeTier:
-        def client_of(on_note: Callable[[Any], None]) -> MemoryNode:
-            node = MemoryNode(
-                self.backends[0],
-                backend,
-                policy,
-                on_note,
-                is_immediate=is_immediate,
-                budget=budget,
-            )
-            self.nodes.append(node)
-            return node
-
-        number = len(self.nodes)
-
         facts = TierFacts(backend.medium, backend.medium, BLOCK_SIZE, backend.capacity)
-        tier = NodeTier(
-            client_of,
-            NodeTierOptions(
-                facts,
-                lambda folder, slots: cast(PresenceTable, self.nodes[number].presence),
-                InlineExecutor(),
-                options.promotion_deadline_s,
-                options.with_events,
-                policy.wants_chains,
-                self._paths,
-            ),
+        feed = NodeFeed(
+            facts,
+            lambda folder, slots: cast(PresenceTable, node.presence),
+            InlineExecutor(),
             lambda: self.now_s,
+            with_events=options.with_events,
         )
-        self.nodes[number].start()
+        node = MemoryNode(
+            self.backends[0],
+            backend,
+            policy,
+            feed.take,
+            is_immediate=is_immediate,
+            budget=budget,
+        )
+        self.nodes.append(node)
+        tier = NodeTier(
+            node,
+            feed,
+            facts,
+            lambda: self.now_s,
+            stall_s=options.promotion_deadline_s,
+            wants_chains=policy.wants_chains,
+            paths=self._paths,
+        )
+        node.start()
         tier.maintain()
         return tier
 

@@ -13,11 +13,11 @@ from kvcascade.tiers import endurance
 from kvcascade.tiers.nvme.path.block_table import (
     MAX_COMMIT_BLOCKS,
     Applied,
-    ApplyOutcome,
     Changes,
     Entry,
     ScanBatch,
 )
+from kvcascade.tiers.nvme.path.path_messages import Committed
 from kvcascade.tiers.nvme.path.presence_table import Journal, hash_of, hashes_of
 
 
@@ -41,7 +41,7 @@ class MemoryBlockDisk:
         self.states = [_State()]
         """The last durable state, and those after it."""
         self.identity: bytes | None = None
-        self.failures: list[ApplyOutcome] = []
+        self.failures: list[Committed] = []
         """Outcomes of the next commits, which change nothing."""
 
     def lose_power(self, rng: random.Random) -> None:
@@ -116,11 +116,11 @@ class MemoryBlockTable:
     def apply(self, changes: Changes) -> Applied:
         state = self._state
         if changes.epoch != state.epoch:
-            return Applied(ApplyOutcome.STALE)
+            return Applied(Committed.STALE)
         if self.disk.failures:
             return Applied(self.disk.failures.pop(0))
         if max(len(changes.puts) + len(changes.removals), len(changes.cleared)) > MAX_COMMIT_BLOCKS:
-            return Applied(ApplyOutcome.NO_SPACE)
+            return Applied(Committed.NO_SPACE)
         blocks, slots = dict(state.blocks), dict(state.slots)
         removed: list[tuple[bytes, int]] = []
         for key in changes.removals:
@@ -156,18 +156,18 @@ class MemoryBlockTable:
                 day=endurance.add(state.day, self.wall_clock(), written, read),
             )
         )
-        return Applied(ApplyOutcome.DONE, frozenset(already), tuple(removed), journal)
+        return Applied(Committed.OK, frozenset(already), tuple(removed), journal)
 
     def reset(self, epoch: int) -> Applied:
         state = self._state
         if epoch <= state.epoch:
-            return Applied(ApplyOutcome.STALE)
+            return Applied(Committed.STALE)
         if self.disk.failures:
             return Applied(self.disk.failures.pop(0))
         journal = Journal(state.commit_number + 1, epoch, is_reset=True)
         self._commit(_State({}, {}, epoch, journal.number, journal, state.totals, state.day))
         self.sync()
-        return Applied(ApplyOutcome.DONE, journal=journal)
+        return Applied(Committed.OK, journal=journal)
 
     def sync(self) -> None:
         self.disk.states = self.disk.states[-1:]

@@ -17,7 +17,8 @@ from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST, WAIT_SLICE_S
 from kvcascade.handlers.node.path.path_io import NodeIO
 from kvcascade.handlers.node.path.path_node import PathNode
 from kvcascade.handlers.node.path_wire import NodeSetup, from_node_process, to_node
-from kvcascade.manager.below.node_tier import NodeTier, NodeTierOptions
+from kvcascade.manager.below.node_feed import NodeFeed
+from kvcascade.manager.below.node_tier import NodeTier
 from kvcascade.manager.below.port import TierFacts
 from kvcascade.manager.below.single_tier import STALLED_S
 from kvcascade.tiers.base import BlockHash, SlotArray
@@ -241,7 +242,7 @@ class NodeTwin:
         stall_s: float = STALLED_S,
     ) -> None:
         """`arena`: slots that the engine has already. `slots`: those of the tier. For `stall_s` see
-        `NodeTierOptions`."""
+        `NodeTier`."""
         self.rig = rig
         self.arena = arena or MemoryBackend(BLOCK, arena_slots, medium="CPU")
         self.inbox: deque[Any] = deque()
@@ -266,18 +267,16 @@ class NodeTwin:
         hello = Hello(PROTOCOL, f"node {number}", paths, namespace_spec(BLOCK), rig.options, True)
         self.node = PathNode(hello, self, self, rig.clock)
         facts = TierFacts("nvme", "NVME", BLOCK, slots)
-        options = NodeTierOptions(
+        feed = NodeFeed(
             facts,
             lambda folder, slots: map_presence(rig.files, Path(folder), slots),
             InlineExecutor(),
-            stall_s,
-            paths=len(rig.roots),
+            rig.clock,
         )
-        self.tier = NodeTier(self._client_of, options, rig.clock)
-
-    def _client_of(self, take: Callable[[Any], None]) -> PumpedClient:
-        self.engine = PumpedClient(self, take)
-        return self.engine
+        self.engine = PumpedClient(self, feed.take)
+        self.tier = NodeTier(
+            self.engine, feed, facts, rig.clock, stall_s=stall_s, paths=len(rig.roots)
+        )
 
     # -- the means of the node -------------------------------------------------------------------
 

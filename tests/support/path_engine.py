@@ -15,11 +15,11 @@ from typing import Any
 from support.keys import key
 from support.writer_twin import LABEL, namespace_spec
 
-from kvcascade.handlers.node.node_keeper import NodeKeeper
 from kvcascade.handlers.node.path.path_client import node_process, node_thread
 from kvcascade.handlers.node.path.path_node import STILL_OPENING
 from kvcascade.handlers.node.path_wire import CAN_READ, NodeNote, NodeSetup, NodeState
-from kvcascade.manager.below.node_tier import NodeTier, NodeTierOptions
+from kvcascade.manager.below.node_feed import NodeFeed
+from kvcascade.manager.below.node_tier import NodeTier
 from kvcascade.manager.below.port import Ended, TierFacts
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
@@ -64,32 +64,25 @@ class PathEngine:
         """Reasons why the node has no writer."""
         self.executor = ThreadPoolExecutor(1, "kvcascade-map")
 
-        def client_of(take: Callable[[Any], None]) -> NodeKeeper:
-            if is_thread:
-                return node_thread(setup, self.arena, fs, take, is_batched=True)
-            return node_process(setup, lambda: os.dup(self._fd), take)
-
-        made: list[NodeKeeper] = []
-
-        def keep(take: Callable[[Any], None]) -> NodeKeeper:
-            def hear(message: Any) -> None:
-                is_note = isinstance(message, NodeNote) and message.text != STILL_OPENING
-                if is_note and message.state not in CAN_READ:
-                    self.refusals.append(message.text)
-                take(message)
-
-            made.append(client_of(hear))
-            return made[0]
-
         facts = TierFacts("nvme", "NVME", block_bytes, capacity)
-        tier_options = NodeTierOptions(
+        feed = NodeFeed(
             facts,
             lambda folder, slots: map_presence(fs, Path(folder), slots),
             self.executor,
-            stall_s,
+            monotonic,
         )
-        self.tier = NodeTier(keep, tier_options, monotonic)
-        self.keeper = made[0]
+
+        def hear(message: Any) -> None:
+            is_note = isinstance(message, NodeNote) and message.text != STILL_OPENING
+            if is_note and message.state not in CAN_READ:
+                self.refusals.append(message.text)
+            feed.take(message)
+
+        if is_thread:
+            self.keeper = node_thread(setup, self.arena, fs, hear, is_batched=True)
+        else:
+            self.keeper = node_process(setup, lambda: os.dup(self._fd), hear)
+        self.tier = NodeTier(self.keeper, feed, facts, monotonic, stall_s=stall_s)
         self._ticket = 0
 
     def open(self) -> PathEngine:

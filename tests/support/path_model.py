@@ -13,7 +13,7 @@ from support.memory_block_table import MemoryBlockDisk, MemoryBlockTable
 from support.memory_file_system import MemoryFileSystem
 from support.path_rig import ROOT, PathRig, RigNode, int32, key_of, slots_in, uint64
 
-from kvcascade.tiers.nvme.path.block_table import Applied, ApplyOutcome, BlockTable, Changes
+from kvcascade.tiers.nvme.path.block_table import Applied, BlockTable, Changes
 from kvcascade.tiers.nvme.path.path_messages import (
     ALREADY_SLOT,
     Bad,
@@ -120,7 +120,7 @@ class Oracle:
 
     def note(self, applied: Applied) -> None:
         """Take in what a commit removed."""
-        if applied.outcome is not ApplyOutcome.DONE:
+        if applied.outcome is not Committed.OK:
             return
         for key, _ in applied.removed:
             self.removed.add(key)

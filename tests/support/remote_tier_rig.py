@@ -13,10 +13,15 @@ from typing import Any
 import msgspec
 
 from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST, LISTEN_INTERVAL_S, WAIT_SLICE_S
-from kvcascade.handlers.node.remote.remote_node import RemoteNode, SlotParts
-from kvcascade.handlers.node.remote.remote_wire import from_remote_node, to_remote_node
+from kvcascade.handlers.node.remote.remote_node import RemoteNode
+from kvcascade.handlers.node.remote.remote_wire import (
+    RemoteSetup,
+    from_remote_node,
+    to_remote_node,
+)
 from kvcascade.manager.below.port import ASKING, Below
-from kvcascade.manager.below.remote_tier import RemoteTier, RemoteTierParts, remote_facts
+from kvcascade.manager.below.remote_feed import RemoteFeed
+from kvcascade.manager.below.remote_tier import RemoteTier, remote_facts
 from kvcascade.tiers.base import RESET_TICKS_PER_S, BlockHash
 from kvcascade.tiers.remote.remote_store import StoreOptions
 
@@ -51,16 +56,23 @@ class RemoteTierRig:
         """`ranks`: number of parts of a slot that hold the same bytes."""
         self.twin = RemoteTwin() if twin is None else twin
         self.clock = ManualClock() if clock is None else clock
-        self.parts = SlotParts(PAYLOAD_BYTES * ranks, PAYLOAD_BYTES, ranks)
-        self.arena = MemoryBackend(self.parts.slot_bytes, slots, medium="CPU")
+        sizes = PAYLOAD_BYTES * ranks, PAYLOAD_BYTES, ranks
+        self.setup = RemoteSetup("tiers[1]", b"{}", "model-1", *sizes, 0, slots)
+        self.arena = MemoryBackend(self.setup.slot_bytes, slots, medium="CPU")
         self.options = options
         self.answers: deque[bytes] = deque()
         self.start_node()
         facts = remote_facts("remote", PAYLOAD_BYTES)
+        feed = RemoteFeed(self._new_mark(), self.clock)
+        self.client = PumpedNode(self, feed.take)
         self.tier = RemoteTier(
-            self._client_of,
-            RemoteTierParts(facts, options, stall_s=10.0, new_mark=self._new_mark),
+            self.client,
+            feed,
+            facts,
+            options,
             self.clock,
+            stall_s=10.0,
+            new_mark=self._new_mark,
         )
 
     def _new_mark(self) -> int:
@@ -73,15 +85,11 @@ class RemoteTierRig:
         self.calls = SteppingExecutor()
         host = RemoteRig(self.twin, self.calls, self.options, clock=self.clock)
         memory = memoryview(self.arena.data)
-        self.node = RemoteNode(host.store, memory, self.parts, self._tell, self.clock)
+        self.node = RemoteNode(host.store, memory, self.setup, self._tell, self.clock)
         host.store.read_generation()
 
     def _tell(self, message: msgspec.Struct) -> None:
         self.answers.append(msgspec.msgpack.encode(message))
-
-    def _client_of(self, take: Callable[[Any], None]) -> PumpedNode:
-        self.client = PumpedNode(self, take)
-        return self.client
 
     def step(self) -> bool:
         """One call of the server; False if none waits."""

@@ -35,10 +35,9 @@ from kvcascade.tiers.nvme.path.block_reader import payload_checksum
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tiers.nvme.path.writer.path_options import load_record
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
-from kvcascade.tiers.nvme.segments.format import parse_record
 from kvcascade.tools.commands.block_scan import NamedBlock
 from kvcascade.tools.commands.carry import import_report
-from kvcascade.tools.commands.carry.carried import CarriedReader
+from kvcascade.tools.commands.carry.carried import CarriedReader, parse_record
 from kvcascade.tools.commands.carry.export_path import _chosen
 from kvcascade.tools.commands.carry.export_writer import Choice, whole_or_nothing
 from kvcascade.tools.commands.carry.import_path import import_into_path

@@ -23,7 +23,7 @@ from kvcascade.tiers.nvme.segments.chains import (
     ChainLog,
     head_of,
 )
-from kvcascade.tiers.nvme.segments.format import parse_record
+from kvcascade.tools.commands.carry.carried import parse_record
 from kvcascade.tools.commands.command_line import ExitCode
 from kvcascade.tools.commands.prompt_chains import Chains, Successors
 from kvcascade.tools.commands.saved_state import SavedState

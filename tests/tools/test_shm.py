@@ -12,7 +12,7 @@ import pytest
 
 from kvcascade.config.machine import Machine
 from kvcascade.tiers.base import BlockHash
-from kvcascade.tiers.cpu import arena_file, header
+from kvcascade.tiers.cpu import header
 from kvcascade.tiers.cpu.arena import Arena, ArenaRole
 from kvcascade.tiers.cpu.header import ArenaGeometry
 from kvcascade.tools.__main__ import main
@@ -127,7 +127,7 @@ def test_an_arena_that_is_dropped_meanwhile_is_left_out(
 ) -> None:
     for arena in keep_one(tmp_path):
         arena.close()
-    read = arena_file.kept_header
+    read = kept_arenas.kept_header
 
     def dropped(path: str) -> Any:
         found = read(path)

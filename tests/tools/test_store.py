@@ -32,8 +32,9 @@ from kvcascade.tiers.nvme.path.path_lock import PathDoor, try_lead
 from kvcascade.tiers.nvme.path.path_messages import PROTOCOL, PathOptions
 from kvcascade.tiers.nvme.path.writer import path_writer
 from kvcascade.tiers.nvme.path.writer.path_options import PATH_FOLDER, load_record
-from kvcascade.tiers.nvme.path.writer_note import load_note, note_of_this_process, save_note
+from kvcascade.tiers.nvme.path.writer_note import note_of_this_process, save_note
 from kvcascade.tools.commands.command_line import ExitCode
+from kvcascade.tools.commands.path_files import load_note, named
 from kvcascade.tools.commands.path_session import open_session
 from kvcascade.tools.commands.store.serve_path import (
     STOP_LIMIT_S,
@@ -55,7 +56,7 @@ def test_a_path_that_no_engine_has_used_is_called_one(tmp_path: Path) -> None:
         answer = call("inspect", tmp_path)
         assert answer.code == ExitCode.CANNOT_OPEN and "no namespace in" in answer.err
         assert " yet: it is the path of a tier" in answer.err
-        assert note_of_this_process("store").shown.partition(" (")[0] in answer.err
+        assert named(note_of_this_process("store")).partition(" (")[0] in answer.err
 
     serve_while(tmp_path, look)
 

@@ -23,7 +23,7 @@ from support.kv_bytes import damage
 from support.waiting import wait_until
 
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
-from kvcascade.tiers.nvme.path.writer_note import load_note
+from kvcascade.tools.commands.path_files import load_note
 from kvcascade.tools.dev.model import make_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

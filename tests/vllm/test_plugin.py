@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
-from collections.abc import Mapping
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.project import ROOT
 from vllm import platforms
 
 from kvcascade.errors import ConfigError
@@ -83,6 +86,74 @@ def test_files_that_are_replaced_from_then_on_are_noticed(is_config: bool, tmp_p
     os.utime(weights, ns=(1, 1))
     load_with(self=engine)
     assert have_files_changed(str(tmp_path))
+
+
+@pytest.mark.parametrize("part", ["whisper/model.safetensors", "m-2-of-2.gguf", "mmproj.gguf"])
+def test_other_files_of_the_model_that_are_replaced_are_noticed(part: str, tmp_path: Path) -> None:
+    file, first = tmp_path / part, tmp_path / "m-1-of-2.gguf"
+    file.parent.mkdir(exist_ok=True)
+    for each in (file, first):
+        each.write_bytes(b"old")
+    engine = holder(GOOD)
+    engine.model = str(first if part.endswith(".gguf") else tmp_path)
+    load_with(self=engine)
+    assert not have_files_changed(engine.model)
+    file.write_bytes(b"newer")
+    assert have_files_changed(engine.model)
+
+
+@pytest.mark.parametrize("place", ["file", "override", "hf_config", "draft", "draft_config"])
+def test_other_models_whose_files_are_replaced_are_noticed(place: str, tmp_path: Path) -> None:
+    """Models that the configuration names for a part of the weights, and the one that drafts."""
+    model, other = tmp_path / "model", tmp_path / "other"
+    for folder in (model, other):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"old")
+    named, engine = {"text_model_id": str(other)}, holder(GOOD)
+    config = SimpleNamespace(model=str(model), revision="v1")
+    if place == "file":
+        (model / "config.json").write_text(json.dumps(named))
+    elif place == "override":
+        config.hf_overrides = named
+    elif place == "hf_config":
+        config.hf_config = SimpleNamespace(**named)
+    elif place == "draft":
+        engine.speculative_config = {"model": str(other), "num_speculative_tokens": 1}
+    else:
+        draft = SimpleNamespace(model=str(other), revision=None)
+        engine.speculative_config = SimpleNamespace(draft_model_config=draft)
+    engine.model_config = config
+    load_with(vllm_config=engine)
+    assert not have_files_changed(str(other))
+    (other / "model.safetensors").write_bytes(b"newer")
+    assert have_files_changed(str(other))
+    assert not have_files_changed(str(model), "v1")
+
+
+FORKED = """
+import os, sys
+from pathlib import Path
+from kvcascade.identity import have_files_changed, note_files
+weights = Path(sys.argv[1], "model.safetensors")
+weights.write_bytes(b"old")
+note_files(sys.argv[1])
+weights.write_bytes(b"newer")
+print(have_files_changed(sys.argv[1]), flush=True)
+if os.fork() == 0:
+    print(have_files_changed(sys.argv[1]), flush=True)
+    weights.write_bytes(b"newest")
+    print(have_files_changed(sys.argv[1]), flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_an_engine_that_is_forked_begins_with_the_files_of_then(tmp_path: Path) -> None:
+    """A second engine of one process: vLLM runs plugins only for the first one. It loads what was
+    saved between the two, and a replacement during its own start is noticed."""
+    command = [sys.executable, "-c", FORKED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == ["True", "False", "True"]
 
 
 def two_commits(hub: Path, file: str) -> Path:
@@ -159,14 +230,15 @@ def test_an_object_that_asks_itself_for_ever_does_no_harm() -> None:
     load_with(self=Wrapper())
 
 
-def look_below(calls: int) -> Mapping[str, Any]:
+def look_below(calls: int) -> Any:
     """Look for a configuration that the frame above holds, from so many calls below it."""
     if calls > 1:
         return look_below(calls - 1)
-    return plugin._find_engine(inspect.currentframe())[0]
+    engine = plugin._find_engine(inspect.currentframe())
+    return engine.kv_transfer_config.kv_connector_extra_config if engine is not None else {}
 
 
-def held_above(calls: int) -> Mapping[str, Any]:
+def held_above(calls: int) -> Any:
     """What is found of a configuration so many calls up."""
     vllm_config = holder(GOOD)
     assert vllm_config is not None

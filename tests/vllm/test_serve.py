@@ -14,7 +14,7 @@ from support.cache_rig import call, flip
 from support.server_rig import Server
 
 from kvcascade.observe.metrics import METRICS, PREFIX, Kind
-from kvcascade.tiers.nvme.segments.format import parse_record
+from kvcascade.tools.commands.carry.carried import parse_record
 from kvcascade.tools.commands.command_line import ExitCode
 from kvcascade.tools.commands.path_blocks import open_path
 from kvcascade.tools.dev.server import served_model

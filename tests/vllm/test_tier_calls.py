@@ -201,6 +201,22 @@ def test_what_is_loaded_is_used_once(rig: Rig) -> None:
     assert coldest[0] == key(9) and coldest[-1] == key(1)
 
 
+def test_each_tier_of_an_engine_counts_what_a_request_used(tmp_path: Path) -> None:
+    """A request has one context, which all tiers of its engine share."""
+    rigs = [Rig(tmp_path / name) for name in ("one", "two")]
+    for name, prompt in (("a", [1, 2]), ("b", [11, 12])):
+        for rig in rigs:
+            context = rig.request(name, prompt)
+            rig.store(context, prompt)
+            rig.finish(context, prompt)
+    shared = rigs[0].request("c", [1, 2])
+    for rig in rigs:
+        assert all(rig.tier.lookup(okey(n), shared) is LookupResult.HIT for n in (1, 2))
+    for rig in rigs:
+        rig.tier.on_request_finished(shared)
+    assert [set(rig.coldest()[:2]) for rig in rigs] == [{key(11), key(12)}] * 2
+
+
 def test_an_idle_engine_hears_its_node(rig: Rig) -> None:
     """Otherwise the node keeps what it has to tell, and ends once that is too much."""
     heard: list[Any] = []

@@ -71,7 +71,7 @@ SWEEP_ENTRIES_MAX = 1024
 
 _MAKER_BYTE = 0
 _NAME = re.compile(r"kvcascade-[0-9a-f]{32}")
-_KEPT_NAME = re.compile(r"kvcascade-kept-[0-9a-f]{32}")
+KEPT_NAME = re.compile(r"kvcascade-kept-[0-9a-f]{32}")
 KEPT_ENTRIES_MAX = 1024
 """Maximum number of kept arenas that are examined."""
 _DIGEST_SIZE = 16
@@ -112,7 +112,7 @@ def arena_path(arena_dir: str, engine_id: str) -> str:
 def kept_arenas(arena_dir: str) -> list[str]:
     """Return the paths of the kept arenas in a directory, in use or not."""
     with suppress(OSError), os.scandir(arena_dir) as entries:
-        found = [entry.path for entry in entries if _KEPT_NAME.fullmatch(entry.name)]
+        found = [entry.path for entry in entries if KEPT_NAME.fullmatch(entry.name)]
         return sorted(found)[:KEPT_ENTRIES_MAX]
     return []
 
@@ -133,33 +133,6 @@ def give_up_name(path: str, fd: int, is_kept: bool) -> bool:
     except OSError:
         return False  # gone already: another process gave the file its lasting name
     return False
-
-
-def drop_kept(path: str) -> bool:
-    """Remove a kept arena unless a live process holds it. Return True if it was removed."""
-    return bool(_KEPT_NAME.fullmatch(os.path.basename(path))) and _remove_stale(path)
-
-
-def kept_header(path: str) -> tuple[ArenaHeader | None, bool] | None:
-    """Return the header of a kept arena, and True if a live process holds it.
-
-    The header is None if it is of another version, or damaged. Return None if the file is not an
-    arena of this user. Takes the exclusive lock for a moment, as a maker does that searches for an
-    arena to take over.
-    """
-    fd = _open_own(path)
-    if fd is None:
-        return None
-    try:
-        is_free = try_flock(fd, exclusive=True)
-        page = os.pread(fd, HEADER_BYTES, 0)
-        with suppress(FormatError):
-            return layout.read_fixed(page, path), not is_free
-        return (None, not is_free) if page.startswith(layout.MAGIC) else None
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
 
 
 def check_dir(arena_dir: str) -> None:
@@ -228,7 +201,7 @@ def sweep(arena_dir: str) -> list[str]:
     removed: list[str] = []
     with suppress(OSError), os.scandir(arena_dir) as entries:
         ours = [entry.path for entry in entries if _NAME.fullmatch(entry.name)]
-        removed = [path for path in sorted(ours)[:SWEEP_ENTRIES_MAX] if _remove_stale(path)]
+        removed = [path for path in sorted(ours)[:SWEEP_ENTRIES_MAX] if remove_stale(path)]
     return removed
 
 
@@ -237,7 +210,7 @@ def _is_name_of(path: str, fd: int) -> bool:
     return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
 
 
-def _open_own(path: str) -> int | None:
+def open_own(path: str) -> int | None:
     """Open a regular file of this user. Return None for any other file or on an error."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -250,9 +223,9 @@ def _open_own(path: str) -> int | None:
     return None
 
 
-def _remove_stale(path: str) -> bool:
+def remove_stale(path: str) -> bool:
     """Remove an arena file that no live process holds. Return True if it was removed."""
-    fd = _open_own(path)
+    fd = open_own(path)
     if fd is None:
         return False
     try:
@@ -272,7 +245,7 @@ def _clear_away(path: str, fd: int, page: bytes) -> bool:
     The blocks of a kept arena are complete at every moment, so it keeps a name unless it has its
     lasting one already. Return True if this call removed the name.
     """
-    is_lasting = _KEPT_NAME.fullmatch(os.path.basename(path))
+    is_lasting = KEPT_NAME.fullmatch(os.path.basename(path))
     with suppress(FormatError):
         if layout.is_ready(page) and not is_lasting:
             return give_up_name(path, fd, layout.read_fixed(page, path).geometry.kept)
@@ -285,7 +258,7 @@ def _take_over(request: ArenaRequest) -> ArenaFile | None:
     The arena gets this engine's name. Return None if there is no such arena.
     """
     for path in kept_arenas(os.path.dirname(request.path)):
-        fd = _open_own(path)
+        fd = open_own(path)
         if fd is None:
             continue
         try:

@@ -7,11 +7,9 @@ from itertools import takewhile
 
 import numpy as np
 
-from ..base import BlockHash, BlockStatus, CachePolicy, SlotMask, slot_of
+from ..base import BlockHash, BlockStatus, CachePolicy, Pairs, SlotMask, slot_of
 from .order import EvictionOrder
 from .parts.directory import DictDirectory
-
-Pairs = list[tuple[BlockHash, BlockStatus]]
 
 MANY_PINNED = 1024
 """Number of pinned blocks that a search meets one by one. It then leaves out all that are pinned:

@@ -172,13 +172,13 @@ class Lane:
         for _ in range(starts):
             self._start()
 
-    def drop_all(self, outcome: RemoteOutcome) -> None:
+    def drop_all(self) -> None:
         """Give up everything that has not begun."""
         with self._lock:
             dropped = [*self._waiting]
             self._waiting.clear()
         for errand in dropped:
-            errand.give_up(outcome)
+            errand.give_up(RemoteOutcome.DROPPED)
 
     def close(self) -> None:
         """Give up everything that has not begun, and begin nothing any more."""
@@ -193,7 +193,7 @@ class Lane:
             with self._lock:
                 self._running -= 1
                 self._is_closed = True
-            self.drop_all(RemoteOutcome.DROPPED)
+            self.drop_all()
 
     def _work(self) -> None:
         """Run errands until none may begin."""

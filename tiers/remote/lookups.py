@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from ..base import BlockHash
 from .base import FAILURES, RemoteEngine, RemoteOutcome, worst_of
 from .objects import ObjectFormat
-from .presence import ChainSearch, Presence, PresenceMemory, held_prefix
+from .presence import ChainSearch, PresenceMemory
 from .remote_counters import RemoteCounters, Verb
+from .remote_job import RemoteJob
 from .shared_generation import SharedGeneration
 
 NAMES_PER_LOOKUP = 4096
 """Limit on the names of one call."""
 
 
-@dataclass(slots=True)
-class ChainAsk:
-    """A chain of blocks that a ticket asks for, in prefix order."""
+@dataclass(slots=True, kw_only=True)
+class LookupJob(RemoteJob):
+    """Blocks that a ticket looks up."""
 
-    ticket: int
-    keys: Sequence[BlockHash]
-    ends_s: float
-    is_over: bool = False
-    """True once its end was reported: its answer came, or its deadline passed."""
-    answers: list[RemoteOutcome] = field(default_factory=list)
+    kind = Verb.LOOKUP
+
+    chains: Sequence[Sequence[int]]
+    """Numbers of the blocks of each prefix chain, head first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +36,7 @@ class RemoteLink:
     objects: ObjectFormat
     generation: SharedGeneration
     memory: PresenceMemory
+    """What the server was last known to have. Uploads renew such blocks; lookups always ask."""
     counters: RemoteCounters
     clock: Callable[[], float]
 
@@ -63,94 +63,100 @@ class RemoteLink:
 
 
 class RemoteLookups:
-    """Answers batches of chains. Any thread."""
+    """Answers batches of lookups. Any thread."""
 
     def __init__(self, link: RemoteLink) -> None:
         self._link = link
 
-    def answer(self, asks: Sequence[ChainAsk]) -> RemoteOutcome:
-        """Ask the engine for all chains that somebody still waits for, and fill their answers.
+    def give_up(self, jobs: Sequence[LookupJob], outcome: RemoteOutcome) -> None:
+        """End jobs that the engine was not asked for."""
+        for job in jobs:
+            self._link.counters.note(Verb.LOOKUP, [outcome] * len(job.keys))
+            job.give_up(outcome, waits=True)
+
+    def answer(self, jobs: Sequence[LookupJob]) -> RemoteOutcome:
+        """Ask the engine for all blocks that somebody still waits for, and settle their jobs.
 
         Return the worst outcome. Runs on a thread.
         """
         link = self._link
         begun_s, epoch = link.clock(), link.memory.epoch
-        asks = [ask for ask in asks if not ask.is_over and ask.ends_s > begun_s]
-        if not asks:
+        for job in jobs:
+            if job.ends_s <= begun_s:
+                job.give_up(RemoteOutcome.TIMED_OUT, waits=True)
+        jobs = [job for job in jobs if job.left]
+        if not jobs:
             return RemoteOutcome.OK
-        ends_s = max(ask.ends_s for ask in asks)
+        ends_s = max(job.ends_s for job in jobs)
         generation = link.generation.current(ends_s - begun_s)
         if generation.outcome is not RemoteOutcome.OK:
-            for ask in asks:
-                ask.answers = [generation.outcome] * len(ask.keys)
+            for job in jobs:
+                job.give_up(generation.outcome, waits=True)
             return generation.outcome
         answer_all = self._ask_all if link.engine.asks_in_one_trip else self._search_all
-        return answer_all(asks, generation.value, ends_s, epoch)
+        return answer_all(jobs, generation.value, ends_s, epoch)
 
     def _exist(
         self, keys: Sequence[BlockHash], generation: int, ends_s: float
-    ) -> list[RemoteOutcome]:
+    ) -> dict[BlockHash, RemoteOutcome]:
         link = self._link
         found: list[RemoteOutcome] = []
         for start in range(0, len(keys), NAMES_PER_LOOKUP):
             names = [link.objects.name(k, generation) for k in keys[start:][:NAMES_PER_LOOKUP]]
             ask = partial(link.engine.exist_many, names, max(0.0, ends_s - link.clock()))
             found += link.call(Verb.LOOKUP, ask)
-        return found
+        return dict(zip(keys, found, strict=True))
 
     def _ask_all(
-        self, asks: Sequence[ChainAsk], generation: int, ends_s: float, epoch: int
+        self, jobs: Sequence[LookupJob], generation: int, ends_s: float, epoch: int
     ) -> RemoteOutcome:
-        """One pipelined call about every block that is not known."""
-        memory = self._link.memory
-        unknown = dict.fromkeys(
-            key for ask in asks for key in ask.keys if memory.of(key) is Presence.UNKNOWN
-        )
-        keys = [*unknown]
-        answers = dict(zip(keys, self._exist(keys, generation, ends_s), strict=True))
+        """One pipelined call about every block."""
+        wanted = dict.fromkeys(key for job in jobs for key in job.keys)
+        answers = self._exist([*wanted], generation, ends_s)
         held = [key for key, answer in answers.items() if answer is RemoteOutcome.OK]
         absent = [key for key, answer in answers.items() if answer is RemoteOutcome.ABSENT]
-        memory.note(epoch, held, absent)
-        for ask in asks:
-            ask.answers = [answers.get(k) or _known(memory.of(k)) for k in ask.keys]
+        self._link.memory.note(epoch, held, absent)
+        for job in jobs:
+            job.settle(range(len(job.keys)), [answers[key] for key in job.keys])
         return worst_of(answers.values())
 
     def _search_all(
-        self, asks: Sequence[ChainAsk], generation: int, ends_s: float, epoch: int
+        self, jobs: Sequence[LookupJob], generation: int, ends_s: float, epoch: int
     ) -> RemoteOutcome:
         """Search all chains at once: one round of requests narrows each of them."""
-        memory = self._link.memory
-        open_searches = [
-            (ask, ChainSearch(len(ask.keys), held_prefix(memory, ask.keys))) for ask in asks
-        ]
+        searches = [(job, chain, ChainSearch(len(chain))) for job in jobs for chain in job.chains]
         worst = RemoteOutcome.OK
-        while open_searches:
-            probes = [(ask, search, search.probes()) for ask, search in open_searches]
+        while going := [
+            (job, chain, search, search.probes()) for job, chain, search in searches if job.left
+        ]:
             wanted = dict.fromkeys(
-                ask.keys[block] for ask, _, blocks in probes for block in blocks if not ask.is_over
+                job.keys[chain[at]] for job, chain, _, probes in going for at in probes
             )
-            keys = [*wanted]
-            answers = dict(zip(keys, self._exist(keys, generation, ends_s), strict=True))
-            open_searches = []
-            for ask, search, blocks in probes:
-                found = {block: answers.get(ask.keys[block]) for block in blocks}
-                failed = [a for a in found.values() if a is not None and a in FAILURES]
+            answers = self._exist([*wanted], generation, ends_s)
+            searches = []
+            for job, chain, search, probes in going:
+                found = {at: answers[job.keys[chain[at]]] for at in probes}
+                failed = [answer for answer in found.values() if answer in FAILURES]
                 if failed:
                     worst = worst_of(failed)
-                    self._end(ask, search.held, failed[0], epoch)
+                    self._end(job, chain, search.held, failed[0], epoch)
                     continue
-                search.learn({block: a is RemoteOutcome.OK for block, a in found.items()})
-                if search.probes() and not ask.is_over:
-                    open_searches.append((ask, search))
+                search.learn({at: a is RemoteOutcome.OK for at, a in found.items()})
+                if search.probes():
+                    searches.append((job, chain, search))
                 else:
-                    self._end(ask, search.held, RemoteOutcome.ABSENT, epoch)
+                    self._end(job, chain, search.held, RemoteOutcome.ABSENT, epoch)
         return worst
 
-    def _end(self, ask: ChainAsk, held: int, rest: RemoteOutcome, epoch: int) -> None:
-        ask.answers = [RemoteOutcome.OK] * held + [rest] * (len(ask.keys) - held)
-        absent = ask.keys[held:] if rest is RemoteOutcome.ABSENT and not ask.is_over else ()
-        self._link.memory.note(epoch, ask.keys[:held], absent)
-
-
-def _known(presence: Presence) -> RemoteOutcome:
-    return RemoteOutcome.OK if presence is Presence.HELD else RemoteOutcome.ABSENT
+    def _end(
+        self,
+        job: LookupJob,
+        chain: Sequence[int],
+        held: int,
+        rest: RemoteOutcome,
+        epoch: int,
+    ) -> None:
+        keys = [job.keys[number] for number in chain]
+        absent = keys[held:] if rest is RemoteOutcome.ABSENT else ()
+        self._link.memory.note(epoch, keys[:held], absent)
+        job.settle(chain, [RemoteOutcome.OK] * held + [rest] * (len(chain) - held))

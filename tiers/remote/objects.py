@@ -53,9 +53,9 @@ class Seal(ABC):
     label: bytes
     """Digest that distinguishes the namespaces of different keys; it does not reveal the key."""
 
-    @abstractmethod
     def new_nonce(self) -> bytes:
-        """Return the nonce of the next object."""
+        """Return the nonce of the next object; zeros if nothing is encrypted."""
+        return bytes(_NONCE_BYTES)
 
     @abstractmethod
     def close(self, body: bytes, nonce: bytes, payload: memoryview) -> tuple[memoryview, bytes]:
@@ -71,9 +71,6 @@ class NoSeal(Seal):
 
     flag = 0
     label = b""
-
-    def new_nonce(self) -> bytes:
-        return bytes(_NONCE_BYTES)
 
     def close(self, body: bytes, nonce: bytes, payload: memoryview) -> tuple[memoryview, bytes]:
         return payload, bytes(_TAG_BYTES)
@@ -91,9 +88,6 @@ class MacSeal(Seal):
         """`secret`: `SECRET_BYTES` random bytes. Raises `ConfigError` for another length."""
         self._secret = _checked(secret)
         self.label = _label(b"mac", secret)
-
-    def new_nonce(self) -> bytes:
-        return bytes(_NONCE_BYTES)
 
     def close(self, body: bytes, nonce: bytes, payload: memoryview) -> tuple[memoryview, bytes]:
         return payload, self._tag(body, payload)

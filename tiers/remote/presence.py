@@ -11,6 +11,10 @@ from typing import Any
 
 from ..base import BlockHash
 
+HELD_S = 30.0
+"""Time for which a block that was there counts as held."""
+ABSENT_S = 5.0
+"""Time for which a block that was absent is not asked for again."""
 WAYS = 8
 """A search splits the open part of a chain into so many parts at a time."""
 MAX_REMEMBERED = 1 << 17
@@ -45,10 +49,9 @@ def _renew(known: dict[BlockHash, float], key: BlockHash, value: float) -> None:
 class PresenceMemory:
     """Answers of the last seconds. Any thread; a look takes no lock."""
 
-    def __init__(self, clock: Callable[[], float], held_s: float, absent_s: float) -> None:
-        """`clock` returns monotonic seconds; the others say how long an answer counts."""
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` returns monotonic seconds."""
         self._clock = clock
-        self._held_s, self._absent_s = held_s, absent_s
         self._lock = threading.Lock()
         self.until: dict[BlockHash, float] = {}
         """Time until which an answer counts; negative for an absent block. Oldest answers first.
@@ -84,14 +87,15 @@ class PresenceMemory:
             if epoch != self.epoch:
                 return
             for key in held:
-                _renew(self.until, key, now_s + self._held_s)
+                _renew(self.until, key, now_s + HELD_S)
             for key in absent:
-                _renew(self.until, key, -(now_s + self._absent_s))
+                _renew(self.until, key, -(now_s + ABSENT_S))
                 self._arrived_s.pop(key, None)
             drop_oldest(self.until)
 
-    def note_arrivals(self, epoch: int, keys: Iterable[BlockHash]) -> None:
-        """Remember that blocks were written, or were there already, in `epoch`."""
+    def note_arrivals(self, epoch: int, keys: Sequence[BlockHash]) -> None:
+        """Remember that blocks are there: they were written, or were there already, in `epoch`."""
+        self.note(epoch, keys, ())
         now_s = self._clock()
         with self._lock:
             if epoch != self.epoch:
@@ -131,11 +135,11 @@ class ChainSearch:
     `WAYS` blocks that divide the open part are asked for at a time.
     """
 
-    def __init__(self, length: int, held: int = 0) -> None:
-        """`length`: number of blocks, at least 1; the first `held` of them are there."""
+    def __init__(self, length: int) -> None:
+        """`length`: number of blocks, at least 1."""
         self._length = length
         self._is_new = True
-        self._low = held - 1
+        self._low = -1
         """Last block that is there; -1: none is known."""
         self._high = length
         """First block that is absent; `length`: none is known."""
@@ -167,15 +171,3 @@ class ChainSearch:
         self._high = min([self._high, *absent])
         below = [block for block, there in is_there.items() if there and block < self._high]
         self._low = max([self._low, *below])
-
-
-def held_prefix(memory: PresenceMemory, keys: Sequence[BlockHash]) -> int:
-    """Return how many blocks at the begin of a chain are known to be held."""
-    presences = (memory.of(key) for key in keys)
-    return next((n for n, p in enumerate(presences) if p is not HELD), len(keys))
-
-
-def known_prefix(memory: PresenceMemory, keys: Sequence[BlockHash]) -> int | None:
-    """Return how many blocks of a chain are held, or None if that must be asked for."""
-    held = held_prefix(memory, keys)
-    return held if held == len(keys) or memory.of(keys[held]) is ABSENT else None

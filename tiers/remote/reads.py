@@ -25,6 +25,7 @@ class RemoteRead(RemoteJob):
     """Blocks that a ticket reads."""
 
     __slots__ = ()
+    kind = Verb.READ
 
     def deliver(self, number: int, payload: memoryview) -> None:
         """Copy a verified payload to its destination, unless the block has an outcome.
@@ -36,19 +37,6 @@ class RemoteRead(RemoteJob):
                 target = np.frombuffer(self.views[number], np.uint8)
                 target.reshape(-1, payload.nbytes)[:] = np.frombuffer(payload, np.uint8)
                 self._settle([number], [RemoteOutcome.OK])
-
-    def give_up(self, outcome: RemoteOutcome, *, waits: bool) -> bool:
-        """Give all blocks an outcome now. Return True if they have one.
-
-        If a copy is being made just now, wait for its end, or change nothing and return False.
-        """
-        if not self.lock.acquire(blocking=waits):
-            return False
-        try:
-            self._settle(range(len(self.keys)), [outcome] * len(self.keys))
-            return True
-        finally:
-            self.lock.release()
 
 
 class _Landing(Sequence[PrivateBuffer]):

@@ -90,7 +90,7 @@ class RemoteCounters:
             taken, self._samples_s = self._samples_s, {}
         return {verb.value: samples_s for verb, samples_s in taken.items()}
 
-    def note_unsent(self, reason: str, blocks: int = 1) -> None:
+    def note_unsent(self, reason: str, blocks: int) -> None:
         """Add blocks that were offered and not written."""
         with self._lock:
             self.unsent[reason] += blocks

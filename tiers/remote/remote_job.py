@@ -1,23 +1,28 @@
-"""`RemoteJob`: blocks of one ticket that are read or written in parts, on several threads."""
+"""`RemoteJob`: blocks of one ticket that are looked up, read or written, on several threads."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from ..base import BlockHash
 from .base import RemoteOutcome
+from .remote_counters import Verb
 
 
 @dataclass(slots=True)
 class RemoteJob:
-    """Blocks that a ticket reads or writes. Any thread."""
+    """Blocks that a ticket looks up, reads or writes. Any thread."""
+
+    kind: ClassVar[Verb]
 
     ticket: int
     keys: Sequence[BlockHash]
     views: Sequence[memoryview]
-    """Memory of each block: the destination of a read, or the payload that is written."""
+    """Memory of each block: the destination of a read, or the payload that is written. A lookup has
+    none."""
     ends_s: float
     outcomes: list[RemoteOutcome | None] = field(init=False)
     """None for a block that is still to come."""
@@ -34,6 +39,20 @@ class RemoteJob:
         """Give blocks their outcomes; those that have one keep it."""
         with self.lock:
             self._settle(numbers, outcomes)
+
+    def give_up(self, outcome: RemoteOutcome, *, waits: bool) -> bool:
+        """Give all blocks without an outcome this one. Return True if all have one now.
+
+        If another thread gives blocks their outcomes just now, wait for its end, or change nothing
+        and return False.
+        """
+        if not self.lock.acquire(blocking=waits):
+            return False
+        try:
+            self._settle(range(len(self.keys)), [outcome] * len(self.keys))
+            return True
+        finally:
+            self.lock.release()
 
     def take_end(self) -> list[RemoteOutcome] | None:
         """Return all outcomes, once, when no block is left; None otherwise."""

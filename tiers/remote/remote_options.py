@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from stat import S_ISDIR
 
 from ...config.remote import RemoteTierOptions
@@ -61,18 +60,13 @@ def missing_extra(options: RemoteTierOptions) -> str | None:
     return None
 
 
-def folder_of(options: RemoteTierOptions) -> Path | None:
-    """Return the folder of a `file://` URL; None for a server."""
-    return folder_of_url(options.url)
-
-
 def folder_problem(options: RemoteTierOptions, *, may_be_missing: bool) -> str | None:
     """Return a sentence about the folder of a `file://` URL; None if it can be opened.
 
     Blocks as long as its file system does not answer. The first request creates a folder that is
     missing.
     """
-    folder = folder_of(options)
+    folder = folder_of_url(options.url)
     if folder is None:
         return None
     place = f"{options.key}.url: {str(folder)!r}"
@@ -94,9 +88,6 @@ def open_remote_engine(
     Reads secrets from files and environment. Asks no server, and no folder of a `file://` URL.
     Raises `ConfigError`, without any credential in it.
     """
-    missing = missing_extra(options)
-    if missing:
-        raise ConfigError(missing)
     seal = _open_seal(options, environment)
     secret = partial(_secret, options, environment)
     return kind_of(options).open(options, secret), seal
@@ -107,9 +98,6 @@ def check_openable(options: RemoteTierOptions, environment: Mapping[str, str]) -
 
     It loads no library that starts threads, so that a scheduler's process can call it.
     """
-    missing = missing_extra(options)
-    if missing:
-        raise ConfigError(missing)
     _open_seal(options, environment)
     kind = kind_of(options)
     if kind.is_light:
@@ -117,6 +105,10 @@ def check_openable(options: RemoteTierOptions, environment: Mapping[str, str]) -
 
 
 def _open_seal(options: RemoteTierOptions, environment: Mapping[str, str]) -> Seal | None:
+    """Return the protection of objects. Raises `ConfigError`, for a missing package first."""
+    missing = missing_extra(options)
+    if missing:
+        raise ConfigError(missing)
     if options.wants("mac_key"):
         return MacSeal(_key(options, "mac_key", environment))
     if options.wants("encryption_key"):

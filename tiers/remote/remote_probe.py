@@ -1,4 +1,4 @@
-"""Try whether the server of a remote tier can be used: what `kvcascade check` asks.
+"""Try whether the server of a remote tier can be used: what engines and `kvcascade check` ask.
 
 It asks for an object and a counter that are not there. A small object is created,
 created again, and removed. None of them belongs to a namespace. Folders that were created for it
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from ...config.remote import RemoteTierOptions, WriteWhen
 from .base import HEADER_BYTES, Cause, RemoteEngine, RemoteObject, RemoteOutcome
-from .remote_options import folder_of, folder_problem, open_remote_engine
+from .engines.opened_folder import folder_of_url
+from .remote_options import folder_problem
 
 PROBE_BYTES = 4096
 FOLDER = "kvcascade-check"
@@ -65,26 +66,6 @@ class ServerFinding(NamedTuple):
     """True if the server works now, and its configuration will fail it later."""
 
 
-def probe_remote(options: RemoteTierOptions, environment: Mapping[str, str]) -> str | None:
-    """Return a sentence about why the tier cannot be used as configured; None if it can.
-
-    Blocks for a few deadlines of the tier. Raises `ConfigError` if a package or a secret is
-    missing.
-    """
-    with _without_new_folders(folder_of(options)):
-        engine, _ = open_remote_engine(options, environment)
-        try:
-            return problem_of(engine, options)
-        finally:
-            engine.close()
-
-
-def problem_of(engine: RemoteEngine, options: RemoteTierOptions) -> str | None:
-    """Return the sentence of `finding_of`."""
-    found = finding_of(engine, options)
-    return None if found is None else found.text
-
-
 def finding_of(engine: RemoteEngine, options: RemoteTierOptions) -> ServerFinding | None:
     """Return what is wrong with the server of an engine; None if nothing is.
 
@@ -93,8 +74,8 @@ def finding_of(engine: RemoteEngine, options: RemoteTierOptions) -> ServerFindin
     said = folder_problem(options, may_be_missing=True)
     if said is not None:
         return ServerFinding(said)
-    folder = folder_of(options)
-    with _without_new_folders(folder and folder / FOLDER):
+    folder = folder_of_url(options.url)
+    with without_new_folders(folder and folder / FOLDER):
         found = _problem(engine, options)
         if found is None and folder is not None and options.writes is not WriteWhen.OFF:
             is_full = shutil.disk_usage(folder).free < FULL_BYTES
@@ -102,15 +83,11 @@ def finding_of(engine: RemoteEngine, options: RemoteTierOptions) -> ServerFindin
     is_hint = found is None and _will_keep_all(engine, options)
     if is_hint:
         found = _CAUSES[Cause.KEEPS_ALL]
-    return None if found is None else ServerFinding(_sentence(options, found), is_hint)
+    return None if found is None else ServerFinding(sentence(options, found), is_hint)
 
 
-def failure_of(engine: RemoteEngine, outcome: RemoteOutcome, options: RemoteTierOptions) -> str:
-    """Return a sentence about a failure of the server; asks the server for its cause."""
-    return _sentence(options, _reason(outcome, engine.explain(options.deadline_s)))
-
-
-def _sentence(options: RemoteTierOptions, clause: str) -> str:
+def sentence(options: RemoteTierOptions, clause: str) -> str:
+    """Return the sentence about a tier with a clause about its server."""
     return f"{options.key}.url: the server {clause}."
 
 
@@ -121,7 +98,7 @@ def _will_keep_all(engine: RemoteEngine, options: RemoteTierOptions) -> bool:
 
 
 @contextmanager
-def _without_new_folders(folder: Path | None) -> Iterator[None]:
+def without_new_folders(folder: Path | None) -> Iterator[None]:
     """Remove this folder and its parents again if they were created meanwhile and are empty."""
     paths = () if folder is None else (folder, *folder.parents)
     missing = [*takewhile(lambda path: not os.path.exists(path), paths)]
@@ -133,7 +110,7 @@ def _without_new_folders(folder: Path | None) -> Iterator[None]:
                 path.rmdir()
 
 
-def _reason(outcome: RemoteOutcome, cause: Cause | None) -> str:
+def reason(outcome: RemoteOutcome, cause: Cause | None) -> str:
     """Return a clause about a server that failed."""
     if cause is not None and cause is not Cause.KEEPS_ALL:
         return _CAUSES[cause]
@@ -148,10 +125,10 @@ def _problem(engine: RemoteEngine, options: RemoteTierOptions) -> str | None:
     (found,) = engine.exist_many([name], limit_s)
     cause = engine.explain(limit_s)
     if found is not RemoteOutcome.ABSENT or cause not in (None, Cause.KEEPS_ALL):
-        return _reason(found, cause)
+        return reason(found, cause)
     counted = engine.counter(name, None, limit_s).outcome
     if counted is not RemoteOutcome.ABSENT:
-        return _reason(counted, Cause.RIGHT if counted is RemoteOutcome.DENIED else None)
+        return reason(counted, Cause.RIGHT if counted is RemoteOutcome.DENIED else None)
     if options.writes is WriteWhen.OFF:
         return None
     return _problem_of_writes(engine, name, limit_s)

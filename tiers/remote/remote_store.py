@@ -26,9 +26,9 @@ from ..base import BlockHash
 from ..breaker import Breaker
 from .base import RemoteEngine, RemoteOutcome
 from .lane import FEWEST_CALLS, CallLimit, Errand, Lane, TokenBucket
-from .lookups import ChainAsk, RemoteLink, RemoteLookups
+from .lookups import LookupJob, RemoteLink, RemoteLookups
 from .objects import ObjectFormat
-from .presence import PresenceMemory, known_prefix
+from .presence import PresenceMemory
 from .reads import Reads, RemoteRead
 from .remote_counters import RemoteCounters, Verb
 from .remote_job import RemoteJob
@@ -56,10 +56,6 @@ class StoreOptions:
 
     deadline_s: float = 2.0
     """Longest time that an answer takes, and a read unless its caller says less."""
-    held_s: float = 30.0
-    """Time for which a block that was there counts as held."""
-    absent_s: float = 5.0
-    """Time for which a block that was absent is not asked for again."""
     renew_after_s: float = 0.0
     """Time after which `OfferRule` wants a block that is there and in use again, lest it expire."""
     reads_at_a_time: int = 4
@@ -125,7 +121,7 @@ class RemoteStore:
         engine: RemoteEngine,
         objects: ObjectFormat,
         executor: Executor,
-        options: StoreOptions | None = None,
+        options: StoreOptions,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         on_ended: Callable[[], None] = lambda: None,
@@ -138,10 +134,10 @@ class RemoteStore:
         thread, when `poll` has something new. `was_reset`: the owner was reset since its start,
         when it had another store.
         """
-        self._options = options = options or StoreOptions()
+        self._options = options
         self._clock = clock
         self._on_ended = on_ended
-        memory, counters = PresenceMemory(clock, options.held_s, options.absent_s), RemoteCounters()
+        memory, counters = PresenceMemory(clock), RemoteCounters()
 
         def asked(outcome: RemoteOutcome, requests: int, took_s: float) -> None:
             counters.note(Verb.GENERATION, [outcome], requests=requests, took_s=took_s)
@@ -177,65 +173,57 @@ class RemoteStore:
         self._asking = lane(LOOKUPS_AT_A_TIME, None, RemoteOutcome.TIMED_OUT, stall_s)
         self._reading = lane(reads, options.read_bytes_per_s, RemoteOutcome.DROPPED, stall_s)
         self._writing = lane(writes, options.write_bytes_per_s, RemoteOutcome.DROPPED, write_s)
-        self._gathered: list[ChainAsk] = []
-        self._asks: dict[int, ChainAsk] = {}
-        self._jobs: dict[int, RemoteRead] = {}
-        self._ended: deque[tuple[ChainAsk | RemoteJob, RemoteEnded]] = deque()
+        self._gathered: list[LookupJob] = []
+        """Lookups of this step."""
+        self._awaited: dict[tuple[Verb, int], RemoteJob] = {}
+        """Lookups and reads whose end was not polled, by kind and ticket."""
+        self._ended: deque[RemoteEnded] = deque()
         self._is_telling = False
 
     # -- lookups -----------------------------------------------------------------------------
 
-    def ask(self, ticket: int, keys: Sequence[BlockHash]) -> None:
-        """Ask for a prefix chain; `send` makes one batch of what was asked in a step.
+    def ask(
+        self,
+        ticket: int,
+        keys: Sequence[BlockHash],
+        chains: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Look blocks up; `send` makes one batch of what was asked in a step.
 
-        The blocks of one chain are those of one KV group, head first. A ticket has one question at
-        a time.
+        `chains`: numbers of the blocks of each prefix chain, head first. A chain has blocks of one
+        KV group. None: all blocks are one chain. A ticket has one lookup at a time.
         """
-        ask = self._asks[ticket] = ChainAsk(ticket, keys, self._clock() + self._options.deadline_s)
-        known = known_prefix(self._link.memory, keys)
-        if known is not None:
-            absent = [RemoteOutcome.ABSENT] * (len(keys) - known)
-            self._end_ask(ask, [RemoteOutcome.OK] * known + absent)
-        elif not self._asking.is_open:
-            self._end_unasked(ask, RemoteOutcome.RESTING)
+        ends_s = self._clock() + self._options.deadline_s
+        job = LookupJob(ticket, keys, (), ends_s, chains=chains or [range(len(keys))])
+        self._awaited[job.kind, ticket] = job
+        if keys and self._asking.is_open:
+            self._gathered.append(job)
         else:
-            self._gathered.append(ask)
+            self._give_up_lookups([job], RemoteOutcome.RESTING)
 
     def send(self) -> None:
         """Ask what was gathered, in one batch. Call it at the end of each step."""
-        asks, self._gathered = self._gathered, []
-        if asks:
-
-            def give_up(outcome: RemoteOutcome) -> None:
-                for ask in asks:
-                    self._end_unasked(ask, outcome)
-
+        jobs, self._gathered = self._gathered, []
+        if jobs:
             self._asking.add(
                 Errand(
-                    max(ask.ends_s for ask in asks),
+                    max(job.ends_s for job in jobs),
                     0,
-                    lambda: self._answer(asks),
-                    give_up,
-                    lambda: all(ask.is_over for ask in asks),
+                    partial(self._answer, jobs),
+                    partial(self._give_up_lookups, jobs),
+                    lambda: not any(job.left for job in jobs),
                 )
             )
         self._pump()
 
-    def _answer(self, asks: Sequence[ChainAsk]) -> RemoteOutcome:
-        worst = self._lookups.answer(asks)
-        for ask in asks:
-            self._end_ask(ask, ask.answers)
+    def _answer(self, jobs: Sequence[LookupJob]) -> RemoteOutcome:
+        worst = self._lookups.answer(jobs)
+        self._report(*jobs)
         return worst
 
-    def _end_unasked(self, ask: ChainAsk, outcome: RemoteOutcome) -> None:
-        answers = [outcome] * len(ask.keys)
-        self._link.counters.note(Verb.LOOKUP, answers)
-        self._end_ask(ask, answers)
-
-    def _end_ask(self, ask: ChainAsk, answers: Sequence[RemoteOutcome]) -> None:
-        """Report the end of a question, on any thread; `poll` takes the first report only."""
-        answers = answers or [RemoteOutcome.TIMED_OUT] * len(ask.keys)
-        self._end(ask, RemoteEnded(ask.ticket, Verb.LOOKUP, answers))
+    def _give_up_lookups(self, jobs: Sequence[LookupJob], outcome: RemoteOutcome) -> None:
+        self._lookups.give_up(jobs, outcome)
+        self._report(*jobs)
 
     # -- reads -------------------------------------------------------------------------------
 
@@ -255,13 +243,9 @@ class RemoteStore:
         """
         left_s = self._options.deadline_s if limit_s is None else limit_s
         job = RemoteRead(ticket, keys, destinations, self._clock() + left_s)
-        self._jobs[ticket] = job
+        self._awaited[job.kind, ticket] = job
         reads = self._reads
-        if keys and self._reading.is_open:
-            self._begin(self._reading, job, reads.read, reads.give_up, partial(reads.is_over, job))
-        else:
-            reads.give_up(job, range(len(keys)), RemoteOutcome.RESTING)
-            self._report(job)
+        self._begin(self._reading, job, reads.read, reads.give_up, partial(reads.is_over, job))
 
     # -- writes ------------------------------------------------------------------------------
 
@@ -283,12 +267,8 @@ class RemoteStore:
         ends_s, epoch = self._clock() + self._options.queue_s, self._link.memory.epoch
         job = UploadJob(ticket, keys, payloads, ends_s, epoch=epoch, mark=mark)
         uploads = self._uploads
-        if keys and self._writing.is_open:
-            is_stale = partial(uploads.is_stale, job)
-            self._begin(self._writing, job, uploads.write, uploads.give_up, is_stale)
-        else:
-            uploads.give_up(job, range(len(keys)), RemoteOutcome.RESTING)
-            self._report(job)
+        is_stale = partial(uploads.is_stale, job)
+        self._begin(self._writing, job, uploads.write, uploads.give_up, is_stale)
 
     # -- jobs --------------------------------------------------------------------------------
 
@@ -300,8 +280,12 @@ class RemoteStore:
         give_up: Callable[[_Job, range, RemoteOutcome], None],
         is_over: Callable[[], bool],
     ) -> None:
-        """Add a job to a lane in parts that suit the engine; see `Errand`."""
+        """Add a job to a lane in parts that suit the engine, or give it up; see `Errand`."""
         n, engine = len(job.keys), self._link.engine
+        if not (n and lane.is_open):
+            give_up(job, range(n), RemoteOutcome.RESTING)
+            self._report(job)
+            return
         most = most_per_call(engine, self._link.objects.payload_bytes)
         part = max(engine.names_per_call, min(most, math.ceil(n / lane.calls)))
         for start in range(0, n, part):
@@ -319,12 +303,13 @@ class RemoteStore:
             n_bytes = len(numbers) * self._link.objects.payload_bytes
             lane.add(Errand(job.ends_s, n_bytes, run, drop, is_over))
 
-    def _report(self, job: RemoteJob) -> None:
-        """Report the end of a job if it has ended, and was not reported. Any thread."""
-        outcomes = job.take_end()
-        if outcomes is not None:
-            kind = Verb.READ if isinstance(job, RemoteRead) else Verb.WRITE
-            self._end(job, RemoteEnded(job.ticket, kind, outcomes))
+    def _report(self, *jobs: RemoteJob) -> None:
+        """Report the ends of jobs that have ended, and were not reported. Any thread."""
+        for job in jobs:
+            outcomes = job.take_end()
+            if outcomes is not None:
+                self._ended.append(RemoteEnded(job.ticket, job.kind, outcomes))
+                self._on_ended()
 
     # -- outcomes and upkeep -------------------------------------------------------------------
 
@@ -334,31 +319,21 @@ class RemoteStore:
         self._expire()
         found: list[RemoteEnded] = []
         while self._ended:
-            call, ended = self._ended.popleft()
-            if isinstance(call, ChainAsk):
-                if call.is_over:  # reported before
-                    continue
-                call.is_over = True
-                del self._asks[call.ticket]
-            elif isinstance(call, RemoteRead):
-                del self._jobs[call.ticket]
+            ended = self._ended.popleft()
+            self._awaited.pop((ended.kind, ended.ticket), None)
             found.append(ended)
         return found
 
     def reset(self, mark: int = 0, *, is_new: bool = True, known: int | None = None) -> None:
         """Make every older block unreachable, for all hosts as soon as the server is told.
 
-        Until it is told, this store neither reads nor writes. For the rest see `Generation.reset`.
+        Until it is told, this store neither reads nor writes. For the rest see `SharedGeneration`.
         """
         self._link.memory.clear()
         self._link.generation.reset(mark, is_new=is_new, known=known)
         self._link.memory.clear()  # answers of the older generation may have come in between
-        for ask in self._asks.values():
-            self._end_ask(ask, [RemoteOutcome.ABSENT] * len(ask.keys))
-        for job in self._jobs.values():
-            job.give_up(RemoteOutcome.ABSENT, waits=True)
-            self._report(job)
-        self._writing.drop_all(RemoteOutcome.DROPPED)
+        self._give_up_awaited(RemoteOutcome.ABSENT)
+        self._writing.drop_all()
         self.read_generation()
 
     @property
@@ -390,17 +365,14 @@ class RemoteStore:
         ends_s = time.monotonic() + limit_s
         while not all(lane.is_idle for lane in lanes) and time.monotonic() < ends_s:
             time.sleep(CLOSE_ROUND_S)
-        for job in self._jobs.values():
-            job.give_up(RemoteOutcome.DROPPED, waits=True)
-            self._report(job)
+        self._give_up_awaited(RemoteOutcome.DROPPED)
         self._link.engine.close()
         return all(lane.is_idle for lane in lanes)
 
-    def _end(self, call: ChainAsk | RemoteJob, ended: RemoteEnded) -> None:
-        if RemoteOutcome.TIMED_OUT in ended.outcomes:
-            self._link.memory.forget()  # the next answer to a question is the server's
-        self._ended.append((call, ended))
-        self._on_ended()
+    def _give_up_awaited(self, outcome: RemoteOutcome) -> None:
+        for job in self._awaited.values():
+            job.give_up(outcome, waits=True)
+        self._report(*self._awaited.values())
 
     def read_generation(self) -> None:
         """Read or raise the generation on a thread, unless that is being done.
@@ -430,11 +402,8 @@ class RemoteStore:
             self.read_generation()
 
     def _expire(self) -> None:
-        """End questions and reads whose deadline has passed, though their calls go on."""
+        """End lookups and reads whose deadline has passed, though their calls go on."""
         now_s = self._clock()
-        for ask in self._asks.values():
-            if ask.ends_s <= now_s:
-                self._end_ask(ask, ())
-        for job in self._jobs.values():
+        for job in self._awaited.values():
             if job.ends_s <= now_s and job.give_up(RemoteOutcome.TIMED_OUT, waits=False):
                 self._report(job)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import compress
 
 from ...config.remote import WriteWhen
 from ..base import BlockHash
@@ -43,6 +42,8 @@ class Offer(StrEnum):
 @dataclass(slots=True, kw_only=True)
 class UploadJob(RemoteJob):
     """Blocks that a ticket writes."""
+
+    kind = Verb.WRITE
 
     epoch: int
     mark: int | None
@@ -115,10 +116,9 @@ class OfferRule:
         self._coming[key] = self._memory.epoch
         return Offer.QUEUED
 
-    def end(self, keys: Sequence[BlockHash], is_there: Sequence[bool], epoch: int) -> None:
-        """End blocks that were `QUEUED` in `epoch`; those that are there now start anew if they
-        vanish. One that was queued again after a reset goes on."""
-        arrived = list(compress(keys, is_there))
+    def end(self, keys: Sequence[BlockHash], arrived: Sequence[BlockHash], epoch: int) -> None:
+        """End blocks that were `QUEUED` in `epoch`. Those that `arrived` are there now, and start
+        anew if they vanish. One that was queued again after a reset goes on."""
         self._memory.note_arrivals(epoch, arrived)
         for key in keys:
             if self._coming.get(key) == epoch:
@@ -169,7 +169,6 @@ class Uploads:
         limit_s = link.engine.timeout_s * min(len(names), link.engine.names_per_call)
         outcomes = link.call(Verb.WRITE, lambda: write(names, objects, limit_s), trips)
         held = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome in THERE]
-        link.memory.note(job.epoch, held, ())
         link.memory.note_arrivals(job.epoch, held)
         job.settle(numbers, outcomes)
         return outcome_of_call(outcomes)

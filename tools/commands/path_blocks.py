@@ -17,12 +17,11 @@ from ...errors import ConfigError, FormatError, InUseError, KVCascadeError
 from ...tiers.base import GROUP_BYTES
 from ...tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ...tiers.nvme.path.payload_files import PayloadFiles
-from ...tiers.nvme.path.presence_file import map_last_presence
-from ...tiers.nvme.path.writer.messages.block_questions import MAX_BLOCKS_PER_ANSWER
+from ...tiers.nvme.path.writer.messages.writer_questions import MAX_BLOCKS_PER_ANSWER
 from ...tiers.nvme.path.writer.namespace.namespace_home import SEGMENTS, STATE, read_description
 from ...tiers.nvme.path.writer.path_options import load_record, was_reset
-from ...tiers.nvme.path.writer_note import load_note
 from .block_scan import NamedBlock, ScanSource
+from .path_files import load_note, map_last_presence, named
 from .path_folders import (
     MAX_NAMES_SHOWN,
     NamespaceFolder,
@@ -116,7 +115,7 @@ class OpenPath:
         note = None if self.session.is_writer else load_note(self._fs, self.roots[0])
         return {
             "paths": [str(root) for root in self.roots],
-            "writer": None if note is None else note.shown,
+            "writer": None if note is None else named(note),
             "used_bytes": stat["bytes"],
             "budget_left_bytes": stat["budget_left_bytes"],
             **stat["options"],

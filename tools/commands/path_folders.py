@@ -25,8 +25,8 @@ from ...tiers.nvme.namespace import (
 )
 from ...tiers.nvme.path.writer.namespace.namespace_home import SEGMENTS, read_description
 from ...tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER, load_record
-from ...tiers.nvme.path.writer_note import load_note
 from ...tiers.nvme.segments.format import MAX_DESCRIPTION_BYTES, SegmentLayout, segment_number
+from .path_files import load_note, named
 
 MAX_NAMES_SHOWN = 8
 
@@ -223,7 +223,7 @@ def _unused_yet(fs: FileSystem, root: Path) -> str:
     except KVCascadeError:
         return ""  # the record is damaged, or of another user
     note = load_note(fs, root)
-    writer = "" if note is None else f", last written by {note.shown}"
+    writer = "" if note is None else f", last written by {named(note)}"
     return f" yet: it is the path of a tier{writer}; an engine makes its namespace when it starts"
 
 

@@ -40,7 +40,8 @@ from ...tiers.nvme.path.path_messages import (
     from_writer,
 )
 from ...tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER, load_record
-from ...tiers.nvme.path.writer_note import WriterNote, load_note
+from ...tiers.nvme.path.writer_note import WriterNote
+from .path_files import is_stopped, load_note, named
 
 TOOL_NAME = "kvcascade tool"
 JOIN_LIMIT_S = 5.0
@@ -229,7 +230,7 @@ def hand_over(fs: FileSystem, root: Path, limit_s: float) -> None:
     with link, suppress(OSError):
         if note.protocol > PROTOCOL:
             raise InUseError(
-                f"the writer of {root}, {note.shown}, is of a newer version; update this "
+                f"the writer of {root}, {named(note)}, is of a newer version; update this "
                 "kvcascade, or stop that process"
             )
         link.sendall(frame(Retire(PROTOCOL)))
@@ -275,8 +276,8 @@ def _follow(fs: FileSystem, root: Path, also: Sequence[Path] | None = None) -> P
     if note is not None and note.protocol != PROTOCOL:
         link.close()
         raise FormatError(
-            f"the writer of {root}, {note.shown}, speaks protocol {note.protocol}, not {PROTOCOL}; "
-            "use the tools of its version"
+            f"the writer of {root}, {named(note)}, speaks protocol {note.protocol}, "
+            f"not {PROTOCOL}; use the tools of its version"
         )
     return PathSession(fs, root, link, None, also)
 
@@ -291,7 +292,7 @@ def _connect(fs: FileSystem, root: Path) -> tuple[socket.socket, WriterNote | No
     if link is None:
         return None
     note = load_note(fs, root)
-    if note is not None and note.is_stopped:
+    if note is not None and is_stopped(note):
         link.close()
         raise InUseError(_silent(fs, root))
     return link, note
@@ -324,5 +325,5 @@ def tier_roots(fs: FileSystem, root: Path, also: Sequence[Path]) -> list[Path]:
 
 def _silent(fs: FileSystem, root: Path) -> str:
     note = load_note(fs, root)
-    who = "it is not known which process that is" if note is None else f"it is {note.shown}"
+    who = "it is not known which process that is" if note is None else f"it is {named(note)}"
     return f"the writer of {root} does not answer; {who}; continue or end that process"

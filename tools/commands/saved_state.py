@@ -15,14 +15,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...tiers.nvme.disk.filesystem import open_read_only
 from ...tiers.nvme.path.writer.namespace.recency import MAX_SESSION_DIGITS, SESSION
-from ...tiers.nvme.segments.arrays import HEADER_BYTES, parse_header
+from ...tiers.nvme.segments.arrays import HEADER, HEADER_BYTES, MAGIC, MAX_ARRAY_BYTES, kind_name
 from ...tiers.nvme.segments.chains import CHAINS
 from ...tiers.policies import ORDERS
 from ...tiers.policies.parts.usage import LAST_USE, TIMES_USED, WRITTEN_AT
+from .path_files import open_read_only
 from .prompt_chains import Chains
 
+KINDS = ("<i8", "<i4", "<u8", "<u4", "<u2", "|u1")
+"""Element types of arrays that are shown."""
 _Head = tuple[np.dtype[Any], int, int]
 """Element type, length and session of an array."""
 
@@ -109,8 +111,20 @@ def _head_of(path: Path) -> _Head | None:
         with closing(open_read_only(path)) as file:
             data = bytearray(HEADER_BYTES)
             got = file.preadv([memoryview(data)], 0)
-            return parse_header(bytes(data[:got]), file.size())
+            return _parse_head(bytes(data[:got]), file.size())
     return None
+
+
+def _parse_head(data: bytes, file_bytes: int) -> _Head | None:
+    """Return element type, length and session of an array file; None if it is no such file."""
+    if len(data) != HEADER_BYTES:
+        return None
+    magic, stored_kind, length, session, _ = HEADER.unpack(data)
+    kinds = {kind_name(np.dtype(kind)): np.dtype(kind) for kind in KINDS}
+    kind = kinds.get(stored_kind)
+    if magic != MAGIC or kind is None or file_bytes > MAX_ARRAY_BYTES:
+        return None
+    return (kind, length, session) if file_bytes == HEADER_BYTES + length * kind.itemsize else None
 
 
 def _array_in(path: Path) -> npt.NDArray[Any] | None:

@@ -29,8 +29,7 @@ from ...config.remote import WriteWhen
 from ...config.sizes import MAX_BYTES, parse_bytes
 from ...tiers.base import BlockHash
 from ...tiers.remote.engines.object_store import RENEW_AFTER_S
-from ...tiers.remote.presence import ChainSearch, Presence, PresenceMemory, known_prefix
-from ...tiers.remote.remote_store import StoreOptions
+from ...tiers.remote.presence import ABSENT, HELD, ChainSearch, Presence, PresenceMemory
 from ...tiers.remote.shared_generation import GENERATION_FRESH_S, IN_USE_S, REFRESH_S
 from ...tiers.remote.uploads import Offer, OfferRule
 from ..commands.kv_bytes import kv_shape
@@ -194,10 +193,10 @@ class Host:
     ) -> None:
         """`cpu` and `nvme`: capacities in blocks."""
         self.cpu, self.nvme, self._server = KeyTier("lru", cpu), KeyTier("lru", nvme), server
-        self._now_s, limits = 0.0, StoreOptions()
+        self._now_s = 0.0
         self._used_s, self._read_s = 0.0, -math.inf
         clock = partial(getattr, self, "_now_s")
-        self._memory = PresenceMemory(clock, limits.held_s, limits.absent_s)
+        self._memory = PresenceMemory(clock)
         renew_after_s = server.renew_after_s if server else 0.0
         self._rule = OfferRule(when, MAX_BYTES, 1, self._memory, renew_after_s, clock)
 
@@ -227,12 +226,18 @@ class Host:
         if server is None or not keys:
             return 0
         held = next((n for n, key in enumerate(keys) if not server.has(key, now_s)), len(keys))
-        known = known_prefix(memory, keys)
+        known = self._known(keys)
         if known is None:
             server.ask(len(keys), held)
             self._use_generation(server)
             memory.note(memory.epoch, keys[:held], keys[held:])
         return held if known is None else min(known, held)
+
+    def _known(self, keys: Sequence[BlockHash]) -> int | None:
+        """Return how many blocks of a chain are held, or None if that must be asked for."""
+        presences = (self._memory.of(key) for key in keys)
+        held = next((n for n, p in enumerate(presences) if p is not HELD), len(keys))
+        return held if held == len(keys) or self._memory.of(keys[held]) is ABSENT else None
 
     def _offer(self, server: Bucket | Valkey, chain: Sequence[BlockHash]) -> None:
         wanted = [key for key in chain if self._rule.answer(key, True) is Offer.QUEUED]
@@ -240,8 +245,7 @@ class Host:
             is_held = Presence.HELD
             self._use_generation(server)
             server.write({h: self._memory.last(h) is is_held for h in wanted}, self._now_s)
-            self._memory.note(self._memory.epoch, wanted, ())
-            self._rule.end(wanted, [True] * len(wanted), self._memory.epoch)
+            self._rule.end(wanted, wanted, self._memory.epoch)
 
     def _use_generation(self, server: Bucket | Valkey) -> None:
         """Count the reads of the generation since its last use: see `SharedGeneration`."""

@@ -61,11 +61,12 @@ class Feature:
 
 
 _ENGINE = "vllm/test_engine_versions.py"
-_SEED = (_ENGINE, "vllm/test_plugin.py", "vllm/test_seed_spec.py")
-_BETWEEN = (_ENGINE, "vllm/test_plugin.py", "vllm/test_connector.py")
+_EARLY = ("vllm/test_plugin.py", "vllm/test_early_checks.py")
+_SEED = (_ENGINE, *_EARLY, "vllm/test_seed_spec.py")
+_BETWEEN = (_ENGINE, *_EARLY, "vllm/test_connector.py")
 _MODERN = (
     _ENGINE,
-    "vllm/test_plugin.py",
+    *_EARLY,
     "vllm/test_spec.py",
     "vllm/test_spec_errors.py",
     "vllm/test_connector.py",

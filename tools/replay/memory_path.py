@@ -15,7 +15,8 @@ import numpy as np
 
 from ...tiers import endurance
 from ...tiers.nvme.disk.filesystem import File, FileLock, FileSystem, RealFile
-from ...tiers.nvme.path.block_table import Applied, ApplyOutcome, Changes, Entry, ScanBatch
+from ...tiers.nvme.path.block_table import Applied, Changes, Entry, ScanBatch
+from ...tiers.nvme.path.path_messages import Committed
 from ...tiers.nvme.path.presence_table import Journal, hash_of, hashes_of
 
 BOUNDLESS_BYTES = 1 << 62
@@ -134,7 +135,7 @@ class MemoryBlocks:
 
     def apply(self, changes: Changes) -> Applied:
         if changes.epoch != self.epoch:
-            return Applied(ApplyOutcome.STALE)
+            return Applied(Committed.STALE)
         blocks, keys = self._blocks, self._keys
         slots = [blocks[key].slot for key in changes.removals if key in blocks]
         removed = [self._drop(slot) for slot in (*slots, *changes.cleared) if slot in keys]
@@ -150,20 +151,20 @@ class MemoryBlocks:
             stored.append((hash_of(key), slot, checksum))
         self._count(changes.written_bytes, changes.read_bytes)
         if not (removed or stored):
-            return Applied(ApplyOutcome.DONE, frozenset(already))
+            return Applied(Committed.OK, frozenset(already))
         self.commit_number += 1
         gone = tuple((hash_of(key), slot) for key, slot in removed)
         self._last = Journal(self.commit_number, self.epoch, gone, tuple(stored))
-        return Applied(ApplyOutcome.DONE, frozenset(already), tuple(removed), self._last)
+        return Applied(Committed.OK, frozenset(already), tuple(removed), self._last)
 
     def reset(self, epoch: int) -> Applied:
         if epoch <= self.epoch:
-            return Applied(ApplyOutcome.STALE)
+            return Applied(Committed.STALE)
         self.epoch, self.commit_number = epoch, self.commit_number + 1
         self._blocks.clear()
         self._keys.clear()
         self._last = Journal(self.commit_number, epoch, is_reset=True)
-        return Applied(ApplyOutcome.DONE, journal=self._last)
+        return Applied(Committed.OK, journal=self._last)
 
     def last_changes(self) -> Journal | None:
         return self._last

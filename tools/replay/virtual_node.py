@@ -18,7 +18,8 @@ import msgspec
 from ...handlers.node.path.path_jobs import Workers
 from ...handlers.node.path.path_node import PathNode
 from ...handlers.node.path_wire import JobDone
-from ...manager.below.node_tier import NodeTier, NodeTierOptions
+from ...manager.below.node_feed import NodeFeed
+from ...manager.below.node_tier import NodeTier
 from ...manager.below.port import TierFacts
 from ...tiers.base import BlockHash, BlockOutcome, SlotArray
 from ...tiers.nvme.path.block_reader import BlocksRead
@@ -314,27 +315,17 @@ def open_virtual_tier(
     options: VirtualTierOptions, clock: VirtualClock
 ) -> tuple[NodeTier, VirtualNode]:
     """Return a tier in virtual time, and its node."""
-    nodes: list[VirtualNode] = []
-
-    def client_of(on_note: Callable[[Any], None]) -> VirtualNode:
-        nodes.append(VirtualNode(options, on_note, clock))
-        return nodes[0]
-
     name = options.tier.name
     facts = TierFacts(name, name, options.block_bytes, options.slots)
-    tier = NodeTier(
-        client_of,
-        NodeTierOptions(
-            facts,
-            lambda folder, slots: map_presence(nodes[0].path.files, Path(folder), slots),
-            InlineExecutor(),
-            stall_s=NEVER_S,
-            with_events=False,
-        ),
-        clock,
-    )
+
+    def map_table(folder: str, slots: int) -> PresenceTable:
+        return map_presence(node.path.files, Path(folder), slots)
+
+    feed = NodeFeed(facts, map_table, InlineExecutor(), clock, with_events=False)
+    node = VirtualNode(options, feed.take, clock)
+    tier = NodeTier(node, feed, facts, clock, stall_s=NEVER_S)
     tier.maintain()
-    return tier, nodes[0]
+    return tier, node
 
 
 def _open_table(

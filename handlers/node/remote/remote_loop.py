@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-import msgspec
-
 from ....logs import get_logger
 from ....threads import started_pool
 from ....tiers.remote.base import RemoteEngine
@@ -18,8 +16,8 @@ from ....tiers.remote.remote_probe import ServerFinding
 from ....tiers.remote.remote_store import RemoteStore, StoreOptions
 from ..path.path_link import FrameSocket, Waker
 from ..path_wire import NodeReady
-from .remote_node import RemoteNode, SlotParts
-from .remote_wire import to_remote_node
+from .remote_node import RemoteNode
+from .remote_wire import RemoteSetup, to_remote_node
 
 TICK_S = 0.05
 STOP_LIMIT_S = 1.0
@@ -111,21 +109,18 @@ class RemoteLoop:
     def __init__(
         self,
         scheduler: socket.socket,
+        setup: RemoteSetup,
         engine: RemoteEngine,
         objects: ObjectFormat,
         options: StoreOptions,
         arena: memoryview,
-        parts: SlotParts,
         look: Callable[[], ServerFinding | None],
         name: str,
-        *,
-        was_reset: bool = False,
     ) -> None:
         """`arena` holds the slots, one block each. The scheduler decides what is written.
 
         `look` asks the server, and returns what is wrong with it, or None. `name` is that of the
-        server's setting, for the log. `was_reset`: the engine was reset since its start. Raises
-        `TierIOError` for want of threads.
+        server's setting, for the log. Raises `TierIOError` for want of threads.
         """
         self._selector = selectors.DefaultSelector()
         self._waker = Waker(self._selector, lambda: None)
@@ -141,13 +136,13 @@ class RemoteLoop:
             self._threads,
             options,
             on_ended=self._waker.wake,
-            was_reset=was_reset,
+            was_reset=setup.was_reset,
         )
-        self._node = RemoteNode(self._store, arena, parts, self._tell, time.monotonic)
+        self._node = RemoteNode(self._store, arena, setup, self._scheduler.send, time.monotonic)
 
     def run(self) -> None:
         """Serve until the scheduler closes its socket. Calls of the server may go on after that."""
-        self._tell(NodeReady())
+        self._scheduler.send(NodeReady())
         self._store.read_generation()
         try:
             while not self._scheduler.has_ended:
@@ -162,9 +157,6 @@ class RemoteLoop:
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._scheduler.close()
             self._selector.close()
-
-    def _tell(self, message: msgspec.Struct) -> None:
-        self._scheduler.send(message)
 
     def _ordered(self) -> None:
         for message in self._scheduler.receive():

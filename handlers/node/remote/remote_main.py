@@ -25,7 +25,6 @@ from ....tiers.remote.remote_options import open_remote_engine, store_options
 from ....tiers.remote.remote_probe import finding_of
 from ..child_start import receive_setup, run_child
 from .remote_loop import RemoteLoop
-from .remote_node import SlotParts
 from .remote_wire import RemoteSetup, to_remote_node
 
 
@@ -39,12 +38,9 @@ def serve(connection: socket.socket, arena_fd: int) -> None:
     engine, seal = open_remote_engine(options, os.environ)
     objects = ObjectFormat(setup.fingerprint, setup.payload_bytes, seal)
     arena = memory[setup.arena_offset :]
-    parts = SlotParts(setup.slot_bytes, setup.payload_bytes, setup.copies)
     look = partial(finding_of, engine, options)
     limits, name = store_options(options), f"{options.key}.url"
-    RemoteLoop(
-        connection, engine, objects, limits, arena, parts, look, name, was_reset=setup.was_reset
-    ).run()
+    RemoteLoop(connection, setup, engine, objects, limits, arena, look, name).run()
 
 
 if __name__ == "__main__":

@@ -7,9 +7,7 @@ server was told, so a scheduler whose node dies before that repeats it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -24,6 +22,7 @@ from .remote_wire import (
     FetchJob,
     RemoteNote,
     RemoteResetJob,
+    RemoteSetup,
     ResetDone,
     ResetNoted,
 )
@@ -46,37 +45,6 @@ _OF_REMOTE = {
 }
 
 
-@dataclass(slots=True)
-class _Job:
-    """A job that has not been answered."""
-
-    ticket: int
-    outcomes: list[BlockOutcome]
-    left: int
-    """Number of calls of the store that have not ended."""
-    began_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One call of the store, and the blocks of its job that it is about."""
-
-    job: _Job
-    positions: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class SlotParts:
-    """The part of a slot that an object holds."""
-
-    slot_bytes: int
-    payload_bytes: int
-    """Bytes from the slot's begin on that are written to the server."""
-    copies: int = 1
-    """Number of times that a read writes them, side by side: once for each rank whose part they
-    are."""
-
-
 class RemoteNode:
     """Jobs of one engine."""
 
@@ -84,21 +52,21 @@ class RemoteNode:
         self,
         store: RemoteStore,
         arena: memoryview,
-        parts: SlotParts,
+        setup: RemoteSetup,
         tell: Callable[[msgspec.Struct], None],
         clock: Callable[[], float],
     ) -> None:
-        """`arena` holds the slots, one block each; `tell` sends a message to the scheduler.
+        """`arena` holds the slots, one block each. `setup` says which part of them objects hold.
 
-        `clock` returns monotonic seconds.
+        `tell` sends a message to the scheduler. `clock` returns monotonic seconds.
         """
         self._store = store
         self._arena = arena
-        self._parts = parts
+        self._setup = setup
         self._tell = tell
         self._clock = clock
-        self._numbers = count(1)
-        self._calls: dict[int, _Call] = {}
+        self._began_s: dict[int, float] = {}
+        """Time at which each job came that was not answered, by ticket."""
         self._resets: list[int] = []
         """Tickets of resets of which the server was not told yet."""
         self._noted = RemoteNote(None)
@@ -140,44 +108,27 @@ class RemoteNode:
         chains: dict[tuple[int, bytes], list[int]] = {}
         for at, (owner, key) in enumerate(zip(owners, keys, strict=True)):
             chains.setdefault((owner, key[-GROUP_BYTES:]), []).append(at)
-        job = self._job(order.ticket, len(keys), len(chains))
-        for chain in chains.values():
-            self._store.ask(self._call(job, chain), [keys[at] for at in chain])
+        self._began_s[order.ticket] = self._clock()
+        self._store.ask(order.ticket, keys, [*chains.values()])
 
     def _get(self, order: FetchJob) -> None:
         keys = [BlockHash(key) for key in order.keys]
-        number = self._call(self._job(order.ticket, len(keys), 1), range(len(keys)))
-        self._store.get(
-            number, keys, self._views(order.arena_slots, self._parts.copies), order.limit_s
-        )
+        views = self._views(order.arena_slots, self._setup.copies)
+        self._began_s[order.ticket] = self._clock()
+        self._store.get(order.ticket, keys, views, order.limit_s)
 
     def _put(self, order: PutJob) -> None:
         keys = [BlockHash(key) for key in order.keys]
-        number = self._call(self._job(order.ticket, len(keys), 1), range(len(keys)))
-        self._store.put(number, keys, self._views(order.arena_slots, 1), order.epoch)
-
-    def _job(self, ticket: int, keys: int, calls: int) -> _Job:
-        return _Job(ticket, [BlockOutcome.CANCELLED] * keys, calls, self._clock())
-
-    def _call(self, job: _Job, positions: Sequence[int]) -> int:
-        number = next(self._numbers)
-        self._calls[number] = _Call(job, positions)
-        return number
+        self._began_s[order.ticket] = self._clock()
+        self._store.put(order.ticket, keys, self._views(order.arena_slots, 1), order.epoch)
 
     def _ended(self, ended: RemoteEnded) -> None:
-        call = self._calls.pop(ended.ticket)
-        for at, outcome in zip(call.positions, ended.outcomes, strict=True):
-            call.job.outcomes[at] = _outcome(outcome, ended.kind)
-        call.job.left -= 1
-        if call.job.left == 0:
-            self._answer(call.job)
-
-    def _answer(self, job: _Job) -> None:
-        codes = pack_outcomes(tuple(job.outcomes))
-        self._tell(JobDone(job.ticket, codes, self._clock() - job.began_s))
+        codes = pack_outcomes(tuple(_outcome(each, ended.kind) for each in ended.outcomes))
+        took_s = self._clock() - self._began_s.pop(ended.ticket)
+        self._tell(JobDone(ended.ticket, codes, took_s))
 
     def _views(self, packed: bytes, copies: int) -> list[memoryview]:
-        size, wanted = self._parts.slot_bytes, self._parts.payload_bytes * copies
+        size, wanted = self._setup.slot_bytes, self._setup.payload_bytes * copies
         slots = unpack_slots(packed).tolist()
         return [self._arena[slot * size : slot * size + wanted] for slot in slots]
 

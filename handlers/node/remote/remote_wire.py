@@ -29,7 +29,8 @@ class RemoteSetup(msgspec.Struct, frozen=True, array_like=True, tag=96):
     payload_bytes: int
     """Bytes of a slot, from its begin on, that an object holds."""
     copies: int
-    """Number of times that a read writes them, side by side."""
+    """Number of times that a read writes them, side by side: once for each rank whose part they
+    are."""
     arena_offset: int
     """Offset of slot 0 in the arena's file."""
     arena_slots: int

@@ -450,15 +450,6 @@ class RealFileSystem(FileSystem):
         return descriptor
 
 
-def is_on_read_only_disk(path: Path) -> bool:
-    """Return True if the disk of an existing file takes no changes, whatever this user may do."""
-    try:
-        os.close(os.open(path, os.O_RDWR | _OPEN_FLAGS))
-    except OSError as error:
-        return error.errno == errno.EROFS
-    return False
-
-
 def lock_message(path: Path) -> str:
     """Return the error message for a lock that another process holds."""
     return (
@@ -500,16 +491,3 @@ def _try_direct(descriptor: int) -> None:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
-
-
-def open_read_only(path: Path) -> RealFile:
-    """Open a regular file for reading; no symbolic links. Raises `OSError`."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    descriptor = os.open(path, flags)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not the kind of file that was expected", str(path))
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return RealFile(descriptor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import struct
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,8 +47,8 @@ def check_file(path: Path, map_bytes: int) -> None:
 
     Unused pages beyond `map_bytes` are cut off. Raises `CorruptionError` or `OSError`.
     """
-    file = RealFileSystem().open(path / INDEX_FILE)  # LMDB would follow a link, and write to it
-    try:
+    # LMDB would follow a link, and write to it.
+    with closing(RealFileSystem().open(path / INDEX_FILE)) as file:
         size = file.size()
         head = bytearray(min(size, _HEAD_BYTES))
         if head:
@@ -61,8 +62,6 @@ def check_file(path: Path, map_bytes: int) -> None:
         longest = max(needed, map_bytes)
         if not needed <= size <= longest:
             file.truncate(min(max(size, needed), longest))
-    finally:
-        file.close()
 
 
 def newest_meta(data: bytearray | mmap.mmap) -> MetaPage | None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
 from ... import endurance
+from .path_messages import Committed
 from .presence_table import Journal, Slots, Words
 
 BYTES_PER_SLOT = 256
@@ -51,23 +51,15 @@ class Changes:
     read_bytes: int = 0
 
 
-class ApplyOutcome(Enum):
-    """Result of `BlockTable.apply`."""
-
-    DONE = "done"
-    STALE = "stale"
-    """The table has another epoch; nothing changed."""
-    NO_SPACE = "no_space"
-    """The map or the disk is full; nothing changed."""
-    IO_ERROR = "io_error"
-    """The device failed; nothing changed."""
-
-
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """Result of a commit."""
+    """Result of a commit.
 
-    outcome: ApplyOutcome
+    The outcome is OK, or nothing changed: STALE if the table has another epoch, NO_SPACE if the map
+    or the disk is full, or IO_ERROR if the device failed.
+    """
+
+    outcome: Committed
     already: frozenset[int] = frozenset()
     """Positions in `Changes.puts` whose keys the table held already."""
     removed: tuple[tuple[bytes, int], ...] = ()

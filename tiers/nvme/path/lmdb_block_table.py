@@ -29,7 +29,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
@@ -45,7 +45,8 @@ from ..index.clean_close import write_mark
 from ..index.index_file import check_file, damaged, from_lmdb, is_lack_of_room
 from ..index.index_pages import check_pages
 from ..namespace import INDEX_FILE
-from .block_table import Applied, ApplyOutcome, Changes, Entry, ScanBatch
+from .block_table import Applied, Changes, Entry, ScanBatch
+from .path_messages import Committed
 from .presence_table import Journal, hash_of, hashes_of
 
 TABLE_FORMAT = 3
@@ -185,7 +186,7 @@ class LmdbBlockTable:
     def apply(self, changes: Changes) -> Applied:
         """See `BlockTable`."""
         if changes.epoch != self.epoch:
-            return Applied(ApplyOutcome.STALE)
+            return Applied(Committed.STALE)
         try:
             with self._env.begin(write=True, db=self._blocks) as txn:
                 commit = _Commit(self, txn)
@@ -200,12 +201,12 @@ class LmdbBlockTable:
         if journal is not None:
             self.commit_number = journal.number
         already, removed = frozenset(commit.already), tuple(commit.removed)
-        return Applied(ApplyOutcome.DONE, already, removed, journal)
+        return Applied(Committed.OK, already, removed, journal)
 
     def reset(self, epoch: int) -> Applied:
         """See `BlockTable`."""
         if epoch <= self.epoch:
-            return Applied(ApplyOutcome.STALE)
+            return Applied(Committed.STALE)
         journal = Journal(self.commit_number + 1, epoch, is_reset=True)
         try:
             with self._env.begin(write=True) as txn:
@@ -217,7 +218,7 @@ class LmdbBlockTable:
         except lmdb.Error as error:
             return self._failed(error)
         self.epoch, self.commit_number = epoch, journal.number
-        return Applied(ApplyOutcome.DONE, journal=journal)
+        return Applied(Committed.OK, journal=journal)
 
     # -- closing -------------------------------------------------------------------------------
 
@@ -277,7 +278,7 @@ class LmdbBlockTable:
 
     def _failed(self, error: lmdb.Error) -> Applied:
         self.is_unusable |= isinstance(error, lmdb.PanicError)
-        return Applied(ApplyOutcome.NO_SPACE if is_lack_of_room(error) else ApplyOutcome.IO_ERROR)
+        return Applied(Committed.NO_SPACE if is_lack_of_room(error) else Committed.IO_ERROR)
 
     @contextmanager
     def _damage_named(self) -> Iterator[None]:
@@ -432,13 +433,10 @@ def _open_env(file: Path, map_bytes: int, *, is_durable: bool) -> lmdb.Environme
 
 def _reserve(file: Path, size: int, *, is_synced: bool = False) -> None:
     """Allocate disk space for all of the file. Raises `OSError`."""
-    opened = RealFileSystem().open(file)
-    try:
+    with closing(RealFileSystem().open(file)) as opened:
         opened.preallocate(size)
         if is_synced:
             opened.sync()
-    finally:
-        opened.close()
 
 
 def _check(key: bytes, slot: int, checksum: int) -> int:

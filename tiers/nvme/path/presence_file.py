@@ -88,8 +88,7 @@ class OpenPresence:
         """
         with os_errors("closing the presence table"):
             self.file.sync()
-            words = self.table.memory[:HEADER_BYTES].cast("B").cast("Q")
-            words[_CLEAN_WORD] = _clean_mark(self.table.memory)
+            _words(self.table.memory)[_CLEAN_WORD] = _clean_mark(self.table.memory)
             self.file.sync()
             self.file.close()
 
@@ -108,7 +107,7 @@ def is_of_this_boot(fs: FileSystem, folder: Path, boot: bytes) -> bool:
     That writer checked the block table before, and nothing but its own commits changed it since.
     """
     with suppress(OSError):
-        return _read_head(fs, folder / PRESENCE)[1] == boot != b""
+        return read_head(fs, folder / PRESENCE)[1] == boot != b""
     return False
 
 
@@ -160,48 +159,17 @@ def map_presence(fs: FileSystem, folder: Path, slots: int) -> PresenceTable:
     return PresenceTable(memory, slots)
 
 
-def map_last_presence(fs: FileSystem, folder: Path) -> PresenceTable | None:
-    """Map the presence table of the last writer, whatever its number of slots, to read it.
-
-    A writer with another number of slots makes a new file, and older mappings do not change any
-    more. Return None if the file is damaged, or if a writer is building it. Raises a
-    `KVCascadeError` of the file system.
-    """
-    path = folder / PRESENCE
-    with os_errors(f"reading the presence table {path}"):
-        slots, _ = _read_head(fs, path)
-        file = _open_if_whole(fs, path, slots) if slots else None
-        if file is None:
-            return None
-        with closing(file):
-            memory = file.map(0, file.size(), writable=False)
-    return PresenceTable(memory, slots)
-
-
-def read_presence(fs: FileSystem, folder: Path) -> tuple[PresenceTable, bool]:
-    """Map the presence table in the directory of a namespace, whatever its number of slots.
-
-    It needs no writer. The second value is True if the table was closed cleanly and not opened
-    since. Raises `FormatError` if the file is damaged, or a `KVCascadeError` of the file system.
-    """
-    table = map_last_presence(fs, folder)
-    if table is None:
-        raise FormatError(f"{folder / PRESENCE} is damaged; the next writer builds it anew")
-    words = table.memory[:HEADER_BYTES].cast("B").cast("Q")
-    return table, words[_CLEAN_WORD] == _clean_mark(table.memory) != 0
-
-
 def recorded_slots(fs: FileSystem, folder: Path) -> int:
     """Return the number of slots of the presence table in the directory of a namespace.
 
     0 if the file is missing or damaged.
     """
     with suppress(OSError):
-        return _read_head(fs, folder / PRESENCE, (_MAGIC, _FORMER_MAGIC))[0]
+        return read_head(fs, folder / PRESENCE, (_MAGIC, _FORMER_MAGIC))[0]
     return 0
 
 
-def _read_head(
+def read_head(
     fs: FileSystem, path: Path, magics: Container[bytes] = (_MAGIC,)
 ) -> tuple[int, bytes]:
     """Return the slots and the boot id in a file; 0 and nothing if it is damaged.
@@ -241,13 +209,10 @@ def _create(fs: FileSystem, path: Path, slots: int) -> File:
 
 def _trust(presence: WritablePresence, table: BlockTable, boot: bytes) -> PresenceOrigin:
     """Bring a table up to the last commit, if what it says can be trusted."""
-    memory = presence.memory
-    words = memory[:HEADER_BYTES].cast("B").cast("Q")
-    head = _head_in(memory)
-    mark = words[_CLEAN_WORD]
-    is_clean = mark != 0 and mark == _clean_mark(memory)
-    is_same_boot = mark == 0 and head is not None and head[1] == boot != b""
-    if head is None or not (is_clean or is_same_boot):
+    head = _head_in(presence.memory)
+    is_open = _words(presence.memory)[_CLEAN_WORD] == 0
+    is_same_boot = is_open and head is not None and head[1] == boot != b""
+    if head is None or not (is_same_boot or has_clean_mark(presence.memory)):
         return PresenceOrigin.REBUILT
     missing = table.commit_number - presence.applied
     if missing == 0 and presence.epoch == table.epoch:
@@ -264,8 +229,7 @@ def _trust(presence: WritablePresence, table: BlockTable, boot: bytes) -> Presen
 def _start(presence: WritablePresence, file: File, boot: bytes, *, is_valid: bool) -> None:
     """Clear the clean mark durably, and record this boot. Invalid tables belong to no boot."""
     memory = presence.memory
-    words = memory[:HEADER_BYTES].cast("B").cast("Q")
-    words[_CLEAN_WORD] = 0
+    _words(memory)[_CLEAN_WORD] = 0
     head = _HEAD.pack(_MAGIC, presence.slots, boot if is_valid else b"")
     check = xxhash.xxh3_64_intdigest(head) if is_valid else 0
     memory[: _HEAD.size + _CHECK.size] = head + _CHECK.pack(check)
@@ -295,6 +259,17 @@ def _head_in(memory: memoryview, magics: Container[bytes] = (_MAGIC,)) -> tuple[
     if magic not in magics or check != xxhash.xxh3_64_intdigest(head):
         return None
     return slots, boot.rstrip(b"\0")
+
+
+def has_clean_mark(memory: memoryview) -> bool:
+    """Return True if a table was closed cleanly, and not opened to be changed since."""
+    mark = _words(memory)[_CLEAN_WORD]
+    return mark != 0 and mark == _clean_mark(memory)
+
+
+def _words(memory: memoryview) -> memoryview[int]:
+    """Return the header as numbers of 64 bits."""
+    return memory[:HEADER_BYTES].cast("B").cast("Q")
 
 
 def _clean_mark(memory: memoryview) -> int:

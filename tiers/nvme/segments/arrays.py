@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,10 @@ from ..disk.transfers import write_all
 
 HEADER_BYTES = 64
 MAX_ARRAY_BYTES = 1 << 40
-_HEADER = struct.Struct("<8s8sQQQ24x")
-_MAGIC = b"KVCARR1\0"
+HEADER = struct.Struct("<8s8sQQQ24x")
+MAGIC = b"KVCARR1\0"
 _NAME = re.compile(r"[a-z0-9_]{1,48}")
-_KINDS = ("<i8", "<i4", "<u8", "<u4", "<u2", "|u1")
-"""Element types accepted when an array is read without knowing its purpose."""
-assert _HEADER.size == HEADER_BYTES
+assert HEADER.size == HEADER_BYTES
 
 _log = get_logger(__name__)
 
@@ -44,7 +42,7 @@ class _OpenArray:
     length: int
 
     def write_header(self, session: int, checksum: int) -> None:
-        header = _HEADER.pack(_MAGIC, _kind_name(self.kind), self.length, session, checksum)
+        header = HEADER.pack(MAGIC, kind_name(self.kind), self.length, session, checksum)
         self.file.pwritev([memoryview(header)], 0)
 
 
@@ -129,15 +127,14 @@ class MappedArrays:
         """Return the stored array, whatever its length; None if missing or damaged."""
         if not self._fs.exists(path):
             return None
-        file = self._fs.open(path)
-        try:
+        with closing(self._fs.open(path)) as file:
             size = file.size()
             head = bytearray(HEADER_BYTES)
             if HEADER_BYTES <= size <= MAX_ARRAY_BYTES:
                 file.preadv([memoryview(head)], 0)
-            magic, stored_kind, stored_length, session, checksum = _HEADER.unpack(head)
+            magic, stored_kind, stored_length, session, checksum = HEADER.unpack(head)
             expected_size = HEADER_BYTES + stored_length * kind.itemsize
-            if magic != _MAGIC or stored_kind != _kind_name(kind) or size != expected_size:
+            if magic != MAGIC or stored_kind != kind_name(kind) or size != expected_size:
                 _log.warning("%s is damaged; recency starts anew from the index", path)
                 return None
             if not stored_length:
@@ -147,8 +144,6 @@ class MappedArrays:
             if session + 1 != self._session or checksum != _checksum(view):
                 self.was_replaced = True
             return np.frombuffer(view, dtype=kind, count=stored_length, offset=HEADER_BYTES)
-        finally:
-            file.close()
 
     def _open_whole(self, path: Path, size: int) -> File:
         """Open a file, and allocate what a sparse copy lacks. Raises `OSError`."""
@@ -170,7 +165,7 @@ class MappedArrays:
         file = self._fs.open(temporary, create=True)
         try:
             file.preallocate(size)
-            header = _HEADER.pack(_MAGIC, _kind_name(kind), length, self._session or 0, 0)
+            header = HEADER.pack(MAGIC, kind_name(kind), length, self._session or 0, 0)
             file.pwritev([memoryview(header)], 0)
             if old is not None:
                 write_all(file, [memoryview(old[:length].tobytes())], HEADER_BYTES)
@@ -184,21 +179,10 @@ class MappedArrays:
         self._fs.rename(temporary, path)
 
 
-def parse_header(data: bytes, file_bytes: int) -> tuple[np.dtype[Any], int, int] | None:
-    """Return element type, length and session of an array file; None if it is no such file."""
-    if len(data) != HEADER_BYTES:
-        return None
-    magic, kind_name, length, session, _ = _HEADER.unpack(data)
-    kinds = {_kind_name(np.dtype(kind)): np.dtype(kind) for kind in _KINDS}
-    kind = kinds.get(kind_name)
-    if magic != _MAGIC or kind is None or file_bytes > MAX_ARRAY_BYTES:
-        return None
-    return (kind, length, session) if file_bytes == HEADER_BYTES + length * kind.itemsize else None
-
-
 def _checksum(view: memoryview) -> int:
     return xxhash.xxh3_64_intdigest(view[HEADER_BYTES:])
 
 
-def _kind_name(kind: np.dtype[Any]) -> bytes:
+def kind_name(kind: np.dtype[Any]) -> bytes:
+    """Return the element type as a header has it."""
     return kind.str.encode().ljust(8, b"\0")

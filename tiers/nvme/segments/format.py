@@ -1,14 +1,13 @@
-"""Structures of segments and of export files, with their checks. All numbers are little endian.
+"""Structures of segments, with their checks. All numbers are little endian.
 
 Readers accept bytes from any source. Lengths are checked before anything is allocated. Data that
-does not parse is None or a `FormatError`, never a crash.
+does not parse is None, a `CorruptionError` or a `FormatError`, never a crash.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,42 +27,6 @@ _SEGMENT_SUFFIX = ".safetensors"
 _SEGMENT_DIGITS = 6
 MAX_SEGMENTS = 10**_SEGMENT_DIGITS
 """Most segments of a namespace; the names of more would be too long."""
-
-SLOT_RECORD_BYTES = 128
-_RECORD = struct.Struct("<4sI8xQI4xB64s31x")
-_RECORD_MAGIC = b"KVCS"
-_RECORD_BODY = 8
-"""Start of the record's body, which its CRC covers."""
-assert _RECORD.size == SLOT_RECORD_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class SlotRecord:
-    """Record of one block in an export file."""
-
-    key: bytes
-    checksum: int
-    length: int
-
-    def pack(self) -> bytes:
-        """Return the record as stored in the file."""
-        packed = bytearray(
-            _RECORD.pack(_RECORD_MAGIC, 0, self.checksum, self.length, len(self.key), self.key)
-        )
-        struct.pack_into("<I", packed, 4, zlib.crc32(packed[_RECORD_BODY:]))
-        return bytes(packed)
-
-
-def parse_record(data: bytes) -> SlotRecord | None:
-    """Return the record of a block; None if it is damaged."""
-    if len(data) != SLOT_RECORD_BYTES:
-        return None
-    magic, crc, checksum, length, key_length, key = _RECORD.unpack(data)
-    if magic != _RECORD_MAGIC or not 0 < key_length <= MAX_KEY_BYTES:
-        return None
-    if crc != zlib.crc32(data[_RECORD_BODY:]):
-        return None
-    return SlotRecord(key[:key_length], checksum, length)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ blocks survived.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
 
@@ -75,21 +75,15 @@ class SegmentFiles:
             self.mend(number)
             return
         made.append(path)
-        try:
+        with closing(file):
             file.preallocate(self.layout.file_bytes)
             write_all(file, [memoryview(self.layout.header(number))], 0)
-        finally:
-            file.close()
 
     def mend(self, number: int) -> None:
         """Repair size and header of an existing segment if needed. Raises a `KVCascadeError`."""
         path = self.path_of(number)
-        with os_errors(f"opening {path}"):
-            file = self._fs.open(path)
-            try:
-                self._make_whole(file, number)
-            finally:
-                file.close()
+        with os_errors(f"opening {path}"), closing(self._fs.open(path)) as file:
+            self._make_whole(file, number)
 
     def is_whole(self, number: int) -> bool:
         """Return False if a segment file is gone or cut though its folder is there.
@@ -101,10 +95,8 @@ class SegmentFiles:
             file = self._fs.open(path)
         except FileNotFoundError:
             return path.name in self._fs.list_dir(path.parent)
-        try:
+        with closing(file):
             return file.size() >= self.layout.file_bytes
-        finally:
-            file.close()
 
     def remove(self, number: int) -> None:
         """Delete a segment file, if it is there. Raises a `KVCascadeError`."""
@@ -113,11 +105,8 @@ class SegmentFiles:
 
     def sync(self, number: int) -> None:
         """Make durable what nodes wrote to a segment. Raises `OSError`."""
-        file = self._fs.open(self.path_of(number))
-        try:
+        with closing(self._fs.open(self.path_of(number))) as file:
             file.sync()
-        finally:
-            file.close()
 
     def _found_in(self, part: int) -> list[int]:
         numbers = map(segment_number, self._fs.list_dir(self._folders[part]))

@@ -11,9 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..order import ArraySource, heap_arrays, scalars
-
-NONE = -1
-"""Number that stands for no entry."""
+from .tags import NONE
 
 
 class LinkedLists:

@@ -301,14 +301,8 @@ class RecencyLog:
         window: int | None = None,
     ) -> list[int]:
         """Return up to `limit` of the coldest slots that `wanted` accepts; see `EvictionOrder`."""
-        found: list[int] = []
-        if limit > 0:
-            few = SCAN_FEW if limit <= FEW else 0
-            for slot in self.scan(Search(wanted, mask, window), few=few):
-                found.append(slot)
-                if len(found) == limit:
-                    break
-        return found
+        few = SCAN_FEW if limit <= FEW else 0
+        return list(islice(self.scan(Search(wanted, mask, window), few=few), max(limit, 0)))
 
     def between(self, start: int, stop: int) -> npt.NDArray[np.int32]:
         """Return the live slots at positions `start .. stop - 1`, in that order."""

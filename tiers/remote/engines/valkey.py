@@ -16,7 +16,8 @@ import ssl
 import threading
 import time
 from binascii import crc_hqx
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import suppress
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -120,14 +121,14 @@ class Nodes:
         """The node that is asked where a key is."""
         return self._known[0]
 
-    def places(self, names: Mapping[int, str]) -> dict[Address, list[int]]:
+    def places(self, names: Sequence[str]) -> dict[Address, list[int]]:
         """Return the node to ask for each name, as the numbers of the names of each node."""
         with self._lock:
             slots, first = self._slots, self._known[0]
         if not slots:
-            return {first: [*names]}
+            return {first: [*range(len(names))]}
         found: dict[Address, list[int]] = {}
-        for number, name in names.items():
+        for number, name in enumerate(names):
             found.setdefault(slots.get(hash_slot(name), first), []).append(number)
         return found
 
@@ -204,10 +205,8 @@ class Nodes:
     ) -> None:
         """Read the map of the cluster after the node `asked` said that a slot is elsewhere."""
         slots: dict[int, Address] = {}
-        try:
+        with suppress(RespError):  # the one slot is known all the same
             slots = valkey_questions.slots_of(connection, asked)
-        except RespError:
-            pass  # the one slot is known all the same
         with self._lock:
             self._slots = self._slots | slots | {slot: address.seen_from(asked)}
             nodes = sorted({*self._slots.values()}, key=lambda a: (a.host, a.port))
@@ -471,7 +470,7 @@ class ValkeyEngine(RemoteEngine):
         """Do the work at the node of each name, following the cluster's redirections."""
         limit = self._limit(limit_s)
         answers: list[Answer] = [RemoteOutcome.IO_ERROR] * len(names)
-        places = self._nodes.places(dict(enumerate(names)))
+        places = self._nodes.places(names)
         for _ in range(1 + REDIRECTS_MAX):
             moved: dict[Address, list[int]] = {}
             for address, some in places.items():
@@ -523,7 +522,8 @@ class ValkeyEngine(RemoteEngine):
             if isinstance(answer, Address) and connection is not None:
                 for i in some:
                     answers[i] = answer
-                self._try_note_move(connection, address, names[some[0]], answer)
+                with suppress(OSError):  # the redirection is followed all the same
+                    self._nodes.note_move(connection, address, hash_slot(names[some[0]]), answer)
                 connection.close()
                 return
             fault = RemoteOutcome.IO_ERROR if isinstance(answer, Address) else answer
@@ -543,14 +543,6 @@ class ValkeyEngine(RemoteEngine):
         for i in some:
             if answers[i] is waiting:
                 answers[i] = fault
-
-    def _try_note_move(
-        self, connection: RespConnection, asked: Address, name: str, place: Address
-    ) -> None:
-        try:
-            self._nodes.note_move(connection, asked, hash_slot(name), place)
-        except OSError:
-            pass  # the redirection is followed all the same
 
 
 def hash_slot(name: str) -> int:

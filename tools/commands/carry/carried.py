@@ -9,29 +9,63 @@ from __future__ import annotations
 import json
 import stat
 import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ....errors import ConfigError, CorruptionError, FormatError, os_errors
-from ....tiers.nvme.disk.filesystem import open_read_only
 from ....tiers.nvme.disk.transfers import read_all
 from ....tiers.nvme.namespace import NamespaceKey
 from ....tiers.nvme.segments.format import (
     MAX_BLOCK_BYTES,
     MAX_DESCRIPTION_BYTES,
+    MAX_KEY_BYTES,
     MAX_SLOTS,
     PAGE_BYTES,
-    SLOT_RECORD_BYTES,
-    SlotRecord,
-    parse_record,
     tensor,
 )
+from ..path_files import open_read_only
 
 FORMAT = "kvcascade-export"
 FORMAT_VERSION = "1"
 MAX_HEADER_BYTES = 2 << 20
+SLOT_RECORD_BYTES = 128
+_RECORD = struct.Struct("<4sI8xQI4xB64s31x")
+_RECORD_MAGIC = b"KVCS"
+_RECORD_BODY = 8
+"""Start of the record's body, which its CRC covers."""
+assert _RECORD.size == SLOT_RECORD_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRecord:
+    """Record of one block in an export file."""
+
+    key: bytes
+    checksum: int
+    length: int
+
+    def pack(self) -> bytes:
+        """Return the record as stored in the file."""
+        packed = bytearray(
+            _RECORD.pack(_RECORD_MAGIC, 0, self.checksum, self.length, len(self.key), self.key)
+        )
+        struct.pack_into("<I", packed, 4, zlib.crc32(packed[_RECORD_BODY:]))
+        return bytes(packed)
+
+
+def parse_record(data: bytes) -> SlotRecord | None:
+    """Return the record of a block; None if it is damaged."""
+    if len(data) != SLOT_RECORD_BYTES:
+        return None
+    magic, crc, checksum, length, key_length, key = _RECORD.unpack(data)
+    if magic != _RECORD_MAGIC or not 0 < key_length <= MAX_KEY_BYTES:
+        return None
+    if crc != zlib.crc32(data[_RECORD_BODY:]):
+        return None
+    return SlotRecord(key[:key_length], checksum, length)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,11 @@ from typing import NoReturn
 
 from ....errors import ConfigError, os_errors
 from ....tiers.nvme.segments.chains import head_of
-from ....tiers.nvme.segments.format import SlotRecord
 from ..block_scan import NamedBlock, Throttle, scan_blocks
 from ..path_blocks import OpenPath
 from ..path_folders import NamespaceFolder
 from ..verify.verify_report import Progress
-from .carried import CarriedHead, real_file
+from .carried import CarriedHead, SlotRecord, real_file
 from .export_writer import Choice, ExportReport, ExportWriter, whole_or_nothing
 
 

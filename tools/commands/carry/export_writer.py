@@ -17,8 +17,7 @@ from ....errors import InUseError
 from ....tiers.cpu.locks import try_flock
 from ....tiers.nvme.disk.filesystem import RealFile, RealFileSystem
 from ....tiers.nvme.disk.transfers import write_all
-from ....tiers.nvme.segments.format import SlotRecord
-from .carried import CarriedHead
+from .carried import CarriedHead, SlotRecord
 
 PARTIAL_SUFFIX = ".partial"
 FILE_MODE = 0o600

@@ -9,8 +9,7 @@ from typing import Any
 
 from ....errors import ConfigError
 from ....tiers.nvme.path.block_reader import payload_checksum
-from ....tiers.nvme.segments.format import SlotRecord
-from .carried import CarriedHead, CarriedReader
+from .carried import CarriedHead, CarriedReader, SlotRecord
 
 BATCH_BYTES = 16 << 20
 MAX_BATCH_BLOCKS = 1024

@@ -27,7 +27,10 @@ from ....tiers.cpu.huge_pages import address_of, gather, map_file
 from ....tiers.cpu.prefault import prefault
 from ....tiers.nvme.path.writer.path_plan import plan_namespace
 from ....tiers.nvme.segments.format import PAGE_BYTES
-from ....tiers.remote.remote_probe import probe_remote
+from ....tiers.remote.base import RemoteEngine
+from ....tiers.remote.engines.opened_folder import folder_of_url
+from ....tiers.remote.remote_options import open_remote_engine
+from ....tiers.remote.remote_probe import finding_of, without_new_folders
 from ....vllm.scheduler_side import seconds_to_flush
 from .. import show
 from .transfer_config import Given, read_tiering
@@ -237,6 +240,26 @@ def ask_server(tier: RemoteTierOptions, problems: list[str], warnings: list[str]
         said = probe_remote(tier, os.environ)
         if said is not None:
             warnings.append(said)
+
+
+def probe_remote(options: RemoteTierOptions, environment: Mapping[str, str]) -> str | None:
+    """Return a sentence about why the tier cannot be used as configured; None if it can.
+
+    Blocks for a few deadlines of the tier. Raises `ConfigError` if a package or a secret is
+    missing.
+    """
+    with without_new_folders(folder_of_url(options.url)):
+        engine, _ = open_remote_engine(options, environment)
+        try:
+            return problem_of(engine, options)
+        finally:
+            engine.close()
+
+
+def problem_of(engine: RemoteEngine, options: RemoteTierOptions) -> str | None:
+    """Return the sentence of `finding_of`."""
+    found = finding_of(engine, options)
+    return None if found is None else found.text
 
 
 def _tell_of_stops(report: CheckReport, settings: CascadeConfig, machine: Machine) -> None:

@@ -14,7 +14,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
-from ....assembly.named import CONNECTOR, SPEC_NAME, TIER_NAME, TIERING_SPEC_NAME, checked_tier
+from ....assembly.named import (
+    CONNECTOR,
+    SPEC_NAME,
+    TIER_MODULE,
+    TIER_NAME,
+    TIERING_SPEC_NAME,
+    checked_tier,
+    tier_options,
+)
 from ....config.machine import Machine
 from ....config.options import At, did_you_mean, flag, noting, optional, read_options, text, whole
 from ....config.schema import PATH_KEY, VLLM_KEYS, CascadeConfig, NvmeTierOptions, check_vllm_keys
@@ -36,11 +44,8 @@ OUR_MODULE = "kvcascade.spec"
 ROLES = ("kv_both", "kv_consumer")
 FAILURE_POLICIES = ("recompute", "fail")
 SPECS = (SPEC_NAME, TIERING_SPEC_NAME)
-TIER_MODULE = "kvcascade.vllm_tier"
 POLICY_MODULE = "kvcascade.vllm_policies"
 VLLM_POLICIES = ("lru", "arc")
-TIER_KEYS_OF_VLLM = ("type", "module_path", "backpressure")
-"""Keys of an item of `secondary_tiers` that vLLM reads and does not pass on."""
 TIERING_KEYS = (
     *VLLM_KEYS,
     "cpu_bytes_to_use",
@@ -231,8 +236,7 @@ def _secondary(
             raise at.below("module_path").missing(f'give "{TIER_MODULE}"')
         if module != TIER_MODULE:
             raise at.below("module_path").wrong(module, f'has no {kind}; use "{TIER_MODULE}"')
-    options = {key: tier[key] for key in tier if key not in TIER_KEYS_OF_VLLM}
-    return checked_tier(options, machine, at.key, problems).nvme
+    return checked_tier(tier_options(tier), machine, at.key, problems).nvme
 
 
 def _take(document: Mapping[str, object], given: Given) -> None:

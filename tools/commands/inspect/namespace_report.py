@@ -22,13 +22,14 @@ from ....config.machine import Machine
 from ....errors import KVCascadeError, os_errors
 from ....tiers.base import SlotMask
 from ....tiers.endurance import DAY_S
-from ....tiers.nvme.disk.filesystem import FileSystem, is_on_read_only_disk
+from ....tiers.nvme.disk.filesystem import FileSystem
 from ....tiers.nvme.namespace import DESCRIPTION
-from ....tiers.nvme.path.presence_file import PRESENCE, read_presence
+from ....tiers.nvme.path.presence_file import PRESENCE
 from ....tiers.nvme.path.presence_table import PresenceTable
 from ....tiers.nvme.path.writer.namespace.namespace_home import BLOCKS, STATE
 from ..command_line import ARENA_DIR
 from ..path_blocks import OpenPath
+from ..path_files import is_on_read_only_disk, read_presence
 from ..path_folders import NamespaceFolder
 from ..saved_state import SavedState, SlotUse
 from ..shm.kept_arenas import kept_blocks

@@ -20,7 +20,7 @@ from ....errors import ConfigError, os_errors
 from ....tiers.remote.base import FAILURES, RemoteEngine, RemoteEntry, RemoteOutcome
 from ....tiers.remote.objects import Seal, counter_name
 from ....tiers.remote.remote_options import folder_problem, missing_extra, open_remote_engine
-from ....tiers.remote.remote_probe import failure_of
+from ....tiers.remote.remote_probe import reason, sentence
 from ..check.transfer_config import STANDARD_INPUT, read_config
 from ..command_line import CommandError, ExitCode, answering_apart, check_is_file, settings_of
 
@@ -81,8 +81,9 @@ class RemoteServer:
 
     def failure(self, outcome: RemoteOutcome) -> CommandError:
         """Return the error for a failure of the server; asks the server for its cause."""
-        said = failure_of(self.engine, outcome, self.options)
-        return CommandError(said, ExitCode.CANNOT_OPEN)
+        options = self.options
+        said = reason(outcome, self.engine.explain(options.deadline_s))
+        return CommandError(sentence(options, said), ExitCode.CANNOT_OPEN)
 
 
 NAMESPACE_DIGITS = 32

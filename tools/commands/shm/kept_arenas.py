@@ -13,10 +13,11 @@ import numpy as np
 from rich.table import Table
 
 from ....config.sizes import human
-from ....errors import os_errors
+from ....errors import FormatError, os_errors
 from ....tiers.base import BlockHash
-from ....tiers.cpu.arena_file import drop_kept, kept_arenas, kept_header
-from ....tiers.cpu.header import HEADER_BYTES, ArenaGeometry
+from ....tiers.cpu.arena_file import KEPT_NAME, kept_arenas, open_own, remove_stale
+from ....tiers.cpu.header import HEADER_BYTES, MAGIC, ArenaGeometry, ArenaHeader, read_fixed
+from ....tiers.cpu.locks import try_flock
 from ....tiers.cpu.slot_table import SlotTable
 from .. import show
 
@@ -67,6 +68,33 @@ def _arena(path: str) -> KeptArena | None:
     geometry = fixed.geometry
     blocks = _blocks(path, geometry) if size >= geometry.file_bytes else 0
     return KeptArena(Path(path), size, geometry.slots, blocks, geometry.slot_bytes, is_live)
+
+
+def drop_kept(path: str) -> bool:
+    """Remove a kept arena unless a live process holds it. Return True if it was removed."""
+    return bool(KEPT_NAME.fullmatch(os.path.basename(path))) and remove_stale(path)
+
+
+def kept_header(path: str) -> tuple[ArenaHeader | None, bool] | None:
+    """Return the header of a kept arena, and True if a live process holds it.
+
+    The header is None if it is of another version, or damaged. Return None if the file is not an
+    arena of this user. Takes the exclusive lock for a moment, as a maker does that searches for an
+    arena to take over.
+    """
+    fd = open_own(path)
+    if fd is None:
+        return None
+    try:
+        is_free = try_flock(fd, exclusive=True)
+        page = os.pread(fd, HEADER_BYTES, 0)
+        with suppress(FormatError):
+            return read_fixed(page, path), not is_free
+        return (None, not is_free) if page.startswith(MAGIC) else None
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
 
 
 def drop_arenas(arenas: Sequence[KeptArena]) -> list[KeptArena]:

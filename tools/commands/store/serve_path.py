@@ -21,7 +21,7 @@ from ....logs import get_logger
 from ....tiers.nvme.disk.filesystem import FileLock, FileSystem, RealFileSystem
 from ....tiers.nvme.path.path_lock import lock_path
 from ....tiers.nvme.path.writer.path_options import check_paths, load_record
-from ....tiers.nvme.path.writer_note import load_note
+from ..path_files import load_note, named
 from ..path_folders import check_may_write
 from ..path_session import hand_over
 
@@ -174,7 +174,7 @@ def _taken_over(fs: FileSystem, parts: PathParts, pause: Pause, clock: Clock) ->
 
 def _writer_of(fs: FileSystem, root: Path) -> str:
     note = load_note(fs, root)
-    return "another process" if note is None else note.shown
+    return "another process" if note is None else named(note)
 
 
 def _start(fs: FileSystem, parts: PathParts, lock: FileLock) -> WriterService:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ....errors import FormatError, KVCascadeError
 from ....tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
-from ....tiers.nvme.path.presence_file import read_presence
+from ..path_files import read_presence
 from ..path_folders import NamespaceFolder, folders_in
 from ..path_session import AnswerError, PathSession, follow_session, open_session
 from .top_frame import Figures, Reading

@@ -13,11 +13,11 @@ from contextlib import closing
 from pathlib import Path
 
 from ....errors import PROCESS_ERRNOS, TierIOError, os_errors
-from ....tiers.nvme.disk.filesystem import open_read_only
 from ....tiers.nvme.disk.transfers import read_all
 from ....tiers.nvme.segments.format import SegmentLayout
 from ..block_scan import DAMAGED, BlockFinding, NamedBlock, Throttle, scan_blocks
 from ..path_blocks import OpenPath
+from ..path_files import open_read_only
 from ..path_folders import NamespaceFolder
 from .verify_report import BlockProblem, Progress, VerifyReport
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from time import perf_counter
 
 from ....tiers.nvme.disk.filesystem import RealFileSystem
-from ....tiers.nvme.path.block_table import ApplyOutcome, Changes, block_table_bytes
+from ....tiers.nvme.path.block_table import Changes, block_table_bytes
 from ....tiers.nvme.path.lmdb_block_table import LmdbBlockTable, open_block_table
+from ....tiers.nvme.path.path_messages import Committed
 from ....tiers.nvme.path.presence_file import (
     OpenPresence,
     PresenceOrigin,
@@ -87,7 +88,7 @@ def commit(
 ) -> None:
     """Commit blocks and apply them to the presence table, as the writer of a path does."""
     applied = table.apply(Changes(table.epoch, puts, cleared=cleared, written_bytes=len(puts)))
-    if applied.outcome is not ApplyOutcome.DONE or applied.journal is None:
+    if applied.outcome is not Committed.OK or applied.journal is None:
         raise BenchError(f"the block table in {table.path} took no changes: {applied.outcome}")
     presence.table.apply(applied.journal)
 

@@ -104,11 +104,6 @@ class IdleNamespaces:
             self._found[name].usable_from_s = self._means.wall_clock() + pause_s
 
     @property
-    def all(self) -> list[IdleNamespace]:
-        """Every namespace that is not open."""
-        return list(self._found.values())
-
-    @property
     def names(self) -> frozenset[str]:
         """Names of all of them."""
         return frozenset(self._found)
@@ -121,7 +116,7 @@ class IdleNamespaces:
         """
         lost: list[tuple[str, bytes]] = []
         exists = self._means.fs.exists
-        for one in self.all:
+        for one in list(self._found.values()):
             name, folder = one.name, self._roots[0] / one.name
             if name in spared:
                 continue

@@ -83,9 +83,6 @@ class PathCapacity:
         """Names of our namespaces, open or not. The writer's thread replaces it before a
         namespace is opened and before segments are made. So a job takes none of ours for that of
         another process, and none that could not be opened for ours."""
-        self.own_bytes: Sequence[int] = ()
-        """Bytes of our files in each path, with the tables of the namespace that is made next. The
-        writer's thread replaces it before that."""
         self.was_made = False
         """True once a segment was made; whoever waits for that sets it to False."""
         self._foreign = [0] * len(roots)

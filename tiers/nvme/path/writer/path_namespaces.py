@@ -85,7 +85,9 @@ class PathNamespaces:
         took their room."""
         self._unknown_epochs: dict[str, int] = {}
         """Epochs that `begin` made and could not record, by namespace: no engine is in them."""
-        self.openings = NamespaceOpenings(means, in_force.policy, executor, self._lacking, clock)
+        self.openings = NamespaceOpenings(
+            means, in_force.policy, executor, self._own_bytes, self._lacking, clock
+        )
         self.space = PathSpace(capacity, idle, self.openings, self._open_idle, executor, clock)
 
     @property
@@ -149,7 +151,7 @@ class PathNamespaces:
             if name not in self.space.idle.names:
                 raise ConfigError(f"there is no namespace {name}; `list` names them all")
             self._looked_at.add(name)
-            self._begin_opening(name, partial(self._home_of, name))
+            self._begin_opening(name, self._home_of)
         raise BeingOpenedError(name)
 
     def take_opened(self) -> dict[str, KVCascadeError | None]:
@@ -320,16 +322,16 @@ class PathNamespaces:
         if not (is_known and self.fs.exists(self.roots[0] / name / BLOCKS)):
             plan = plan_namespace(options, spec.block_bytes, paths)
             sizes = [fixed_bytes(plan.slots, path, options.policy) for path in range(paths)]
-        make = partial(self._make_home, name, spec, options, sizes)
+        make = partial(self._make_home, spec, options, sizes)
         # One that lost its tables waits for nothing: its own segments give the room afterwards.
         self._begin_opening(name, make, () if is_known else sizes)
 
     def _make_home(
         self,
-        name: str,
         spec: NamespaceSpec,
         options: PathOptions,
         sizes: Sequence[int],
+        opening: NamespaceToOpen,
     ) -> NamespaceHome:
         """Make the directories of a namespace for tables of `sizes`. Runs on an I/O thread.
 
@@ -340,37 +342,41 @@ class PathNamespaces:
         check_mounted(self.fs, self.roots)
         for path, size in enumerate(sizes):
             if self.fs.exists(self.roots[path]):
-                own_bytes = capacity.own_bytes[path] if capacity.own_bytes else 0
+                own_bytes = opening.own_bytes[path] if opening.own_bytes else 0
                 with capacity.claim(path, size, own_bytes):
                     pass
-        home = make_home(self.fs, self.roots, name, spec, options)
+        home = make_home(self.fs, self.roots, opening.name, spec, options)
         return _with_room(self.fs, home, capacity)
+
+    def _own_bytes(self, opening: NamespaceToOpen) -> list[int]:
+        """Return the bytes of our files in each path, with the tables of a new namespace."""
+        return [
+            self.space.own_bytes(path, with_new=False) + size
+            for path, size in enumerate(opening.bytes_by_path)
+        ]
 
     def _lacking(self, opening: NamespaceToOpen) -> int | None:
         """Return a path in which the tables of a namespace lack room that segments have.
 
         They lack it in the capacity or on the disk.
         """
-        space, sizes = self.space, opening.bytes_by_path
-        own = [space.own_bytes(path, with_new=False) + size for path, size in enumerate(sizes)]
-        space.capacity.own_bytes = own
-        for path, size in enumerate(sizes):
+        space = self.space
+        for path, size in enumerate(opening.bytes_by_path):
             with suppress(OSError):  # the opening itself says what is wrong
                 short = size + self.options.min_free_bytes - self.fs.free_bytes(self.roots[path])
-                missing = max(short, -space.capacity.left_bytes(path, own[path]))
+                missing = max(short, -space.capacity.left_bytes(path, opening.own_bytes[path]))
                 if 0 < missing <= space.freeable_bytes(path):
                     return path
         return None
 
     def _open_idle(self, name: str) -> None:
         """Begin to open a namespace without a node, because its room is needed."""
-        home_of = partial(self._home_of, name)
-        self._begin_opening(name, home_of, is_for_room=True)
+        self._begin_opening(name, self._home_of, is_for_room=True)
 
     def _begin_opening(
         self,
         name: str,
-        home_of: Callable[[], NamespaceHome],
+        home_of: Callable[[NamespaceToOpen], NamespaceHome],
         bytes_by_path: Sequence[int] = (),
         *,
         is_for_room: bool = False,
@@ -379,12 +385,12 @@ class PathNamespaces:
         self.space.capacity.own = self.space.own_names | {name}
         self.openings.begin(NamespaceToOpen(name, home_of, is_durable, bytes_by_path, is_for_room))
 
-    def _home_of(self, name: str) -> NamespaceHome:
+    def _home_of(self, opening: NamespaceToOpen) -> NamespaceHome:
         """Open the directories of an existing namespace. Runs on an I/O thread."""
         check_mounted(self.fs, self.roots)
-        home = open_home(self.fs, self.roots, name, self.options)
+        home = open_home(self.fs, self.roots, opening.name, self.options)
         if home is None:
-            raise ConfigError(f"there is no namespace {name} any more")
+            raise ConfigError(f"there is no namespace {opening.name} any more")
         return _with_room(self.fs, home, self.space.capacity)
 
     def _adopt(self, opening: NamespaceToOpen, namespace: NamespaceWriter) -> KVCascadeError | None:

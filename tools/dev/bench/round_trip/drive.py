@@ -17,9 +17,10 @@ from time import perf_counter, sleep
 from typing import TYPE_CHECKING
 
 from .....assembly.node_parts import SlotMemory
+from .....config.schema import WriteMode
 from .....handlers.device.copier import DeviceCopier, GpuBlocks
 from .....handlers.device.geometry import WorkerLayout
-from .....manager.cascading import CascadingOffloadingManager, ManagerOptions, WriteMode
+from .....manager.cascading import CascadingOffloadingManager, ManagerOptions
 from .....manager.level import Tier
 from .....manager.request import Request
 from .....tiers.base import BlockHash, LoadStoreSpec, SlotArray

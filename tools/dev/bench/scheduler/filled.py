@@ -22,7 +22,8 @@ from .....assembly.node_parts import OpenTier, SlotMemory
 from .....assembly.path_parts import existing_names
 from .....handlers.node.path.path_service import IO_THREADS, WriterService
 from .....handlers.node.path_wire import NodeJoined, NodeState
-from .....manager.below.node_tier import NodeTier, NodeTierOptions
+from .....manager.below.node_feed import NodeFeed
+from .....manager.below.node_tier import NodeTier
 from .....manager.below.port import TierFacts
 from .....manager.cascading import CascadingOffloadingManager, ManagerOptions
 from .....manager.level import Tier
@@ -232,23 +233,20 @@ def open_stalled(folder: Path, blocks: int, cpu_blocks: int) -> StalledTier:
     (name,) = existing_names(fs, folder)
     home = folder / name
     slots = plan_segments(capacity_bytes(blocks), BLOCK_BYTES, 1).slots
-    nodes: list[StalledNode] = []
-
-    def client_of(take: Callable[[Any], None]) -> StalledNode:
-        nodes.append(StalledNode(take, home, slots))
-        return nodes[0]
-
     with ThreadPoolExecutor(1) as executor:
-        options = NodeTierOptions(
-            TierFacts(NAME, "NVME", BLOCK_BYTES, slots),
+        facts = TierFacts(NAME, "NVME", BLOCK_BYTES, slots)
+        feed = NodeFeed(
+            facts,
             lambda path, count: map_presence(fs, Path(path), count),
             executor,
+            time.monotonic,
             with_events=False,
         )
-        port = NodeTier(client_of, options, time.monotonic)
+        node = StalledNode(feed.take, home, slots)
+        port = NodeTier(node, feed, facts, time.monotonic)
         port.maintain()  # maps the table
     port.maintain()
-    return StalledTier(_manager(port, cpu_blocks), nodes[0], home / PRESENCE)
+    return StalledTier(_manager(port, cpu_blocks), node, home / PRESENCE)
 
 
 @dataclass(frozen=True, slots=True)

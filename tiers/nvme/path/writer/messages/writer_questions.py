@@ -6,35 +6,79 @@
 | `list` | | `namespaces`: `name`, `clients`, `is_open` |
 | `remove` | `name` | `is_removed`, or `error` |
 | `hand_over` | | the writer closes the path cleanly, so that the asker may lead |
+| `namespace` | `name` | numbers, totals and engines: see below |
+| `blocks` | `name`, `after`, `start`, `limit` | `blocks`: see below; `next`, null at the end |
+| `drop` | `name`, `blocks` | `dropped`: number of these blocks whose entry still was the same |
+| `take` | `name`, `segments`, flags | `taken`: numbers of the deleted, `blocks`: see below |
 
-`block_questions` has the questions about the blocks of one namespace, `segment_questions` the one
-that takes segments.
+An answer with `error` says in one sentence what to do. `left_bytes` has what is left of the
+capacity of each path, which may be negative. Older writers do not tell it.
 
-`left_bytes` has what is left of the capacity of each path, which may be negative. Older writers do
-not tell it.
+The last four are about one namespace. One that no node has open is opened, and stays open with its
+writer, unless its room is needed. `namespace` is answered with `blocks`, `slots`, `epoch`,
+`written_bytes`, `read_bytes`, `day` (`written_bytes`, `read_bytes`), `granted_slots`,
+`dropped_at_opening`: number of blocks whose segment files were missing, and `engines`: the names of
+the nodes that have joined, at most `MAX_ENGINES_NAMED`.
 
-An answer with `error` says in one sentence what to do.
+A block is its hash, slot, checksum and the time of its last use in seconds since 1970; `drop` needs
+the first three. Hashes are hexadecimal. `after` is the last `next`, or empty. With `start`, only
+blocks whose hash begins with it are named.
+
+`take` removes segments, and is answered when their files are deleted. Segments are taken one after
+the other, and other messages are served between. `take` passes over a segment that nodes write to
+for longer than `TAKE_WAIT_S`. With `if_empty` it passes over every one that has a block or is being
+written to. With `if_unused` it ends once a node has the namespace open; a segment that is being
+taken then is the last one. Older writers ignore that. `blocks` is the number of blocks that were
+removed with their segments.
 """
 
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ......errors import ConfigError, KVCascadeError
+from ....segments.format import MAX_KEY_BYTES
 from ...path_messages import Ask, Told
-from .block_questions import describe, drop, some_blocks
-from .segment_questions import SegmentQuestions
 
 if TYPE_CHECKING:
+    from ..namespace.namespace_writer import NamespaceWriter
     from ..path_writer import PathWriter
 
+MAX_BLOCKS_PER_ANSWER = 1024
+"""Most blocks of one answer; other messages wait for it."""
+MAX_ENGINES_NAMED = 64
 TAKE = "take"
 """Name of the question whose answer waits until segments are deleted."""
+MAX_OPEN_TAKES = 16
+"""Most of these questions that wait for an answer at a time."""
+MAX_SEGMENTS_PER_TAKE = 4096
+TAKE_WAIT_S = 2.0
+"""Longest wait for the writes of nodes to a segment that is to be taken."""
 Answer = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Take:
+    client: int
+    request: int
+    name: str
+    left: deque[int]
+    """Numbers of the segments that are not taken yet, in order."""
+    is_if_empty: bool
+    is_if_unused: bool
+    """True if the rest stays once a node has the namespace open."""
+    current: tuple[int, int] | None = None
+    """Number of the segment that is being taken, and of its blocks at the beginning."""
+    waits_until_s: float | None = None
+    """Time at which the next segment is passed over."""
+    taken: list[int] = field(default_factory=list)
+    blocks: int = 0
 
 
 class WriterQuestions:
@@ -43,21 +87,23 @@ class WriterQuestions:
     def __init__(self, writer: PathWriter, clock: Callable[[], float]) -> None:
         """`clock` returns monotonic seconds."""
         self._writer = writer
-        self._segments = SegmentQuestions(writer, clock)
+        self._clock = clock
+        self._takes: list[_Take] = []
+        """Questions that take segments and have no answer, in order."""
         self._answers: dict[str, Callable[[Answer], Answer]] = {
             "stat": self._stat,
             "list": self._list,
             "remove": self._remove,
             "hand_over": self._hand_over,
-            "namespace": lambda body: describe(writer, body),
-            "blocks": lambda body: some_blocks(writer, body),
-            "drop": lambda body: drop(writer, body),
+            "namespace": self._describe,
+            "blocks": self._some_blocks,
+            "drop": self._drop,
         }
 
     @property
     def is_busy(self) -> bool:
         """True while an answer waits for segments to be deleted."""
-        return self._segments.is_busy
+        return bool(self._takes)
 
     def ask(self, client: int, message: Ask) -> Told | None:
         """Return the answer to a question; None if `poll` has it later."""
@@ -70,7 +116,7 @@ class WriterQuestions:
         answer = self._answers.get(message.what)
         try:
             if message.what == TAKE:
-                self._segments.begin(client, message.request, body)
+                self._begin_take(client, message.request, body)
                 return None
             if answer is None:
                 names = ", ".join(sorted([*self._answers, TAKE]))
@@ -81,14 +127,26 @@ class WriterQuestions:
 
     def poll(self) -> list[tuple[int, Told]]:
         """Go on with segments that are taken; return answers and their clients."""
-        answers = self._segments.poll()
-        return [(client, told(request, answer)) for client, request, answer in answers]
+        if not self._takes or self._writer.path.space.is_taking:
+            return []
+        first = self._takes[0]
+        if first.current is not None:
+            number, blocks = first.current
+            if number not in self._writer.path.space.files.numbers(first.name):
+                first.taken.append(number)
+                first.blocks += blocks
+            first.current = None
+        if self._take_next(first):
+            return []
+        self._takes.pop(0)
+        answer = {"taken": first.taken, "blocks": first.blocks}
+        return [(first.client, told(first.request, answer))]
 
     def forget(self, client: int) -> None:
         """Drop the open questions of a client that is gone."""
-        self._segments.forget(client)
+        self._takes = [each for each in self._takes if each.client != client]
 
-    # -- inside --------------------------------------------------------------------------------
+    # -- the path ------------------------------------------------------------------------------
 
     def _stat(self, _: Answer) -> Answer:
         writer, space = self._writer, self._writer.path.space
@@ -118,15 +176,115 @@ class WriterQuestions:
         writer, name = self._writer, str(body.get("name"))
         namespace = writer.namespaces.get(name)
         if namespace is not None and namespace.clients:
-            return {"error": f"{name} is in use by {len(namespace.clients)} engines; stop them"}
+            engines = len(namespace.clients)
+            raise ConfigError(f"{name} is in use by {engines} engines; stop them")
         if namespace is not None:
             return {"is_removed": writer.path.remove(namespace)}
         if name not in writer.path.space.idle.names:
-            return {"error": f"there is no namespace {name}; `list` names them all"}
+            raise ConfigError(f"there is no namespace {name}; `list` names them all")
+        return {"is_removed": writer.path.remove_idle(name)}
+
+    # -- one namespace -------------------------------------------------------------------------
+
+    def _describe(self, body: Answer) -> Answer:
+        namespace = self._namespace(body)
+        written, read = namespace.totals()
+        day = namespace.day_totals()
+        engines = [each.name for each in self._writer.clients if each.namespace is namespace]
+        return {
+            "blocks": namespace.space.used,
+            "slots": namespace.home.slots,
+            "epoch": namespace.epoch,
+            "written_bytes": written,
+            "read_bytes": read,
+            "day": {"written_bytes": day.written, "read_bytes": day.read},
+            "granted_slots": namespace.space.granted,
+            "dropped_at_opening": namespace.space.dropped_at_opening,
+            "engines": engines[:MAX_ENGINES_NAMED],
+        }
+
+    def _some_blocks(self, body: Answer) -> Answer:
+        limit = body.get("limit", MAX_BLOCKS_PER_ANSWER)
+        if type(limit) is not int or not 0 < limit <= MAX_BLOCKS_PER_ANSWER:
+            raise ConfigError(f"give `limit`, from 1 to {MAX_BLOCKS_PER_ANSWER}")
+        after, start = _key(body.get("after", "")), _key(body.get("start", ""))
+        namespace = self._namespace(body)
+        found = namespace.table.keys_after(max(after, start), limit)
+        if start and after < start and len(start) <= MAX_KEY_BYTES:
+            (entry,) = namespace.table.get_many([start])
+            found = [*([] if entry is None else [(start, entry)]), *found][:limit]
+        inside = [each for each in found if each[0].startswith(start)]
+        has_more, found = len(inside) == len(found) > 0, inside
+        used_s = namespace.recency.last_used_s([entry.slot for _, entry in found])
+        rows = [
+            [key.hex(), entry.slot, entry.checksum, used]
+            for (key, entry), used in zip(found, used_s, strict=True)
+        ]
+        return {"blocks": rows, "next": rows[-1][0] if has_more else None}
+
+    def _drop(self, body: Answer) -> Answer:
+        rows = body.get("blocks")
+        if not isinstance(rows, list) or len(rows) > MAX_BLOCKS_PER_ANSWER:
+            raise ConfigError(f"give `blocks`, at most {MAX_BLOCKS_PER_ANSWER}")
         try:
-            return {"is_removed": writer.path.remove_idle(name)}
-        except KVCascadeError as error:
-            return {"error": str(error)}
+            wanted = {_key(key): (int(slot), int(checksum)) for key, slot, checksum, *_ in rows}
+        except (TypeError, ValueError):
+            raise ConfigError("each of `blocks` is a hash, a slot and a checksum") from None
+        removed = self._writer.drop_blocks(self._namespace(body), wanted)
+        if removed is None:
+            raise ConfigError("the index could not be written; see the log of the writer")
+        return {"dropped": len(removed)}
+
+    def _namespace(self, body: Answer) -> NamespaceWriter:
+        """Return the namespace of a question, open. Raises as `PathNamespaces.look_at`."""
+        return self._writer.path.look_at(str(body.get("name")))
+
+    # -- segments that are taken ---------------------------------------------------------------
+
+    def _begin_take(self, client: int, request: int, body: Answer) -> None:
+        if len(self._takes) >= MAX_OPEN_TAKES:
+            raise ConfigError("too many are under way; try again later")
+        numbers = body.get("segments")
+        is_list = isinstance(numbers, list) and len(numbers) <= MAX_SEGMENTS_PER_TAKE
+        if not is_list or not all(type(number) is int for number in numbers or ()):
+            raise ConfigError(f"give `segments`, at most {MAX_SEGMENTS_PER_TAKE} numbers")
+        name = self._namespace(body).home.name
+        flags = body.get("if_empty") is True, body.get("if_unused") is True
+        self._takes.append(_Take(client, request, name, deque(numbers or ()), *flags))
+
+    def _take_next(self, job: _Take) -> bool:
+        """Begin with a segment, or go on waiting for one. Return False if none is left."""
+        space, namespace = self._writer.path.space, self._writer.namespaces.get(job.name)
+        while namespace is not None and job.left:
+            if job.is_if_unused and namespace.clients:
+                return False
+            number = job.left[0]
+            blocks = 0
+            if number in namespace.space.segments or number in namespace.space.left_out:
+                blocks = len(namespace.space.used_in(number))
+                may_take = not (job.is_if_empty and blocks)
+                if may_take and space.take(job.name, number):
+                    job.current = number, blocks
+                elif may_take and not job.is_if_empty and self._may_wait(job):
+                    return True
+            job.left.popleft()
+            job.waits_until_s = None
+            if job.current is not None:
+                return True
+        return False
+
+    def _may_wait(self, job: _Take) -> bool:
+        now_s = self._clock()
+        if job.waits_until_s is None:
+            job.waits_until_s = now_s + TAKE_WAIT_S
+        return now_s < job.waits_until_s
+
+
+def _key(text: object) -> bytes:
+    try:
+        return bytes.fromhex(str(text))
+    except ValueError:
+        raise ConfigError(f"{text!r} is not a hash in hexadecimal") from None
 
 
 def told(request: int, answer: Answer) -> Told:

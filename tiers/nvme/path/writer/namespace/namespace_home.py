@@ -8,8 +8,8 @@ opens nor removes the namespace. Its time of change is the last use. All functio
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -191,14 +191,10 @@ def make_home(
     check_size(key)
     plan = plan_namespace(options, spec.block_bytes, len(roots))
     folders = tuple(root / name for root in roots)
-    locks = _lock_folders(fs, roots, folders)
-    try:
+    with _locked(fs, roots, folders) as locks:
         document = _describe(fs, folders, key, spec.block_bytes, plan)
         home = _home(fs, name, folders, document, plan, options.policy, locks)
         home.news = _news_of(name, key, homes_under(fs, roots[0]))
-    except BaseException:
-        _release(locks)
-        raise
     return home
 
 
@@ -244,15 +240,11 @@ def open_home(
         plan = plan_segments(capacity, document["block_bytes"], len(roots), size, options.policy)
     except ConfigError as error:
         raise ConfigError(f"{error}, or remove the directory {folders[0]}") from None
-    locks = _lock_folders(fs, roots, folders)
-    try:
+    with _locked(fs, roots, folders) as locks:
         with os_errors(f"opening {folders[0]}"):
             for folder in folders:
                 fs.make_dir(folder / SEGMENTS)
         return _home(fs, name, folders, document, plan, options.policy, locks)
-    except BaseException:
-        _release(locks)
-        raise
 
 
 def read_description(fs: FileSystem, folder: Path) -> Mapping[str, Any]:
@@ -309,8 +301,14 @@ def _home(
     return NamespaceHome(name, folders, document, slots, segments, policy, locks)
 
 
-def _lock_folders(fs: FileSystem, roots: Sequence[Path], folders: Sequence[Path]) -> list[FileLock]:
-    """Create missing directories, and lock all of them against removal."""
+@contextmanager
+def _locked(
+    fs: FileSystem, roots: Sequence[Path], folders: Sequence[Path]
+) -> Iterator[list[FileLock]]:
+    """Create missing directories, and lock all of them against removal.
+
+    They stay locked, unless the context ends with an exception.
+    """
     locks: list[FileLock] = []
     try:
         for root, folder in zip(roots, folders, strict=True):
@@ -318,10 +316,11 @@ def _lock_folders(fs: FileSystem, roots: Sequence[Path], folders: Sequence[Path]
                 raise ConfigError(f"path {str(root)!r} does not exist; create it")
             with os_errors(f"opening the namespace {folder}"):
                 locks.append(_lock_folder(fs, folder))
+        yield locks
     except BaseException:
-        _release(locks)
+        for lock in locks:
+            lock.release()
         raise
-    return locks
 
 
 def _lock_folder(fs: FileSystem, folder: Path) -> FileLock:
@@ -332,11 +331,6 @@ def _lock_folder(fs: FileSystem, folder: Path) -> FileLock:
         except FileNotFoundError:  # removed in the meantime
             continue
     raise InUseError(f"{folder} is being removed over and over; stop what does that")
-
-
-def _release(locks: list[FileLock]) -> None:
-    for lock in locks:
-        lock.release()
 
 
 def _describe(

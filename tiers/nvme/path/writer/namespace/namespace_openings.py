@@ -40,14 +40,16 @@ class NamespaceToOpen:
     """A namespace to open, and how it is opened."""
 
     name: str
-    home_of: Callable[[], NamespaceHome]
-    """Function that opens its directories. Raises a `KVCascadeError`."""
+    home_of: Callable[[NamespaceToOpen], NamespaceHome]
+    """Function that opens its directories, on an I/O thread. Raises a `KVCascadeError`."""
     is_durable: bool
     bytes_by_path: Sequence[int] = ()
     """Bytes that a new namespace takes in each path before it counts as open."""
     is_for_room: bool = False
     """True if no client needs it: its segments are to be taken."""
     begun_s: float = 0.0
+    own_bytes: Sequence[int] = ()
+    """Bytes of our files in each path when the opening starts, with `bytes_by_path`."""
 
 
 class NamespaceOpenings:
@@ -58,13 +60,16 @@ class NamespaceOpenings:
         means: StartMeans,
         policy: str,
         executor: Executor,
+        own_bytes: Callable[[NamespaceToOpen], Sequence[int]],
         lacking: Callable[[NamespaceToOpen], int | None],
         clock: Callable[[], float],
     ) -> None:
-        """`lacking` returns the number of a path in which a new namespace lacks room that segments
-        have; None if there is no such path. Each opening begins right after it was asked."""
+        """`own_bytes` returns what `NamespaceToOpen.own_bytes` is now. `lacking` returns the number
+        of a path in which a new namespace lacks room that segments have; None if there is no such
+        path."""
         self._means = means
         self._policy = policy
+        self._own_bytes = own_bytes
         self._lacking = lacking
         self._clock = clock
         self.lacking: int | None = None
@@ -134,7 +139,8 @@ class NamespaceOpenings:
         if self._running is not None:
             return
         self.lacking = None
-        for opening in self._waiting.values():
+        for waiting in self._waiting.values():
+            opening = replace(waiting, own_bytes=self._own_bytes(waiting))
             path = self._lacking(opening)
             waits_since_s = max(opening.begun_s, self._room_at_s)
             if path is not None and self._clock() - waits_since_s < ROOM_LIMIT_S:
@@ -151,7 +157,7 @@ class NamespaceOpenings:
     def _open(self, opening: NamespaceToOpen) -> Opened:
         """Open a namespace. Runs on an I/O thread."""
         try:
-            home = opening.home_of()
+            home = opening.home_of(opening)
             return open_namespace_writer(
                 self._means, home, self._policy, is_durable=opening.is_durable
             )

@@ -7,6 +7,7 @@ segments that no longer exist are removed. No segment is read but its header.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,13 +18,8 @@ from ......errors import KVCascadeError, os_errors
 from ......logs import get_logger
 from ....disk.filesystem import FileSystem
 from ....namespace import NamespaceKey
-from ...block_table import (
-    MAX_COMMIT_BLOCKS,
-    ApplyOutcome,
-    BlockTable,
-    Changes,
-    block_table_bytes,
-)
+from ...block_table import MAX_COMMIT_BLOCKS, BlockTable, Changes, block_table_bytes
+from ...path_messages import Committed
 from ...presence_file import OpenPresence, is_of_this_boot, open_presence
 from .namespace_home import BLOCKS, NamespaceHome
 from .namespace_writer import NamespaceWriter
@@ -82,13 +78,14 @@ def open_namespace_writer(
     means: StartMeans, home: NamespaceHome, policy: str, *, is_durable: bool
 ) -> NamespaceWriter:
     """Open a namespace for changes. Raises a `KVCascadeError`; `home` is closed then."""
-    table: BlockTable | None = None
-    presence: OpenPresence | None = None
-    try:
+    with ExitStack() as if_failed:
+        if_failed.callback(home.close)
         table = means.table_of(home, is_durable=is_durable)
+        if_failed.callback(table.abandon)
         with os_errors(f"opening {home.folders[0]}"):
             home.measure_index(means.fs)
         presence = open_presence(means.fs, home.folders[0], home.slots, table, means.boot)
+        if_failed.callback(presence.file.close)
         used = presence.used.copy()
         there, left_out = _usable_segments(home)
         if there and not table.commit_number:
@@ -106,13 +103,7 @@ def open_namespace_writer(
             space.add_segment(number)
         space.left_out.update(left_out)
         recency = Recency(means.fs, home.state_folder, policy, space.is_used, means.wall_clock)
-    except BaseException:
-        if presence is not None:
-            presence.file.close()
-        if table is not None:
-            table.abandon()
-        home.close()
-        raise
+        if_failed.pop_all()
     _log.info("%s: %d blocks, presence table %s", home.name, space.used, presence.origin.value)
     prompts = PromptLog(means.fs, home.state_folder, home.slots, means.wall_clock)
     return NamespaceWriter(home, table, presence, space, recency, prompts)
@@ -151,7 +142,7 @@ def _drop_missing(
     for start in range(0, len(lost), MAX_COMMIT_BLOCKS):
         slots = lost[start : start + MAX_COMMIT_BLOCKS]
         applied = table.apply(Changes(table.epoch, cleared=slots.tolist()))
-        if applied.outcome is not ApplyOutcome.DONE:
+        if applied.outcome is not Committed.OK:
             _log.warning("%s: blocks of missing segments stay for now", home.name)
             return 0
         if applied.journal is not None:

@@ -16,7 +16,7 @@ from ......errors import KVCascadeError
 from ......logs import get_logger
 from .....endurance import DayTotals
 from ....segments.format import MAX_KEY_BYTES
-from ...block_table import MAX_COMMIT_BLOCKS, Applied, ApplyOutcome, BlockTable, Changes
+from ...block_table import MAX_COMMIT_BLOCKS, Applied, BlockTable, Changes
 from ...path_messages import MAX_KEYS_PER_MESSAGE, Committed, Grant, Touch
 from ...presence_file import OpenPresence
 from ..messages.reset_messages import WaitingResets
@@ -31,7 +31,6 @@ from .waiting_grants import Reply, WaitingGrants
 MAX_READ_REPORT_BYTES = 1 << 50
 """Most bytes that were read between two commits; more would overflow the totals."""
 
-_FAILED = {ApplyOutcome.NO_SPACE: Committed.NO_SPACE}
 _log = get_logger(__name__)
 
 
@@ -154,24 +153,22 @@ class NamespaceWriter:
         victims = self.recency.victims(min(evictions, MAX_COMMIT_BLOCKS), self.space.may_evict)
         if batch.entries or removals or victims:
             applied = self._apply(batch.entries, removals, victims)
-            if applied.outcome is ApplyOutcome.DONE:
+            if applied.outcome is Committed.OK:
                 # Removed blocks first: one with a damaged entry may be in the slot of a new block.
-                self._forget(applied.removed, set(victims), result)
-                self._record(batch, applied, result)
+                result.removed = self._forget(applied.removed, set(victims))
+                result.stored = self._record(batch, applied)
             else:
-                batch.fail(_FAILED.get(applied.outcome, Committed.IO_ERROR))
+                batch.fail(applied.outcome)
                 result.is_refused = True
-        result.replies += batch.replies()
+        result.replies = batch.replies()
         return result
 
     def remove_slots(self, slots: Sequence[int]) -> list[bytes] | None:
         """Remove the blocks in these slots in one commit. Return their keys; None if it failed."""
         applied = self._apply([], [], slots)
-        if applied.outcome is not ApplyOutcome.DONE:
+        if applied.outcome is not Committed.OK:
             return None
-        result = Settled()
-        self._forget(applied.removed, set(slots), result)
-        return result.removed
+        return self._forget(applied.removed, set(slots))
 
     def reset(self, now_s: float, *, is_asked: bool = False) -> bool:
         """Begin a new epoch without any block. Return False if that is not durable yet.
@@ -283,22 +280,23 @@ class NamespaceWriter:
             read_bytes=self._read_bytes,
         )
         applied = self.table.apply(changes)
-        if applied.outcome is not ApplyOutcome.DONE:
-            _log.warning("%s: the index could not be written (%s)", self.home.name, applied.outcome)
+        if applied.outcome is not Committed.OK:
+            why = applied.outcome.name
+            _log.warning("%s: the index could not be written (%s)", self.home.name, why)
         else:
             self._read_bytes = self.space.written_in_vain = 0
             if applied.journal is not None:
                 self.presence.apply(applied.journal)
         return applied
 
-    def _record(self, batch: CommitBatch, applied: Applied, result: Settled) -> None:
-        """Take in a commit of the batch: slots in use, recency, events."""
+    def _record(self, batch: CommitBatch, applied: Applied) -> list[bytes]:
+        """Take in a commit of the batch: slots in use, recency. Return the keys it stored."""
         stored, held = batch.succeed(applied.already)
         for key in held:
             self._show(key)
         for keys, slots in stored:
             self.recency.insert(keys, slots)
-            result.stored.extend(keys)
+        return [key for keys, _ in stored for key in keys]
 
     def _show(self, key: bytes) -> None:
         """Repair a presence table that lacks a block: no engine would find or replace it."""
@@ -306,10 +304,8 @@ class NamespaceWriter:
         if entry is not None and self._holds(entry.slot) and self.presence.find(key) < 0:
             self.presence.insert(key, entry.slot, entry.checksum)
 
-    def _forget(
-        self, removed: Sequence[tuple[bytes, int]], victims: set[int], result: Settled
-    ) -> None:
-        """Free the slots of removed blocks."""
+    def _forget(self, removed: Sequence[tuple[bytes, int]], victims: set[int]) -> list[bytes]:
+        """Free the slots of removed blocks. Return the keys of those that were in use."""
         gone = [(key, slot) for key, slot in removed if self._holds(slot)]
         left = [(key, slot) for key, slot in gone if slot in victims]
         other = [slot for _, slot in gone if slot not in victims]
@@ -321,7 +317,7 @@ class NamespaceWriter:
         nameless = victims - {slot for _, slot in gone}
         if nameless:
             self.recency.set_aside(sorted(nameless))
-        result.removed.extend(key for key, _ in gone)
+        return [key for key, _ in gone]
 
 
 def is_within_limits(keys: Sequence[bytes]) -> bool:

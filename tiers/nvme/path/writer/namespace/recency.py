@@ -12,10 +12,9 @@ fitted to the used slots.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -67,7 +66,8 @@ class Recency:
         self._wall_clock = wall_clock
         self._is_used = is_used
         self._is_used_at = scalars(is_used)
-        self._damage = _Damage(folder)
+        self._is_damaged = False
+        """True if the order is to be restored."""
         self._restored_s = -RESTORE_REST_S
         self._nameless: set[int] = set()
         """Used slots that are in no order."""
@@ -90,36 +90,36 @@ class Recency:
     def expect(self, keys: Iterable[bytes]) -> None:
         """Announce blocks that will be stored, before room is made for them."""
         if self._order.expects:
-            with self._damage:
+            with self._faults_noted():
                 self._order.expect([tag_of(BlockHash(key)) for key in keys])
 
     def insert(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """Add blocks in prefix order; the first is the most recent afterwards."""
         self._nameless.difference_update(slots)
-        with self._damage:
+        with self._faults_noted():
             self._order.insert(slots[::-1], self._tags(keys[::-1]))
         self._usage.note_insert(slots)
 
     def touch(self, slots: Sequence[int]) -> None:
         """Note a use of blocks in prefix order."""
         slots = self._named(slots)
-        with self._damage:
+        with self._faults_noted():
             self._order.touch(slots[::-1])
         self._usage.note_use(slots)
 
     def settle(self, slots: Sequence[int]) -> None:
         """Put blocks that were stored in parts into prefix order; this is no use."""
-        with self._damage:
+        with self._faults_noted():
             self._order.settle(self._named(slots)[::-1])
 
     def chain(self, slots: Sequence[int], blocks: int) -> None:
         """Note the end of a request of `blocks` blocks; `slots` ends before the first absent."""
-        with self._damage:
+        with self._faults_noted():
             self._order.chain(self._named(slots), blocks)
 
     def remove(self, slots: Sequence[int]) -> None:
         """Forget blocks that are gone for other reasons than eviction."""
-        with self._damage:
+        with self._faults_noted():
             self._order.remove(slots)
 
     def set_aside(self, slots: Sequence[int]) -> None:
@@ -130,7 +130,7 @@ class Recency:
 
     def evicted(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """Forget blocks because they were evicted."""
-        with self._damage:
+        with self._faults_noted():
             self._order.evicted(slots, self._tags(keys))
 
     def victims(self, n: int, mask: SlotMask | None = None) -> list[int]:
@@ -140,8 +140,8 @@ class Recency:
         """
         found = self._search(n, mask)
         self._look_for_next()
-        self._damage.is_seen |= self._hides_some(found, n, mask)
-        if self._damage.is_seen and self._restore():
+        self._is_damaged |= self._hides_some(found, n, mask)
+        if self._is_damaged and self._restore():
             found = self._search(n, mask)
         return found
 
@@ -178,14 +178,24 @@ class Recency:
                 self._arrays.sync()
         self._arrays.close()
 
+    @contextmanager
+    def _faults_noted(self) -> Iterator[None]:
+        """Note damage if a call of the order raises: its arrays are files, which may be damaged."""
+        try:
+            yield
+        except Exception as error:
+            if not self._is_damaged:
+                _log.warning("%s: the order of eviction failed", self._folder, exc_info=error)
+            self._is_damaged = True
+
     def _search(self, n: int, mask: SlotMask | None) -> list[int]:
         """Return victims of the order that are used slots, each once."""
         found: list[int] = []
-        with self._damage:
+        with self._faults_noted():
             found = self._order.victims(n, lambda slot: True, mask)
         is_used, slots = self._is_used_at, len(self._is_used_at)
         right = [slot for slot in dict.fromkeys(found) if 0 <= slot < slots and is_used[slot]]
-        self._damage.is_seen |= len(right) < len(found)
+        self._is_damaged |= len(right) < len(found)
         return right
 
     def _look_for_next(self) -> None:
@@ -193,8 +203,8 @@ class Recency:
         first, is_used, order = self._checked, self._is_used_at, self._order
         end = min(first + CHECKED_PER_SEARCH, len(is_used))
         self._checked = end % len(is_used)
-        with self._damage:
-            self._damage.is_seen |= any(
+        with self._faults_noted():
+            self._is_damaged |= any(
                 is_used[slot] and slot not in order and slot not in self._nameless
                 for slot in range(first, end)
             )
@@ -224,8 +234,8 @@ class Recency:
             return False
         self._restored_s = now_s
         _log.warning("%s is damaged; the order of eviction is restored", self._folder)
-        self._damage.is_seen = False
-        with self._damage:
+        self._is_damaged = False
+        with self._faults_noted():
             self._order.reconcile(self._present())
         return True
 
@@ -237,33 +247,6 @@ class Recency:
 
     def _tags(self, keys: Sequence[bytes]) -> list[int]:
         return [tag_of(BlockHash(key)) for key in keys] if self._order.wants_tags else []
-
-
-class _Damage:
-    """Context of calls of an order. Its arrays are files, so an exception may come of damage."""
-
-    __slots__ = ("_folder", "is_seen")
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.is_seen = False
-        """True if the order is to be restored."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        if not self.is_seen:
-            _log.warning("%s: the order of eviction failed", self._folder, exc_info=error)
-        self.is_seen = True
-        return True
 
 
 def _next_session(fs: FileSystem, folder: Path) -> int | None:
