@@ -20,7 +20,7 @@ class Reason(StrEnum):
     """The prefix is larger than the promotion budget, or no room could be made."""
     DEADLINE = "deadline"
     """The tier, or the worker storing the block, made no progress for `promotion_deadline_s`. For a
-    tier, the time in which the request would compute the block is enough."""
+    tier less is enough if computing is faster."""
     NOT_WORTH = "not_worth"
     """Computing was expected to be faster than reading."""
 

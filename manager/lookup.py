@@ -212,6 +212,9 @@ class Lookups:
         with self._lock:  # from here on, the background removes no block of the first tier
             self._count_misses()
             self.asking = request
+            if request.asked is not None and not self._claims.choice.may_read_elsewhere(request):
+                # The answer is of use all the same: blocks that are there need no upload.
+                request.asked, request.awaits_answers = None, False
             is_waiting = bool(request.pending) or request.asked is not None
             if is_waiting and not self._has_collected:
                 self._has_collected = True
@@ -288,18 +291,12 @@ class Lookups:
                 self._missing.append(request)
 
     def _must_answer(self, request: Request) -> bool:
-        """Return True if the answer about a block of an earlier step is still awaited.
-
-        An answer that cannot help the request is of use all the same: blocks that are there need
-        not be written again.
-        """
+        """Return True if the answer about a block of an earlier step is still awaited."""
         assert request.asked is not None
         with self._lock:
-            request.awaits_answers = self._claims.choice.may_read_elsewhere(request)
-            if request.awaits_answers:
-                answer = self._flow.below.may_hold(request.asked, request.allowed_media, request)
-                if answer == ASKING:
-                    return True
+            answer = self._flow.below.may_hold(request.asked, request.allowed_media, request)
+            if answer == ASKING:
+                return True
         request.asked = None
         return False
 

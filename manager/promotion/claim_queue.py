@@ -18,7 +18,7 @@ Deadlock is impossible, because only admitted claims take slots. An admitted cla
 these cases:
 
 - the request loads its blocks, or stores blocks that it computed;
-- a read is late (`Promoter`);
+- a read is late (`Promoter`), or computing is faster than the wait for it (`LoadChoice`);
 - all blocks are ready, but the request does not load them within `HOLD_DEADLINES` deadlines.
 
 Used under the manager's lock.
@@ -53,7 +53,7 @@ MAX_CHECKED = 256
 at new claims, and at all claims up to the first one that does not fit."""
 LOOK_AGAIN_S = 0.02
 """Seconds between two checks of waiting claims, if none is new and the first does not fit. A claim
-may have become pointless meanwhile. Each check counts one waiting claim anew, at 0.2 µs a block."""
+may have become pointless meanwhile. Each check counts one waiting claim anew, at 0.4 µs a block."""
 
 
 class ClaimQueue:
@@ -192,6 +192,7 @@ class ClaimQueue:
         """Drop expired pins, admit claims, and read their blocks."""
         if self.admitted:
             self._release_expired()
+            self.choice.leave_stalled(self.admitted)
         if self._queue and self._is_time():
             self._admit_waiting()
         if self._promoter.is_queued:  # a slot or a job may be free now
@@ -302,6 +303,7 @@ class ClaimQueue:
         if claim.has_waited:
             counters.turn_waits += 1
             counters.turn_waits_s.append(now_s - claim.since_s)
+        claim.since_s = now_s
         if new_slots <= room:
             self._take_first(list(claim.wanted), claim, room)
         else:

@@ -33,6 +33,7 @@ class Claim:
 
     request: Request
     since_s: float
+    """Time at which it began to wait for its turn. Once it is admitted: for its blocks."""
     first: BlockHash | None = None
     """First block of the lookups that made the claim. It may be in no tier: if all layers have a
     sliding window, the engine asks from the end of the prompt on."""
@@ -52,6 +53,8 @@ class Claim:
     """Number of own blocks in each tier."""
     saved_blocks: list[int] = field(default_factory=list)
     """Number of blocks that no request has to compute if the blocks of each tier are read."""
+    served_blocks: int | None = None
+    """Number of its blocks by which tokens are counted; None: not counted yet."""
     overtaken_blocks: int = 0
     """Slots that later claims took while this claim waited."""
     alone_since_s: float | None = None

@@ -8,7 +8,8 @@ Used under the manager's lock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import math
+from collections.abc import Iterable, Sequence, Set
 from itertools import islice
 
 from ...tiers.base import BlockHash
@@ -18,6 +19,14 @@ from ..request import Request
 from .claims import Claim, PromotionRoom
 from .promoter import Promoter
 from .worth import Worth
+
+STALL_S_MIN = 1.0
+"""Shortest time without an arrival after which a request stops waiting for a tier."""
+STALL_CHECK_S = 0.1
+"""Seconds between two looks at those who wait for a tier from which nothing arrives."""
+MAX_LEFT_PER_STEP = 4096
+"""Number of blocks after which no other request stops waiting in this step, at 0.3 µs each. What
+those that have stopped compute is ahead of the others then."""
 
 
 class LoadChoice:
@@ -43,6 +52,8 @@ class LoadChoice:
         self._served_end = served_end
         self._elsewhere = [n for n, tier in enumerate(flow.below.tiers, 1) if tier.is_elsewhere]
         """Numbers of the tiers that have to be asked."""
+        self._look_again_s = -math.inf
+        """Time of the next look at those who wait for a tier from which nothing arrives."""
 
     def may_read_elsewhere(self, request: Request) -> bool:
         """Return True if the request may read from a tier that has to be asked.
@@ -76,14 +87,15 @@ class LoadChoice:
 
     def count_saved(self, claim: Claim, to_read: Sequence[BlockHash]) -> None:
         """Count the blocks that reading would save. `to_read`: those that `claim.blocks` counts."""
-        worth, chain = self.worth, list(claim.wanted)
-        if worth is None:
+        if self.worth is None:
             return
+        wanted, chain = claim.wanted, list(claim.wanted)
         claim.saved_blocks = [0] * len(claim.blocks)
         for level, blocks in enumerate(claim.blocks):
             if blocks:
-                in_level = [h for h in to_read if claim.wanted[h] == level]
-                claim.saved_blocks[level] = worth.saved_blocks(in_level, chain)
+                is_all = blocks == len(to_read)
+                in_level = to_read if is_all else [h for h in to_read if wanted[h] == level]
+                claim.saved_blocks[level] = self.worth.saved_blocks(in_level, chain)
 
     def rejects(self, claim: Claim, ahead: Sequence[int], now_s: float) -> bool:
         """Return True if the claim has to be given up, because a tier of it is left out.
@@ -100,11 +112,32 @@ class LoadChoice:
             # Blocks that an earlier claim owns are in `ahead` already.
             blocks, saved = claim.blocks[level], claim.saved_blocks[level]
             others = max(0, ahead[level] + claim.own_blocks[level] - blocks)
-            if not worth.is_worth(level, blocks, others, saved, now_s):
+            if not worth.is_worth(level, blocks, others, saved, now_s, claim.request):
                 slow.add(level)
-        if slow:
-            self._compute_instead(claim, slow, worth, now_s)
-        return bool(slow)
+        return bool(slow) and self._leave(claim, slow, worth, now_s)
+
+    def leave_stalled(self, admitted: Iterable[Claim]) -> None:
+        """Let requests compute that have waited for longer than that is worth.
+
+        A tier from which nothing arrives may go on at any time. A request waits for it as long as
+        it would have waited for a slow one (`Worth.is_worth`).
+        """
+        worth, now_s = self.worth, self._flow.clock()
+        if worth is None or now_s < self._look_again_s:
+            return
+        queues = self._promoter.queues
+        silent = [q for q in queues if q.jobs and now_s >= q.arrived_s + STALL_S_MIN]
+        if not silent:
+            return
+        self._look_again_s, left = now_s + STALL_CHECK_S, 0
+        for claim in admitted:
+            for queue in silent if claim.request.pending else ():
+                waited_s = now_s - max(queue.arrived_s, claim.since_s)
+                if waited_s >= STALL_S_MIN:
+                    left += self._leave_stalled(claim, queue.tier, waited_s, worth)
+            if left >= MAX_LEFT_PER_STEP:
+                self._look_again_s = -math.inf
+                return
 
     def count_recomputed(self, block_hashes: Sequence[BlockHash], reason: Reason) -> None:
         """Count blocks that a tier holds and a request computes."""
@@ -117,23 +150,51 @@ class LoadChoice:
         return not worth.is_hopeless(level, now_s) or worth.may_probe(level, now_s)
 
     def _leave_out(self, request: Request, levels: Set[int]) -> None:
+        self._flow.counters.promotions_not_worth += not request.too_slow
         request.too_slow |= levels
         request.awaits_answers = self.may_read_elsewhere(request)
-        self._flow.counters.promotions_not_worth += 1
 
-    def _compute_instead(self, claim: Claim, slow: Set[int], worth: Worth, now_s: float) -> None:
-        """Turn blocks in slow tiers into misses. Those behind the first one are computed, too."""
+    def _leave(self, claim: Claim, slow: Set[int], worth: Worth, now_s: float) -> bool:
+        """Turn blocks in slow tiers into misses. Those behind the first one are computed, too.
+
+        Return False if the claim wants none of them any more: they arrived for another request.
+        """
         request, wanted = claim.request, claim.wanted
-        self._leave_out(request, slow)
         missed = [h for h, level in wanted.items() if level in slow]
+        if not missed:
+            return False
+        if not all(h.endswith(self._served_end) for h in missed):
+            # Without this window or state the rest is of no use.
+            slow = {level for level in wanted.values() if level}
+            missed = [h for h, level in wanted.items() if level]
+        self._leave_out(request, slow)
         start = list(wanted).index(missed[0])
         computed = [h for h, level in islice(wanted.items(), start, None) if level]
-        level = max(slow)
-        if worth.is_hopeless(level, now_s) and worth.may_probe(level, now_s):
-            self._probe(level, [h for h in missed if wanted[h] == level], worth, now_s)
+        for level in slow:
+            if worth.is_hopeless(level, now_s) and worth.may_probe(level, now_s):
+                self._probe(level, [h for h in missed if wanted[h] == level], worth, now_s)
         request.missed.update(missed)
         self.count_recomputed(computed, Reason.NOT_WORTH)
         worth.expect_computing(request, computed)
+        return True
+
+    def _leave_stalled(self, claim: Claim, tier: int, waited_s: float, worth: Worth) -> int:
+        """End the waits of a request for a tier if computing is faster. Return their number."""
+        request, needed = claim.request, len(claim.request.pending)
+        if self._served_end:  # a window or a state may be waited for, for the sake of all the rest
+            if claim.served_blocks is None:
+                claim.served_blocks = sum(h.endswith(self._served_end) for h in claim.wanted)
+            needed = claim.served_blocks
+        if waited_s < worth.patience_s(tier, needed, request):
+            return 0
+        pending = self._promoter.pending
+        missed = [h for h in request.pending if pending[h].tier == tier]
+        if missed and self._served_end:
+            missed = list(request.pending)
+        self._promoter.give_up(request, missed)
+        self.count_recomputed(missed, Reason.DEADLINE)
+        worth.expect_computing(request, missed)
+        return len(missed)
 
     def _probe(
         self, level: int, block_hashes: Sequence[BlockHash], worth: Worth, now_s: float

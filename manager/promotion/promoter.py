@@ -5,8 +5,8 @@ blocks, takes slots, and reads them in batches. The node verifies each block. Bl
 are pinned for the requests that wait for them.
 
 A block is late if its queue or its job makes no progress for `deadline_s`. A late block is a miss
-for every waiting request. If it arrives later, it is a hit for the next lookup. A request stops
-waiting earlier if by then it could have computed the blocks (`Worth.patience_s`).
+for every waiting request. If it arrives later, it is a hit for the next lookup. A request may stop
+waiting earlier (`LoadChoice.leave_stalled`).
 
 Used under the manager's lock.
 """
@@ -14,7 +14,7 @@ Used under the manager's lock.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ...tiers.base import BlockHash, BlockOutcome, slot_of
@@ -28,10 +28,6 @@ from ..workers import WorkerTransfers
 from .claims import Holds
 from .worth import Worth
 
-STALL_S_MIN = 1.0
-"""Shortest time without an arrival after which a request may stop waiting before the deadline."""
-STALL_CHECK_S = 0.1
-"""Time between two looks at the requests that wait for a tier which makes no progress."""
 DEADLINES_PER_JOB = 3
 """Number of deadlines after which a job is late even if other jobs of its tier end."""
 
@@ -91,13 +87,6 @@ class ReadQueue:
                 job.is_late = True
                 yield job
 
-    def stalled_jobs(self, now_s: float) -> Iterator[tuple[ReadJob, float]]:
-        """Yield the jobs in flight while nothing arrives, each with the seconds of that."""
-        for job in self.jobs.values():
-            stalled_s = now_s - max(job.created_s, self.arrived_s)
-            if stalled_s >= STALL_S_MIN and not (job.is_late or job.is_orphan):
-                yield job, stalled_s
-
     def next_due_s(self) -> float:
         """Return the earliest time at which a block or job may become late."""
         due_s = self.moved_s + self.deadline_s if self.queued else math.inf
@@ -156,6 +145,13 @@ class Promoter:
         self.is_queued = True
         return pending
 
+    def give_up(self, request: Request, block_hashes: Sequence[BlockHash]) -> None:
+        """Turn blocks for which a request waits into misses, for this request only."""
+        for block_hash in block_hashes:
+            self.pending[block_hash].waiters.pop(request)
+        request.pending.difference_update(block_hashes)
+        request.missed.update(block_hashes)
+
     def leave(self, request: Request) -> None:
         """End the request's waits. Queued blocks without a waiting request are not read."""
         for block_hash in request.pending:
@@ -211,10 +207,6 @@ class Promoter:
                         pending.is_late = True
                         self._miss(block_hash, pending, Reason.DEADLINE)
             self.late_s = min(self.late_s, queue.next_due_s())
-            if self._worth is not None and queue.jobs:
-                for job, stalled_s in queue.stalled_jobs(now_s):
-                    self._leave_stalled(queue.tier, job, stalled_s, self._worth)
-                self.late_s = min(self.late_s, now_s + STALL_CHECK_S)
 
     def orphan(self) -> list[Transfer]:
         """Drop all promotions after a reset of the first tier. Return the reads in flight."""
@@ -281,27 +273,9 @@ class Promoter:
         queue.moved_s = now_s
         self.late_s = min(self.late_s, now_s + queue.deadline_s)
         if self._worth is not None:
-            self.late_s = min(self.late_s, now_s + STALL_S_MIN)
             speed = self._worth.links[queue.tier - 1]
             speed.started(len(present) * self._top.block_size, now_s)
         self._below.get(ticket, queue.tier, present, list(map(slot_of, targets)))
-
-    def _leave_stalled(self, tier: int, job: ReadJob, stalled_s: float, worth: Worth) -> None:
-        """End the waits for a tier of those who could have computed their blocks meanwhile."""
-        waiters: dict[Request, None] = {}
-        for block_hash in job.hashes:
-            pending = self.pending.get(block_hash)
-            if pending is not None:
-                waiters.update(pending.waiters)
-        for request in waiters:
-            if stalled_s >= worth.patience_s(tier, request):
-                missed = [h for h in request.pending if self.pending[h].tier == tier]
-                for block_hash in missed:
-                    self.pending[block_hash].waiters.pop(request)
-                request.pending.difference_update(missed)
-                request.missed.update(missed)
-                self._flow.counters.recomputed_blocks[Reason.DEADLINE] += len(missed)
-                worth.expect_computing(request, missed)
 
     def _fail(self, block_hash: BlockHash, reason: Reason | None = None) -> None:
         """Drop a promotion: its block is a miss for every waiting request."""

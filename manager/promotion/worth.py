@@ -6,8 +6,8 @@
 In the first queue, blocks in flight and blocks of requests with earlier turns are ahead of the
 request. In the second queue, the tokens that earlier requests still have to compute are ahead.
 
-Each tier is compared alone: the time to read its blocks with the time to compute what would be
-missing without them. A slow tier therefore costs no block of a fast one.
+Each tier has a comparison of its own: the time to read its blocks, and the time to compute all that
+would be missing without them. A slow tier therefore costs no block of a fast one.
 
 A request recomputes only if loading is expected to take longer than computing by a factor, which
 each tier has (`TierFacts.load_ratio_max`). An unknown rate counts in favour of loading, and both
@@ -195,6 +195,14 @@ class Backlog:
         self._named: dict[Request, list[BlockHash]] = {}
         """Keys of `_blocks` by request, so that the end of a request does not look at all."""
 
+    def ahead_of(self, request: Request | None) -> float:
+        """Return the tokens that other requests compute; of all requests if None is given."""
+        return self.tokens - (0.0 if request is None else self._left.get(request, 0.0))
+
+    def named(self, request: Request) -> int:
+        """Return how many blocks that a tier below holds the request computes nevertheless."""
+        return len(self._named.get(request, ()))
+
     def expect(self, request: Request, tokens: float, blocks: Sequence[BlockHash] = ()) -> None:
         """Set the number of tokens that the request still has to compute.
 
@@ -256,7 +264,8 @@ class Worth:
         self.tokens_per_block = tokens_per_block
         self._block_bytes = block_bytes
         self._served_end = served_end
-        self._probe_due_s = -math.inf
+        self._probes_due_s = [-math.inf] * len(self.links)
+        """Time of the next probe of each tier."""
 
     def note_offer(
         self, offered: Sequence[BlockHash], request: Request, is_taken: bool, now_s: float
@@ -293,7 +302,7 @@ class Worth:
         """
         served = [h for h in below if h.endswith(self._served_end) and h not in self.backlog]
         positions = request.positions
-        tokens = len(served) * self.tokens_per_block
+        tokens = (self.backlog.named(request) + len(served)) * self.tokens_per_block
         start = positions.get(request.missed_at) if request.missed_at is not None else None
         if start is not None:
             end = positions[next(reversed(positions))]
@@ -318,45 +327,50 @@ class Worth:
         Blocks that another request computes already do not count.
         """
         end = self._served_end
-        if all(h.endswith(end) for h in wanted):
+        if not end or all(h.endswith(end) for h in wanted):
             chain = chain[chain.index(wanted[0]) :]
-        needed = [h for h in chain if h.endswith(end)] or wanted
-        return len(needed) - self.backlog.shared(needed)
+        needed = [h for h in chain if h.endswith(end)] if end else chain
+        return len(needed or wanted) - self.backlog.shared(needed or wanted)
 
-    def is_worth(self, level: int, blocks: int, queued: int, saved: int, now_s: float) -> bool:
+    def is_worth(
+        self,
+        level: int,
+        blocks: int,
+        queued: int,
+        saved: int,
+        now_s: float,
+        request: Request | None = None,
+    ) -> bool:
         """Return True if a request should load its blocks of one tier instead of computing them.
 
         `level`: number of the tier. `blocks`: number of its blocks there. `queued`: number of those
-        of other requests that are queued there. `saved`: see `saved_blocks`.
+        of other requests that are queued there. `saved`: see `saved_blocks`. What `request` itself
+        computes anyway is not ahead of these blocks.
         """
         size_bytes = (blocks + queued) * self._block_bytes
-        longest_s = self._load_ratios_max[level - 1] * self._computing_s(saved)
+        longest_s = self._load_ratios_max[level - 1] * self._computing_s(saved, request)
         return self.links[level - 1].expected_s(size_bytes, now_s) <= longest_s
 
-    def patience_s(self, level: int, request: Request) -> float:
-        """Return how long the request waits for a tier from which nothing arrives.
+    def patience_s(self, level: int, blocks: int, request: Request) -> float:
+        """Return how long a request waits for `blocks` while nothing arrives from their tier.
 
-        `inf` if that is not known.
+        `inf` while no speed is known.
         """
-        claim = request.claim
-        if claim is None or not claim.saved_blocks:
-            return math.inf
-        computing_s = self._computing_s(claim.saved_blocks[level])
-        return self._load_ratios_max[level - 1] * computing_s
+        return self._load_ratios_max[level - 1] * self._computing_s(blocks, request)
 
     def may_probe(self, level: int, now_s: float) -> bool:
         """Return True if a probe is due and no read from this level is in flight."""
-        return not self.links[level - 1].in_flight_bytes and now_s >= self._probe_due_s
+        return not self.links[level - 1].in_flight_bytes and now_s >= self._probes_due_s[level - 1]
 
     def probe_blocks(self, level: int, now_s: float) -> int:
         """Begin a probe. Return the number of blocks to read for it."""
-        self._probe_due_s = now_s + PROBE_INTERVAL_S
+        self._probes_due_s[level - 1] = now_s + PROBE_INTERVAL_S
         bytes_per_s = self.links[level - 1].bytes_per_s(now_s)
         return max(1, int(min(PROBE_BYTES_MAX, bytes_per_s * PROBE_S)) // self._block_bytes)
 
-    def _computing_s(self, blocks: int) -> float:
+    def _computing_s(self, blocks: int, request: Request | None = None) -> float:
         """Return the seconds until so many blocks are computed; `inf` while no speed is known."""
         speed = self.prefill.tokens_per_s
         if speed is None:
             return math.inf
-        return (self.backlog.tokens + blocks * self.tokens_per_block) / speed
+        return (self.backlog.ahead_of(request) + blocks * self.tokens_per_block) / speed

@@ -117,6 +117,20 @@ def test_nobody_waits_for_an_answer_that_cannot_help() -> None:
     assert link.manager.counters.promotion_probes == 2
 
 
+def test_who_has_left_a_server_out_does_not_ask_it_again() -> None:
+    link, request = Link(100.0, 0.0005), Request()
+    link.serve(prompt(0))
+    while link.manager.lookup(prompt(1), request) is None:
+        link.manager.end_step()
+        link.rig.pump()
+    assert request.too_slow == {1}
+    asked = link.twin.calls["exist_many"]
+    assert link.manager.lookup(prompt(2), request) == 0
+    link.manager.end_step()
+    link.rig.pump()
+    assert link.twin.calls["exist_many"] == asked
+
+
 def test_a_link_that_is_slow_for_a_while_is_read_again() -> None:
     link = Link(100.0, 0.0005)
     for number in range(2):

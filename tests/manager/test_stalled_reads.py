@@ -7,7 +7,10 @@ from support.cascade import Cascade, key
 
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.counters import Reason
+from kvcascade.manager.flow import MAX_JOBS_IN_FLIGHT
+from kvcascade.manager.promotion import load_choice
 from kvcascade.manager.request import Request
+from kvcascade.tiers.base import BlockHash
 
 DEADLINE_S = 10.0
 TOKENS = 100
@@ -61,6 +64,10 @@ def test_a_request_waits_no_longer_than_computing_is_worth(
     assert rig.waits_until(request) == pytest.approx(limit_s, abs=0.25)
     assert rig.ask(request) == 0
     assert rig.manager.counters.recomputed_blocks[Reason.DEADLINE] == len(PROMPT)
+    worth = rig.manager._claims.choice.worth
+    assert worth is not None
+    if limit_s < DEADLINE_S:
+        assert worth.backlog.tokens == TOKENS * len(PROMPT), "others know that it computes"
 
 
 def test_without_the_comparison_the_deadline_holds() -> None:
@@ -85,6 +92,63 @@ def test_who_would_compute_longer_waits_longer() -> None:
     assert rig.waits_until(short, 2) == pytest.approx(1.0, abs=0.25)
     assert rig.ask(long) is None
     assert 1.5 < rig.waits_until(long) < 3.0, "what the short one computes is ahead of it"
+
+
+def test_who_shares_blocks_waits_as_long() -> None:
+    rig = Rig(100.0)
+    requests = [Request() for _ in range(4)]
+    for _ in range(15):
+        assert [rig.manager.lookup(PROMPT, request) for request in requests] == [None] * 4
+        rig.manager.end_step()
+        rig.cascade.now_s += 0.1
+    rig.arrive()
+    assert [rig.manager.lookup(PROMPT, request) for request in requests] == [len(PROMPT)] * 4
+
+
+def test_blocks_behind_the_jobs_that_hang_are_given_up_as_well() -> None:
+    rig, first, second = Rig(), Request(), Request()
+    rig.manager._promoter._batch = len(PROMPT) // MAX_JOBS_IN_FLIGHT
+    others = [key(100 + i) for i in range(8)]
+    assert rig.ask(first) is None
+    assert rig.manager.lookup(others, second) is None
+    rig.manager.end_step()
+    queue = rig.manager._promoter.queues[0]
+    assert len(queue.jobs) == MAX_JOBS_IN_FLIGHT and queue.queued == others
+    assert rig.waits_until(first) == pytest.approx(1.6, abs=0.25)
+    for _ in range(20):
+        rig.cascade.now_s += 0.1
+        rig.manager.end_step()
+    assert rig.manager.lookup(others, second) == 0
+
+
+def test_many_that_leave_at_once_leave_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_choice, "MAX_LEFT_PER_STEP", 1)
+    rig = Rig()
+    requests = [Request() for _ in range(3)]
+    for request in requests:
+        rig.manager.lookup(PROMPT[:2], request)
+    rig.manager.end_step()
+    rig.cascade.now_s += 1.1
+    waiting = []
+    for _ in range(3):
+        rig.manager.end_step()
+        waiting.append(sum(bool(request.pending) for request in requests))
+        rig.cascade.now_s += 0.5
+    assert waiting == [2, 1, 0]
+
+
+def test_a_window_is_waited_for_as_long_as_all_that_needs_it() -> None:
+    served = [BlockHash(k[:-1] + b"\1") for k in PROMPT]
+    rig, request = Rig(served_end=b"\1"), Request()
+    rig.cascade.store(served)
+    prompt = served + PROMPT[:2]
+    for _ in range(14):
+        assert rig.manager.lookup(prompt, request) is None
+        rig.manager.end_step()
+        rig.cascade.now_s += 0.1
+    rig.cascade.now_s += 0.4
+    rig.manager.end_step()
+    assert rig.manager.lookup(prompt, request) == len(served)
 
 
 def test_progress_of_the_tier_is_waited_for() -> None:
