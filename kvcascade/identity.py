@@ -25,12 +25,13 @@ _FOR_PROMPTS = frozenset({"chat_template.json", "generation_config.json", "token
 """Files that people edit, and that shape prompts and sampling, but no block: its key covers its
 tokens. The one option of a generation config that does is a fact of `engine_facts`."""
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-_NOT_LOADED = re.compile(r"original|checkpoint-\d+|global_step\d+|\..*")
-"""Matches subfolders of which vLLM loads nothing: Meta's own format, states of a training, and
-hidden ones. Any other one may hold a part of the model, as that of Kimi-Audio does."""
+_PARTS_OF_MODELS = ("whisper-large-v3",)
+"""Subfolders from which vLLM loads weights: the encoder of Kimi-Audio. Other ones, such as saved
+states of a training, change while a model is served."""
 _GGUF_PART = re.compile(r"(.*-)\d+(-of-\d+\.gguf)")
-_OTHER_MODEL = "_model_id"
-"""End of the keys by which a configuration names another model for a part of its weights."""
+_OTHER_MODELS = ("text_model_id", "audio_model_id")
+"""Keys by which a configuration names another model for a part of its weights: Ultravox takes its
+language model and its encoder of sounds from there."""
 _HUB_CONFIGS = ("config.json", "params.json")
 """Files of which every model on the hub has one; the second is Mistral's."""
 _CODE_CONFIGS = (
@@ -68,15 +69,9 @@ def weights_identity(
 
 
 def other_models(configuration: Mapping[str, object]) -> dict[str, str]:
-    """Return the models that a configuration names for a part of the weights, by its keys.
-
-    Ultravox takes its language model and its encoder of sounds from there.
-    """
-    return {
-        key: name
-        for key, name in configuration.items()
-        if key.endswith(_OTHER_MODEL) and isinstance(name, str) and name
-    }
+    """Return the models that a configuration names for a part of the weights, by its keys."""
+    named = {key: configuration.get(key) for key in _OTHER_MODELS}
+    return {key: name for key, name in named.items() if isinstance(name, str) and name}
 
 
 def prefers_mistral_files(model: str, revision: str | None, download_dir: str | None) -> bool:
@@ -90,7 +85,8 @@ def code_identity(model: str, revision: str | None, code_revision: str | None) -
     """Return a word for the code that a model takes from other repositories; None if from none.
 
     It is equal only for equal code. `code_revision`: the revision of these repositories. Code of
-    which the hub's cache has no copy was not run: vLLM has most models itself.
+    which the hub's cache has no copy was not run: vLLM has most models itself. Raises `ConfigError`
+    if it cannot be read.
     """
     found = set()
     for reference in _code_references(model, revision):
@@ -113,12 +109,15 @@ def _code_references(model: str, revision: str | None) -> set[str]:
 
 
 def _code_in(repository: str, file: str, revision: str | None) -> str | None:
-    """Return a word for the code of a folder or of a repository's local copy, if there is one."""
-    if os.path.isdir(repository):
-        folder = Path(repository)
-        return f"files:{digest_files(sorted(folder.glob('*.py')), folder)}"
-    snapshot = _cached_snapshot(repository, revision, (file,))
-    return None if snapshot is None else _snapshot_commit(snapshot)
+    """Return a word for the code of a folder or of a repository's local copy, if there is one.
+
+    A new commit with the same code has the same word.
+    """
+    is_folder = os.path.isdir(repository)
+    folder = Path(repository) if is_folder else _cached_snapshot(repository, revision, (file,))
+    if folder is None:
+        return None
+    return f"files:{digest_files(sorted(folder.glob('*.py')), folder)}"
 
 
 def private_identity() -> str:
@@ -179,18 +178,16 @@ def _state_of(
     model: str, revision: str | None, download_dir: str | None
 ) -> list[tuple[str, int, int]]:
     """Return name, size and time of change of every weight file, or the commit of a hub's copy."""
-    path = Path(model)
-    if not path.exists():
-        snapshot = _hub_snapshot(model, revision, download_dir)
-        return [] if snapshot is None else [(snapshot.name, 0, 0)]
-    files = _parts_of(path)
-    if path.is_dir():
-        files = [file for part in (path, *_subfolders(path)) for file in _weights_in(part)]
-    found = []
-    for file in files:
-        with suppress(OSError):  # `weights_identity` says what is wrong
-            about = file.stat()
-            found.append((str(file), about.st_size, about.st_mtime_ns))
+    path, found = Path(model), []
+    with suppress(OSError):  # `weights_identity` says what is wrong
+        if not os.path.exists(path):
+            snapshot = _hub_snapshot(model, revision, download_dir)
+            return [] if snapshot is None else [(snapshot.name, 0, 0)]
+        is_folder = os.path.isdir(path)
+        for file in _weights_of(path) if is_folder else _parts_of(path):
+            with suppress(OSError):
+                about = file.stat()
+                found.append((str(file), about.st_size, about.st_mtime_ns))
     return sorted(found)
 
 
@@ -229,8 +226,7 @@ def _downloaded_snapshot(model: str, revision: str | None, download_dir: Path) -
 
 def _read_json(model: str, revision: str | None, name: str) -> dict[str, object]:
     """Return what a file of a model's configuration contains; nothing if it cannot be read."""
-    path = Path(model)
-    folder = path if path.is_dir() else _cached_snapshot(model, revision)
+    folder = Path(model) if os.path.isdir(model) else _cached_snapshot(model, revision)
     try:
         found = json.loads((folder / name).read_text("utf-8")) if folder is not None else {}
     except (OSError, ValueError, RecursionError):
@@ -257,11 +253,15 @@ def _files_of(folder: Path) -> list[Path]:
     """Return configuration, code and weights; none if no known weight file is there."""
     if not _weights_in(folder):
         return []
-    read: set[Path] = set()
+    read = _weights_of(folder)
     for part in (folder, *_subfolders(folder)):
-        read |= _weights_in(part)
         read |= {path for pattern in _CONFIG_FILES for path in part.glob(pattern)}
     return sorted(path for path in read if path.name not in _FOR_PROMPTS)
+
+
+def _weights_of(folder: Path) -> set[Path]:
+    """Return the weight files of a model in a folder."""
+    return _weights_in(folder).union(*map(_weights_in, _subfolders(folder)))
 
 
 def _weights_in(folder: Path) -> set[Path]:
@@ -269,9 +269,8 @@ def _weights_in(folder: Path) -> set[Path]:
 
 
 def _subfolders(folder: Path) -> list[Path]:
-    """Return the subfolders with weights that may be a part of the model."""
-    found = [path for path in folder.glob("*") if path.is_dir() and _weights_in(path)]
-    return [path for path in found if not _NOT_LOADED.fullmatch(path.name)]
+    """Return the subfolders with weights that are a part of the model."""
+    return [path for name in _PARTS_OF_MODELS if _weights_in(path := folder / name)]
 
 
 def _parts_of(file: Path) -> list[Path]:

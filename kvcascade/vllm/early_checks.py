@@ -192,7 +192,9 @@ def _engines(parallel: Any) -> int:
     local: int | None = own(parallel, "data_parallel_size_local")
     if local is None and own(parallel, "data_parallel_rank") is None:
         spans_hosts = (own(parallel, "nnodes") or 1) > 1
-        is_balanced = own(parallel, "data_parallel_external_lb")
+        is_balanced = own(parallel, "data_parallel_external_lb") or own(
+            parallel, "data_parallel_multi_port_external_lb"
+        )
         local = None if spans_hosts or is_balanced else own(parallel, "data_parallel_size")
     return max(1, local or 1)
 

@@ -5,6 +5,7 @@ The cause lies in vLLM's own scheduler or attention and cannot be seen from the 
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,6 @@ from .kv_layers import group_specs, numbered_groups, specs_by_layer
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
-_THIS_HOST = ("127.0.0.1", "localhost", "::1")
 """Addresses of a first node that is on the same host as all others."""
 
 
@@ -93,11 +93,22 @@ def refuse_separate_ranks(parallel_config: Any, workers: int) -> None:
             'kvcascade needs one for all ranks; use "mp", or leave kv_transfer_config out'
         )
     hosts = getattr(parallel_config, "nnodes_within_dp", 1)
-    if hosts > 1 and getattr(parallel_config, "master_addr", "") not in _THIS_HOST:
+    if hosts > 1 and not _is_of_this_host(getattr(parallel_config, "master_addr", "")):
         raise ConfigError(
             f"nnodes: kvcascade needs all ranks of an engine on one host, and here they are on "
             f"{hosts}; use data parallelism between hosts, or leave kv_transfer_config out"
         )
+
+
+def _is_of_this_host(address: str) -> bool:
+    """Return True if this host may listen at an address: its ranks may all be here."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family) as tried:
+            tried.bind((address, 0))
+    except OSError:
+        return False
+    return True
 
 
 def refuse_records(settings: CascadeConfig) -> None:

@@ -61,7 +61,7 @@ def test_the_number_of_ranks_is_no_part_of_a_shared_namespace() -> None:
     assert remote_setup(SHARING, engine(2, "columns")).fingerprint != two.fingerprint
 
 
-def test_without_the_option_each_size_has_remote_setup_its_own() -> None:
+def test_without_the_option_each_size_has_blocks_of_its_own() -> None:
     one, two = (remote_setup(ALONE, engine(ranks)) for ranks in (1, 2))
     shared = remote_setup(SHARING, engine(1))
     assert len({one.fingerprint, two.fingerprint, shared.fingerprint}) == 3

@@ -317,6 +317,7 @@ def test_sweep_leaves_what_lives_and_what_is_not_ours(tmp_path: Path) -> None:
         assert os.path.exists(live.path)
     assert names(tmp_path) == sorted(["kvcascade-notes.txt", foreign.name])
     assert sweep(str(tmp_path / "nowhere")) == []
+    assert sweep("no\0path") == sweep("no\udcffpath\ud800") == []
 
 
 def test_a_stub_of_a_maker_that_died_early_is_replaced(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 import struct
@@ -13,7 +14,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from kvcascade.errors import ConfigError
-from kvcascade.identity import code_identity, is_shareable, weights_identity
+from kvcascade.identity import (
+    _PARTS_OF_MODELS,
+    code_identity,
+    have_files_changed,
+    is_shareable,
+    note_files,
+    weights_identity,
+)
 from kvcascade.weight_digest import (
     SAMPLE_BYTES,
     SAMPLES_PER_TENSOR,
@@ -338,18 +346,20 @@ def test_weights_in_a_subfolder_count(model: Path) -> None:
     assert len(found | {alone}) == 4
 
 
-@pytest.mark.parametrize("name", ["original", "checkpoint-500", "global_step7", ".cache"])
+@pytest.mark.parametrize("name", ["original", "checkpoint-500", "epoch_3", ".cache"])
 def test_subfolders_of_which_vllm_loads_nothing_do_not_count(name: str, model: Path) -> None:
     """A training may write into them while the model is served."""
     before = identity(model)
+    note_files(str(model))
     (model / name).mkdir()
     write_weights(model / name, seed=1)
-    assert identity(model) == before
+    (model / name / "optimizer.pt").symlink_to("gone")
+    assert identity(model) == before and not have_files_changed(str(model))
 
 
 def test_weights_in_a_subfolder_alone_are_never_shared(model: Path) -> None:
-    (model / "part").mkdir()
-    (model / "model.safetensors").rename(model / "part" / "model.safetensors")
+    (model / "whisper-large-v3").mkdir()
+    (model / "model.safetensors").rename(model / "whisper-large-v3" / "model.safetensors")
     assert not is_shareable(identity(model))
 
 
@@ -359,26 +369,27 @@ def code_of(reference: object, folder: Path, revision: str | None = None) -> str
     return code_identity(str(folder), None, revision)
 
 
-def test_code_of_another_repository_counts_by_its_commit(
+def test_code_of_another_repository_counts_by_its_files(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     other = tmp_path / "models--org--code"
-    for commit in ("a" * 40, "b" * 40):
+    texts = {"a" * 40: "SCALE = 1", "b" * 40: "SCALE = 2", "c" * 40: "SCALE = 1"}
+    for commit, text in texts.items():
         (other / "snapshots" / commit).mkdir(parents=True)
-        (other / "snapshots" / commit / "modeling_own.py").write_text("")
+        (other / "snapshots" / commit / "modeling_own.py").write_text(text)
     (other / "refs").mkdir()
     found = []
-    for commit in ("a" * 40, "b" * 40):
+    for commit in texts:
         (other / "refs" / "main").write_text(commit)
         found.append(code_of("org/code--modeling_own.Model", model))
-    assert found == [f"models--org--code@{commit * 40}" for commit in "ab"]
+    assert found[0] == found[2] != found[1], "a commit without a change of the code is no new code"
     assert code_of("org/code--modeling_own.Model", model, "a" * 40) == found[0]
     (model / "config.json").write_text("{}")
     (model / "preprocessor_config.json").write_text(
         '{"auto_map": {"AutoImageProcessor": [null, "org/code--modeling_own.Images"]}}'
     )
-    assert code_identity(str(model), None, None) == found[1], "code for media"
+    assert code_identity(str(model), None, None) == found[2], "code for media"
 
 
 def test_code_that_was_not_run_counts_for_nothing(
@@ -481,3 +492,28 @@ def test_samples_that_are_read_together_are_those_of_their_places(
     with (tmp_path / "file").open("rb") as file:
         found = [*_samples(file.fileno(), places)]
     assert found == [whole[at : at + SAMPLE_BYTES] for at in places]
+
+
+def test_a_folder_that_cannot_be_read_stops_no_start(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM calls this for every engine with a KV connector, and catches nothing."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "glob", refuse)
+    note_files(str(model))
+    assert not have_files_changed(str(model))
+
+
+def test_no_other_model_is_loaded_from_a_subfolder() -> None:
+    """A subfolder that is new here must be looked at: the identity may miss its weights."""
+    vllm = pytest.importorskip("vllm")
+    found = set()
+    for path in Path(vllm.__path__[0], "model_executor", "models").glob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("Loader.Source"):
+                found |= {each.value for each in call.keywords if each.arg == "subfolder"}
+    named = {ast.literal_eval(each) for each in found}
+    assert named - {None} <= set(_PARTS_OF_MODELS)

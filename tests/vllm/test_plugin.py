@@ -88,7 +88,9 @@ def test_files_that_are_replaced_from_then_on_are_noticed(is_config: bool, tmp_p
     assert have_files_changed(str(tmp_path))
 
 
-@pytest.mark.parametrize("part", ["whisper/model.safetensors", "m-2-of-2.gguf", "mmproj.gguf"])
+@pytest.mark.parametrize(
+    "part", ["whisper-large-v3/model.safetensors", "m-2-of-2.gguf", "mmproj.gguf"]
+)
 def test_other_files_of_the_model_that_are_replaced_are_noticed(part: str, tmp_path: Path) -> None:
     file, first = tmp_path / part, tmp_path / "m-1-of-2.gguf"
     file.parent.mkdir(exist_ok=True)

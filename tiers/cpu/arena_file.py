@@ -199,7 +199,7 @@ def sweep(arena_dir: str) -> list[str]:
     files of other users and files that are not arenas. Ignores errors.
     """
     removed: list[str] = []
-    with suppress(OSError), os.scandir(arena_dir) as entries:
+    with suppress(OSError, ValueError), os.scandir(arena_dir) as entries:  # it may be no path
         ours = [entry.path for entry in entries if _NAME.fullmatch(entry.name)]
         removed = [path for path in sorted(ours)[:SWEEP_ENTRIES_MAX] if remove_stale(path)]
     return removed

@@ -45,8 +45,8 @@ NO_ROOM = (
 TOO_SMALL = "the tier is smaller than that; give it a larger capacity"
 LOST = "they left the tier again during the import; give it a larger capacity"
 GIVEN_UP = (
-    "the device refused every block for a while, so the import ended; look at the log lines above "
-    "and at the disk, then import again"
+    "no block was stored for a while, because the device or the writer of the path refuses or is "
+    "too slow; look at the log lines above and at the disk, then import again"
 )
 MAX_FAILED_BATCHES = 3
 """Batches in a row without a stored block after which an import ends. Each may take the whole time

@@ -158,7 +158,7 @@ def _memory(facts: Facts) -> Iterator[Finding]:
     pinned = facts.pinned_bytes
     if pinned is not None and pinned > facts.arena_free_bytes:
         size = _larger_size(pinned)
-        remedy = f"docker: --shm-size={size}, or `mount -o remount,size={size} {folder}`"
+        remedy = f"docker: --shm-size={size}, or `mount -o remount,size=` so much more than now"
         found = f"{folder} has {free} free, and the CPU tier takes {human(pinned)}"
         yield Finding("shared memory", Severity.PROBLEM, found, remedy)
     elif facts.arena_file_system not in MEMORY_FILE_SYSTEMS:
