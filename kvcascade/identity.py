@@ -15,6 +15,7 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 from .weight_digest import digest_files
@@ -183,8 +184,8 @@ def _state_of(
         if not os.path.exists(path):
             snapshot = _hub_snapshot(model, revision, download_dir)
             return [] if snapshot is None else [(snapshot.name, 0, 0)]
-        is_folder = os.path.isdir(path)
-        for file in _weights_of(path) if is_folder else _parts_of(path):
+        parts = _weights_by_folder(path).values() if os.path.isdir(path) else [_parts_of(path)]
+        for file in chain.from_iterable(parts):
             with suppress(OSError):
                 about = file.stat()
                 found.append((str(file), about.st_size, about.st_mtime_ns))
@@ -251,26 +252,23 @@ def _cached_snapshot(
 
 def _files_of(folder: Path) -> list[Path]:
     """Return configuration, code and weights; none if no known weight file is there."""
-    if not _weights_in(folder):
+    weights = _weights_by_folder(folder)
+    if not weights[folder]:
         return []
-    read = _weights_of(folder)
-    for part in (folder, *_subfolders(folder)):
+    read = {path for files in weights.values() for path in files}
+    for part in (part for part, files in weights.items() if files):
         read |= {path for pattern in _CONFIG_FILES for path in part.glob(pattern)}
     return sorted(path for path in read if path.name not in _FOR_PROMPTS)
 
 
-def _weights_of(folder: Path) -> set[Path]:
-    """Return the weight files of a model in a folder."""
-    return _weights_in(folder).union(*map(_weights_in, _subfolders(folder)))
+def _weights_by_folder(folder: Path) -> dict[Path, set[Path]]:
+    """Return the weight files of a model, by the folder that has them; its own comes first."""
+    parts = (folder, *(folder / name for name in _PARTS_OF_MODELS))
+    return {part: _weights_in(part) for part in parts}
 
 
 def _weights_in(folder: Path) -> set[Path]:
     return {path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)}
-
-
-def _subfolders(folder: Path) -> list[Path]:
-    """Return the subfolders with weights that are a part of the model."""
-    return [path for name in _PARTS_OF_MODELS if _weights_in(path := folder / name)]
 
 
 def _parts_of(file: Path) -> list[Path]:

@@ -34,7 +34,7 @@ class RemoteFeed(TierFeed):
         """`began`: mark of a reset that begins now. `clock` returns monotonic seconds."""
         super().__init__()
         self.memory = PresenceMemory(clock)
-        """What the server answered."""
+        """Answers of the server."""
         self.unsent: Counter[str] = Counter()
         """Blocks that this process did not even send to the node, by reason."""
         self._before = RemoteNote(None)

@@ -114,7 +114,7 @@ class LoadChoice:
             others = max(0, ahead[level] + claim.own_blocks[level] - blocks)
             if not worth.is_worth(level, blocks, others, saved, now_s, claim.request):
                 slow.add(level)
-        return bool(slow) and self._leave(claim, slow, worth, now_s)
+        return bool(slow) and self._compute_instead(claim, slow, worth, now_s)
 
     def leave_stalled(self, admitted: Iterable[Claim]) -> None:
         """Let requests compute that have waited for longer than that is worth.
@@ -154,7 +154,7 @@ class LoadChoice:
         request.too_slow |= levels
         request.awaits_answers = self.may_read_elsewhere(request)
 
-    def _leave(self, claim: Claim, slow: Set[int], worth: Worth, now_s: float) -> bool:
+    def _compute_instead(self, claim: Claim, slow: Set[int], worth: Worth, now_s: float) -> bool:
         """Turn blocks in slow tiers into misses. Those behind the first one are computed, too.
 
         Return False if the claim wants none of them any more: they arrived for another request.

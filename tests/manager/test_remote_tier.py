@@ -163,7 +163,7 @@ class TestQuestions:
     def test_a_server_that_failed_reads_answers_the_next_question_itself(
         self, rig: RemoteTierRig
     ) -> None:
-        """What its node was told before says nothing about the server of now."""
+        """An answer from before the failure says nothing about the server of now."""
         answered(rig, 3, after_s=0.1)
         rig.twin.fails |= dict.fromkeys(("get_into", "exist_many"), RemoteOutcome.IO_ERROR)
         for ticket in range(FAILURES_TO_OPEN):

@@ -82,7 +82,7 @@ def test_an_arena_of_another_version_is_listed_and_dropped(
 
 
 def leave_behind(folder: Path) -> Path:
-    """What an engine leaves that is killed before its scheduler is there."""
+    """An arena whose engine was killed before it had a scheduler."""
     geometry = dataclasses.replace(GEOMETRY, kept=False)
     arena = Arena.open(geometry, "killed", ArenaRole.worker(0), arena_dir=str(folder))
     left, spare = Path(arena.path), folder / "spare"

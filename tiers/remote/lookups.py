@@ -36,7 +36,7 @@ class RemoteLink:
     objects: ObjectFormat
     generation: SharedGeneration
     memory: PresenceMemory
-    """What the server was last known to have. Uploads renew such blocks; lookups always ask."""
+    """Blocks that the server had at the last answer. Uploads renew them; lookups always ask."""
     counters: RemoteCounters
     clock: Callable[[], float]
 
