@@ -306,8 +306,11 @@ def service(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts the command in a process of its own."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(*options: str) -> subprocess.Popen[str]:
+    def start(*options: str, open_files: int | None = None) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "kvcascade.tools", "store", str(tmp_path), *options]
+        if open_files is not None:
+            # The limit is the child's alone: this process may have more files open.
+            command = ["sh", "-c", f'ulimit -Sn {open_files} && exec "$@"', "sh", *command]
         # A child inherits what its parent ignores. Shells ignore SIGINT for background jobs, and
         # nohup ignores SIGHUP.
         former = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -342,12 +345,8 @@ def test_it_may_open_as_many_files_as_the_system_allows(
 ) -> None:
     """The writer keeps one open for each namespace and folder."""
     kind = resource.RLIMIT_NOFILE
-    soft, hard = resource.getrlimit(kind)
-    resource.setrlimit(kind, (min(512, hard - 1), hard))
-    try:
-        process = service("--capacity", "64MiB", "--min-free", "0")
-    finally:
-        resource.setrlimit(kind, (soft, hard))
+    hard = resource.getrlimit(kind)[1]
+    process = service("--capacity", "64MiB", "--min-free", "0", open_files=min(512, hard - 1))
     line_with(process, "writes")
     assert resource.prlimit(process.pid, kind) == (hard, hard)
 
