@@ -40,9 +40,14 @@ FASTER_SHARE = 0.75
 is noticed soon."""
 
 PROBE_INTERVAL_S = 5.0
+PROBE_INTERVAL_MAX_S = 40.0
+"""Seconds between the first two probes of a tier, and the most between later ones. A link that
+stays slow is probed less often: a probe occupies it, and slows the computing beside it."""
+PROBE_FASTER = 1.5
+"""The interval is short again if the rate has grown by this factor since the last probe."""
 PROBE_S = 0.5
 PROBE_BYTES_MAX = 16 << 20
-"""Limits of probes: the seconds between two of them, and the expected duration and size of one."""
+"""Limits of probes: the expected duration and the size of one."""
 
 PREFILL_TOKENS_MIN = 256
 PREFILL_WINDOW_S = 1.0
@@ -241,6 +246,31 @@ class Backlog:
         return sum(h in self._blocks for h in blocks) if self._blocks else 0
 
 
+class _Probes:
+    """Times of the probes of one tier. `bytes_per_s` is its rate as it is known."""
+
+    def __init__(self) -> None:
+        self._began_s = -math.inf
+        """Time of the last probe."""
+        self._bytes_per_s = math.inf
+        """Rate that was known then."""
+        self._interval_s = PROBE_INTERVAL_S
+
+    def is_due(self, bytes_per_s: float, now_s: float) -> bool:
+        """Return True if it is time for a probe."""
+        is_faster = bytes_per_s >= PROBE_FASTER * self._bytes_per_s
+        interval_s = PROBE_INTERVAL_S if is_faster else self._interval_s
+        return now_s >= self._began_s + interval_s
+
+    def begin(self, bytes_per_s: float, now_s: float) -> None:
+        """Note a probe that begins now."""
+        is_faster = bytes_per_s >= PROBE_FASTER * self._bytes_per_s
+        has_paused = now_s >= self._began_s + 2 * PROBE_INTERVAL_MAX_S  # idle, or fast meanwhile
+        longer_s = min(2 * self._interval_s, PROBE_INTERVAL_MAX_S)
+        self._interval_s = PROBE_INTERVAL_S if is_faster or has_paused else longer_s
+        self._began_s, self._bytes_per_s = now_s, bytes_per_s
+
+
 class Worth:
     """Comparison of the two queues for one request. `links[i]` is the read rate of tier `i + 1`."""
 
@@ -264,8 +294,7 @@ class Worth:
         self.tokens_per_block = tokens_per_block
         self._block_bytes = block_bytes
         self._served_end = served_end
-        self._probes_due_s = [-math.inf] * len(self.links)
-        """Time of the next probe of each tier."""
+        self._probes = [_Probes() for _ in self.links]
 
     def note_offer(
         self, offered: Sequence[BlockHash], request: Request, is_taken: bool, now_s: float
@@ -360,12 +389,15 @@ class Worth:
 
     def may_probe(self, level: int, now_s: float) -> bool:
         """Return True if a probe is due and no read from this level is in flight."""
-        return not self.links[level - 1].in_flight_bytes and now_s >= self._probes_due_s[level - 1]
+        link = self.links[level - 1]
+        if link.in_flight_bytes:
+            return False
+        return self._probes[level - 1].is_due(link.bytes_per_s(now_s), now_s)
 
     def probe_blocks(self, level: int, now_s: float) -> int:
         """Begin a probe. Return the number of blocks to read for it."""
-        self._probes_due_s[level - 1] = now_s + PROBE_INTERVAL_S
         bytes_per_s = self.links[level - 1].bytes_per_s(now_s)
+        self._probes[level - 1].begin(bytes_per_s, now_s)
         return max(1, int(min(PROBE_BYTES_MAX, bytes_per_s * PROBE_S)) // self._block_bytes)
 
     def _computing_s(self, blocks: int, request: Request | None = None) -> float:

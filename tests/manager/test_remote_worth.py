@@ -11,7 +11,7 @@ from kvcascade.config.schema import WriteMode
 from kvcascade.manager.below.port import Put
 from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
 from kvcascade.manager.level import Tier
-from kvcascade.manager.promotion.worth import PROBE_INTERVAL_S
+from kvcascade.manager.promotion.worth import PROBE_INTERVAL_MAX_S, PROBE_INTERVAL_S
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.policies import create
@@ -139,3 +139,20 @@ def test_a_link_that_is_slow_for_a_while_is_read_again() -> None:
     link.bytes_per_s *= 1000
     found = [link.serve(prompt(2 + number))[0] for number in range(14)]
     assert found[-1] == PROMPT_BLOCKS, "probes have measured it anew"
+
+
+def test_a_link_that_stays_slow_is_probed_less_often() -> None:
+    link = Link(100.0, 0.0005)
+    link.serve(prompt(0))
+    began_s = link.clock()
+    for number in range(1, 10):
+        link.serve(prompt(number))
+        link.clock.advance(PROBE_INTERVAL_S)
+    assert link.clock() - began_s > 12 * PROBE_INTERVAL_S
+    assert link.manager.counters.promotion_probes == 4, "5, 10 and 20 s after the one before"
+    link.bytes_per_s *= 1000
+    link.clock.advance(PROBE_INTERVAL_MAX_S)
+    for number in range(10, 12):
+        link.serve(prompt(number))
+        link.clock.advance(PROBE_INTERVAL_S)
+    assert link.manager.counters.promotion_probes == 6, "again 5 s after one that was faster"
