@@ -115,8 +115,6 @@ class CacheOptions:
     """Memory through which blocks pass between files and the caller's buffers."""
     io_threads: int = 3
     """Number of concurrent reads, and of concurrent writes."""
-    is_direct: bool = True
-    """False if all I/O goes through the page cache."""
     is_read_only: bool = False
     """True if nothing may be stored. Reads are then no uses for the eviction policy, either."""
 
@@ -179,7 +177,6 @@ class BlockCache:
             0,
             self._moves.slots,
             options.io_threads,
-            is_direct=options.is_direct,
             is_arena_huge=has_huge_pages(),
             patience_s=options.timeout_s / 2,
             wants_changes=False,
@@ -461,7 +458,6 @@ def open(
         deadline(at.below("timeout_s"), timeout_s),
         buffer_bytes,
         parts.tier.io_threads,
-        parts.tier.direct_io,
         is_read_only=OWN_FIELD not in json.loads(spec.fields),
     )
     make_folders(parts.roots)

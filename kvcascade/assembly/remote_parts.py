@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any
 
 import msgspec
 
@@ -15,7 +13,7 @@ from ..config.remote import RemoteTierOptions
 from ..errors import ConfigError
 from ..handlers.node.node_child import Connection, launch
 from ..handlers.node.node_keeper import NodeKeeper
-from ..handlers.node.remote.remote_wire import RemoteSetup, ResetNoted, from_remote_node
+from ..handlers.node.remote.remote_wire import RemoteSetup, from_remote_node
 from ..manager.admission import Admission, AdmitAll
 from ..manager.below.remote_feed import RemoteFeed
 from ..manager.below.remote_tier import RemoteTier, remote_facts
@@ -93,7 +91,7 @@ def open_remote_tier(name: str, options: RemoteTierOptions, engine: EngineFacts)
     memory = engine.memory
     facts = remote_facts(name, memory.slot_bytes)
     feed = RemoteFeed(new_reset_mark(), monotonic)
-    node = _node(setup, memory, feed.take)
+    node = _node(setup, memory, feed)
     port = RemoteTier(
         node,
         feed,
@@ -112,17 +110,12 @@ def open_remote_tier(name: str, options: RemoteTierOptions, engine: EngineFacts)
     return opened
 
 
-def _node(setup: RemoteSetup, memory: SlotMemory, on_note: Callable[[Any], None]) -> NodeKeeper:
+def _node(setup: RemoteSetup, memory: SlotMemory, feed: RemoteFeed) -> NodeKeeper:
     duplicate = memory.duplicate
     assert duplicate is not None, "an arena is a file"
 
     def start() -> Connection:
-        return launch(setup, duplicate(), REMOTE_MODULE)
+        known = msgspec.structs.replace(setup, was_reset=feed.has_reset, was_read=feed.was_read)
+        return launch(known, duplicate(), REMOTE_MODULE)
 
-    def note(message: Any) -> None:
-        nonlocal setup
-        if isinstance(message, ResetNoted):  # each later node has to know
-            setup = msgspec.structs.replace(setup, was_reset=True)
-        on_note(message)
-
-    return NodeKeeper(start, note, decode=from_remote_node.decode)
+    return NodeKeeper(start, feed.take, decode=from_remote_node.decode)

@@ -56,9 +56,13 @@ class RemoteFeed(TierFeed):
         self._began = began
         self.known = 0
         """Greatest mark that was heard of."""
+        self.was_read = False
+        """True once a node has read the counter of the namespace. Any thread may read it."""
         self._newest: int | None = None
         """Mark of a reset by another host that was not taken in yet; None: there was none."""
         self._is_resetting = False
+        self.has_reset = False
+        """True once this engine itself was reset. Any thread may read it."""
 
     @property
     def lookups_rest(self) -> bool:
@@ -66,8 +70,9 @@ class RemoteFeed(TierFeed):
         looked = self._last.verbs.get(Verb.LOOKUP)
         return looked is not None and looked.is_resting
 
-    def begin_reset(self) -> None:
-        """Ignore what the node says of resets until `end_reset`."""
+    def begin_reset(self, *, is_new: bool) -> None:
+        """Ignore what the node says of resets until `end_reset`. `is_new`: it is this engine's."""
+        self.has_reset |= is_new
         self._is_resetting, self._newest, self.mark = True, None, None
 
     def end_reset(self, mark: int) -> None:
@@ -120,6 +125,7 @@ class RemoteFeed(TierFeed):
         for verb, samples_s in note.samples_s.items():
             self.calls_s[verb].extend(samples_s)
         self.known = max(self.known, note.mark or 0)
+        self.was_read |= note.mark is not None
         if note.mark is None or self._is_resetting:
             return
         is_late = note.mark > self._began - CLOCK_SKEW_TICKS

@@ -208,7 +208,7 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
         self._reset = mark, is_new
         self._forget()
         self._events.clear()
-        self.feed.begin_reset()
+        self.feed.begin_reset(is_new=is_new)
         known = self.feed.known
         self._begin_reset(lambda ticket: RemoteResetJob(ticket, mark, is_new, known))
 

@@ -13,6 +13,7 @@ from support.remote_twin import RemoteTwin
 
 from kvcascade.config.remote import WriteWhen
 from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST
+from kvcascade.handlers.node.path_wire import NodeReady
 from kvcascade.handlers.node.remote.remote_wire import RemoteNote
 from kvcascade.manager.below.port import Put
 from kvcascade.tiers.base import BlockHash, BlockOutcome
@@ -438,6 +439,30 @@ class TestNode:
         other.tier.maintain()
         other.pump()
         assert not other.tier.may_hold(key(0))
+
+    def test_the_next_node_is_told_what_there_was(self, rig: RemoteTierRig) -> None:
+        feed = rig.tier.feed
+        assert feed.was_read and not feed.has_reset
+        rig.tier.pass_on(77)
+        rig.pump()
+        assert not feed.has_reset, "the reset is another host's"
+        rig.tier.reset()
+        assert feed.has_reset, "before the node has heard of it"
+
+    def test_a_node_whose_reset_waits_shows_life(self, rig: RemoteTierRig) -> None:
+        """It would be ended once a minute."""
+        rig.tier.reset()
+        told: list[object] = []
+        rig.node._tell = told.append
+        for _ in range(60):
+            rig.node.work()
+            rig.clock.advance(1.0)
+        assert told.count(NodeReady()) == 5
+        rig.pump()
+        told.clear()
+        rig.clock.advance(60.0)
+        rig.node.work()
+        assert NodeReady() not in told
 
 
 class TestResets:

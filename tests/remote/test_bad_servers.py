@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -105,6 +106,28 @@ def serves(tier: OpenRemote, caplog: pytest.LogCaptureFixture, wanted: str) -> N
     (said,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert said.startswith("tiers[1].url: the server ") and said.endswith(".")
     assert SECRET not in caplog.text
+
+
+def test_the_next_node_writes_to_no_folder_in_the_place_of_the_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore")
+    folder = tmp_path / "share"
+    with opened(monkeypatch, url=folder.as_uri()) as tier:
+
+        def has_read(outcome: str) -> bool:
+            """Whether a node has read the counter of the namespace, with this outcome."""
+            tier.node.poll()
+            return outcome in tier.port.feed.totals().verbs["generation"].outcomes
+
+        wait_until(partial(has_read, "ok"))
+        folder.rename(tmp_path / "away")
+        folder.mkdir()
+        stream = tier.node._stream
+        assert stream is not None
+        stream.hang_up()
+        wait_until(partial(has_read, "io_error"))
+        assert not [*folder.iterdir()]
 
 
 class TestBucket:

@@ -170,3 +170,37 @@ def test_what_was_opened_and_never_read_is_known_too(share: Share, engine: Remot
     assert not share.local_files()
     share.mount()
     assert engine.put(names(1), [an_object(1)], LIMIT_S) == [OK]
+
+
+@pytest.fixture
+def next_engine(share: Share, engine: RemoteEngine) -> Iterator[RemoteEngine]:
+    """The engine of the next process; the one before has read the counter."""
+    fill(engine)
+    made = open_object_store(share.folder.as_uri(), 10.0, 10.0)
+    made.resume()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("leaves_folder", [True, False])
+@pytest.mark.parametrize("call", ["put", "renew", "counter", "advance"])
+def test_the_next_process_writes_to_no_other_folder(
+    share: Share, next_engine: RemoteEngine, call: str, leaves_folder: bool
+) -> None:
+    share.unmount(leaves_folder=leaves_folder)
+    assert CALLS[call](next_engine) is IO_ERROR
+    assert next_engine.explain(LIMIT_S) is Cause.OTHER_FOLDER
+    assert share.at.exists() is leaves_folder and not share.local_files()
+    share.mount(has_other_numbers=True)
+    assert next_engine.counter(COUNTER, 5, LIMIT_S).value == 1000
+    assert CALLS[call](next_engine) in (OK, RemoteOutcome.EXISTS)
+    assert next_engine.explain(LIMIT_S) is None
+
+
+def test_the_next_process_knows_the_folder_from_its_counter_on(
+    share: Share, next_engine: RemoteEngine
+) -> None:
+    assert next_engine.counter(COUNTER, 5, LIMIT_S).value == 1000
+    share.unmount(leaves_folder=True)
+    assert next_engine.put(names(1, 5), [an_object(5)], LIMIT_S) == [IO_ERROR]
+    assert not share.local_files()

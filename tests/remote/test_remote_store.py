@@ -170,6 +170,14 @@ class TestChains:
         assert found[0] is OK and found[-1] is IO_ERROR and ABSENT not in found
         assert other.known(key(99)) is Presence.UNKNOWN
 
+    def test_the_worst_failure_of_all_chains_counts(self) -> None:
+        rig = RemoteRig(RemoteTwin(asks_in_one_trip=False))
+        failures = RemoteOutcome.TIMED_OUT, RemoteOutcome.BUSY
+        rig.twin.exist_many = lambda names, limit_s: [*failures]  # type: ignore[method-assign]
+        rig.store.ask(1, [key(1), key(2)], chains=[[0], [1]])
+        rig.store.send()
+        assert LOOKUP in rig.store.state().resting
+
 
 class TestReads:
     def test_blocks_come_back_by_parts(self) -> None:

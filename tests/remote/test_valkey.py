@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
 
 import pytest
 from contract.remote_contract import (
@@ -21,6 +22,7 @@ from contract.remote_contract import (
     names,
 )
 from support.certificates import loopback_certificate
+from support.clock import ManualClock
 from support.remote_servers import (
     HOST,
     ServerProcess,
@@ -34,7 +36,8 @@ from support.waiting import wait_until
 from kvcascade.config.options import At
 from kvcascade.config.remote import parse_remote
 from kvcascade.tiers.remote.base import HEADER_BYTES, RemoteEngine, RemoteEntry, RemoteOutcome
-from kvcascade.tiers.remote.engines.resp import Address, Login
+from kvcascade.tiers.remote.engines import resp
+from kvcascade.tiers.remote.engines.resp import SEPARATE_BYTES, Address, Login, RespConnection
 from kvcascade.tiers.remote.engines.valkey import TAIL_BYTES, ValkeyEngine, hash_slot
 from kvcascade.tiers.remote.remote_options import open_remote_engine
 
@@ -391,6 +394,48 @@ def test_tls_carries_everything_and_checks_the_server(tmp_path: Path) -> None:
         server.kill()
 
 
+class SlowTls(ssl.SSLSocket):
+    """A connection that is made already, and sends a piece in `piece_s`."""
+
+    clock: ManualClock
+    limits_s: list[float]
+    piece_s = 0.4
+
+    def settimeout(self, value: float | None) -> None:
+        assert value is not None
+        self.limits_s.append(value)
+
+    def sendall(self, data: object, flags: int = 0) -> None:
+        self.clock.advance(self.piece_s)
+
+
+class SlowContext(ssl.SSLContext):
+    """Wraps each socket in a `SlowTls`."""
+
+    clock: ManualClock
+
+    def wrap_socket(self, sock: socket.socket, *_: object, **__: object) -> ssl.SSLSocket:
+        sock.close()
+        self.made = SlowTls.__new__(SlowTls)
+        self.made.clock, self.made.limits_s = self.clock, []
+        return self.made
+
+
+def test_tls_sends_no_longer_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`sendall` gives each piece the whole limit."""
+    clock = ManualClock()
+    monkeypatch.setattr(resp, "time", SimpleNamespace(monotonic=clock))
+    context = SlowContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.clock = clock
+    with socket.create_server((HOST, 0)) as listener:
+        address = Address(HOST, listener.getsockname()[1])
+        connection = RespConnection(address, login(tls=context), clock() + 1.0)
+    connection.begin(clock() + 1.0)
+    with pytest.raises(TimeoutError):
+        connection.send_raw([b"piece"] * 8)
+    assert context.made.limits_s == pytest.approx([1.0, 0.6, 0.2])
+
+
 @pytest.fixture(scope="module", params=[redis_server, valkey_server], ids=["redis", "valkey"])
 def nodes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -490,6 +535,4 @@ class TestCluster:
 
 def test_payload_bytes_of_the_contract_are_sent_from_where_they_lie() -> None:
     """Otherwise the contract would test only the path of small values."""
-    from kvcascade.tiers.remote.engines.resp import SEPARATE_BYTES
-
     assert PAYLOAD_BYTES > SEPARATE_BYTES

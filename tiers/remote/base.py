@@ -295,6 +295,12 @@ class RemoteEngine(ABC):
     def advance(self, name: str, at_least: int, limit_s: float) -> CounterAnswer:
         """Raise a counter to a value that it never had, and that is `at_least` or more."""
 
+    def resume(self) -> None:  # noqa: B027 - only folders have something to do
+        """Go on where an engine of an ended process stopped, which has read the counter.
+
+        Call it before all others. A folder without a counter is not the one that it used.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Release connections and threads; idempotent. Calls under way may fail."""

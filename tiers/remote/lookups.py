@@ -138,7 +138,7 @@ class RemoteLookups:
                 found = {at: answers[job.keys[chain[at]]] for at in probes}
                 failed = [answer for answer in found.values() if answer in FAILURES]
                 if failed:
-                    worst = worst_of(failed)
+                    worst = worst_of([worst, *failed])
                     self._end(job, chain, search.held, failed[0], epoch)
                     continue
                 search.learn({at: a is RemoteOutcome.OK for at, a in found.items()})

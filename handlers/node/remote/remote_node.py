@@ -16,7 +16,7 @@ from ....tiers.base import GROUP_BYTES, BlockHash, BlockOutcome
 from ....tiers.remote.base import RemoteOutcome
 from ....tiers.remote.remote_counters import Verb
 from ....tiers.remote.remote_store import RemoteEnded, RemoteState, RemoteStore
-from ..path_wire import JobDone, PutJob, pack_outcomes, unpack_slots
+from ..path_wire import JobDone, NodeReady, PutJob, pack_outcomes, unpack_slots
 from .remote_wire import (
     AskJob,
     FetchJob,
@@ -24,11 +24,13 @@ from .remote_wire import (
     RemoteResetJob,
     RemoteSetup,
     ResetDone,
-    ResetNoted,
 )
 
 NOTE_INTERVAL_S = 1.0
 """Shortest time between two notes whose totals alone differ."""
+LIFE_INTERVAL_S = 10.0
+"""Time between two signs of life while a reset waits for the server. A silent node would be ended,
+and the next one would wait in its place."""
 
 _OF_REMOTE = {
     RemoteOutcome.OK: BlockOutcome.OK,
@@ -70,7 +72,7 @@ class RemoteNode:
         self._resets: list[int] = []
         """Tickets of resets of which the server was not told yet."""
         self._noted = RemoteNote(None)
-        self._noted_s = clock()
+        self._noted_s = self._shown_s = clock()
 
     def order(self, message: Any) -> None:
         """Begin a job; `work` sends the questions of all jobs that came."""
@@ -82,8 +84,6 @@ class RemoteNode:
             case PutJob():
                 self._put(message)
             case RemoteResetJob():
-                if message.is_new:
-                    self._tell(ResetNoted())
                 self._store.reset(message.mark, is_new=message.is_new, known=message.known)
                 self._resets.append(message.ticket)
 
@@ -96,6 +96,9 @@ class RemoteNode:
                 self._tell(ResetDone(ticket, state.own_mark))
             self._resets.clear()
             self._noted = RemoteNote(None)  # the scheduler ignored notes until now
+        if self._resets and self._clock() - self._shown_s >= LIFE_INTERVAL_S:
+            self._shown_s = self._clock()
+            self._tell(NodeReady())
         self._note(state)  # before the answers, so that no one asks a server that rests
         for ended in all_ended:
             self._ended(ended)

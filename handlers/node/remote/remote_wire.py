@@ -36,6 +36,8 @@ class RemoteSetup(msgspec.Struct, frozen=True, array_like=True, tag=96):
     arena_slots: int
     was_reset: bool = False
     """True if the engine was reset since its start."""
+    was_read: bool = False
+    """True if an earlier node of the engine has read the counter of the namespace."""
 
 
 class AskJob(msgspec.Struct, frozen=True, array_like=True, tag=97):
@@ -73,10 +75,6 @@ class ResetDone(msgspec.Struct, frozen=True, array_like=True, tag=99):
     another host may have reset the namespace meanwhile."""
 
 
-class ResetNoted(msgspec.Struct, frozen=True, array_like=True, tag=102):
-    """The engine itself is reset: the setup of each later node has to say so."""
-
-
 class RemoteNote(msgspec.Struct, frozen=True, array_like=True, tag=98):
     """What the node did, and the last reset of the namespace."""
 
@@ -93,7 +91,7 @@ class RemoteNote(msgspec.Struct, frozen=True, array_like=True, tag=98):
 
 
 RemoteOrder = AskJob | FetchJob | PutJob | RemoteResetJob
-FromRemoteNode = NodeReady | JobDone | ResetDone | ResetNoted | RemoteNote
+FromRemoteNode = NodeReady | JobDone | ResetDone | RemoteNote
 
 to_remote_node: msgspec.msgpack.Decoder[RemoteSetup | RemoteOrder] = msgspec.msgpack.Decoder(
     RemoteSetup | RemoteOrder

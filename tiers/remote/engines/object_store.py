@@ -156,6 +156,8 @@ def open_object_store(
         def open_folder() -> Any:
             with suppress(OSError):  # waits for a share without the interpreter lock
                 folder.path.stat()
+            if folder.awaits_counter:
+                folder.check()  # a missing folder is not made anew
             opened = stores.LocalStore(str(folder.path), mkdir=True)
             folder.note_opened()
             return opened
@@ -269,7 +271,11 @@ class ObjectStoreEngine(RemoteEngine):
         return self._each(self._renew, [*zip(names, objects, strict=True)], limit_s)
 
     def remove(self, names: Sequence[str], limit_s: float) -> list[RemoteOutcome]:
-        return self._each(self._remove, names, limit_s)
+        def remove(name: str) -> RemoteOutcome:
+            outcome = self._tried(lambda: self._obstore.delete(self._store, [name]))
+            return RemoteOutcome.OK if outcome is RemoteOutcome.ABSENT else outcome
+
+        return self._each(remove, names, limit_s)
 
     def counter(self, name: str, first: int | None, limit_s: float) -> CounterAnswer:
         ends_s = time.monotonic() + limit_s
@@ -361,6 +367,7 @@ class ObjectStoreEngine(RemoteEngine):
     def explain(self, limit_s: float) -> Cause | None:
         try:
             if self._folder is not None:
+                self._folder.check_writable()
                 self._head(_EXPLAINED)
             else:  # the answer to a HEAD has no body, and with it no reason
                 self._obstore.get(self._store, _EXPLAINED)
@@ -368,6 +375,10 @@ class ObjectStoreEngine(RemoteEngine):
             text = str(error)
             return next((cause for word, cause in _CAUSES.items() if word in text), None)
         return None
+
+    def resume(self) -> None:
+        if self._folder is not None:
+            self._folder.awaits_counter = True
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -434,15 +445,15 @@ class ObjectStoreEngine(RemoteEngine):
         return RemoteOutcome.EXISTS if kept is RemoteOutcome.OK else kept
 
     def _create(self, name: str, data: Any) -> RemoteOutcome:
-        outcome = self._tried(
-            lambda: self._obstore.put(self._store, name, data, mode="create", use_multipart=False)
-        )
+        def create() -> None:
+            store = self._store
+            if self._folder is not None:
+                self._folder.check_writable()
+            self._obstore.put(store, name, data, mode="create", use_multipart=False)
+
+        outcome = self._tried(create)
         # A bucket that does not exist is "not found" to a write.
         return RemoteOutcome.DENIED if outcome is RemoteOutcome.ABSENT else outcome
-
-    def _remove(self, name: str) -> RemoteOutcome:
-        outcome = self._tried(lambda: self._obstore.delete(self._store, [name]))
-        return RemoteOutcome.OK if outcome is RemoteOutcome.ABSENT else outcome
 
     def _values(self, name: str, ends_s: float) -> CounterAnswer:
         """Return the largest value of a counter, from a list of its folder.

@@ -39,6 +39,9 @@ class OpenedFolder:
         """Device and inode; None until the folder is opened."""
         self._counters: dict[str, tuple[str, bytes]] = {}
         """File of each counter as it was read last, and its content."""
+        self.awaits_counter = False
+        """True if an earlier process used the folder, until a counter is read. Any folder may be
+        read then, and nothing is made in it."""
 
     def note_opened(self) -> None:
         """Remember the folder that is there now. Raises `OSError` if there is none."""
@@ -47,6 +50,7 @@ class OpenedFolder:
     def note_counter(self, counter: str, file: str, content: bytes = b"") -> None:
         """Remember a file of a counter that was read; `file` is relative to the folder."""
         self._counters[counter] = file, content
+        self.awaits_counter = False
 
     def check(self) -> None:
         """Raise `OSError` unless this is the folder that was opened.
@@ -60,9 +64,15 @@ class OpenedFolder:
             raise OSError(OTHER_FOLDER) from None
         if numbers == self._numbers:
             return
-        if not any(self._holds(*each) for each in [*self._counters.values()]):
+        holds_counter = any(self._holds(*each) for each in [*self._counters.values()])
+        if not (holds_counter or self.awaits_counter):
             raise OSError(OTHER_FOLDER)
         self._numbers = numbers
+
+    def check_writable(self) -> None:
+        """Raise `OSError` while it is unknown whether this is the folder of an earlier process."""
+        if self.awaits_counter:
+            raise OSError(OTHER_FOLDER)
 
     def _numbers_now(self) -> tuple[int, int]:
         found = os.stat(f"{self.path}/")  # the slash lets an automounter mount the share

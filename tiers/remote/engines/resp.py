@@ -154,12 +154,13 @@ class RespConnection:
 
     def send_raw(self, pieces: Sequence[Argument]) -> None:
         """Send bytes that are commands already."""
-        self._socket.settimeout(self._left_s())
         if isinstance(self._socket, ssl.SSLSocket):
             for piece in pieces:
+                self._socket.settimeout(self._left_s())  # of one `sendall`
                 self._socket.sendall(piece)
                 self.moved_s = time.monotonic()
             return
+        self._socket.settimeout(self._left_s())
         left = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
         while left:
             sent = self._socket.sendmsg(left[:PIECES_PER_SEND])
