@@ -44,8 +44,6 @@ class RemoteFeed(TierFeed):
         """True from the first note of a node until that node dies."""
         self.has_failed = False
         """True after the server failed, until it answers a question. No request waits for it."""
-        self.latency_s = 0.0
-        """Time of a request to the server that moves no payload; 0 while it is unknown."""
         self.calls_s: dict[str, deque[float]] = {verb.value: latencies() for verb in Verb}
         """Seconds of each call of the server, by verb; the metrics remove them."""
         self.mark: int | None = None
@@ -54,15 +52,19 @@ class RemoteFeed(TierFeed):
         self.has_blocks = False
         """True once this engine may have blocks."""
         self._began = began
-        self.known = 0
-        """Greatest mark that was heard of."""
-        self.was_read = False
-        """True once a node has read the counter of the namespace. Any thread may read it."""
+        self.known: int | None = None
+        """Greatest mark that was heard of; None until a node has read the counter of the namespace.
+        Any thread may read it."""
         self._newest: int | None = None
         """Mark of a reset by another host that was not taken in yet; None: there was none."""
         self._is_resetting = False
         self.has_reset = False
         """True once this engine itself was reset. Any thread may read it."""
+
+    @property
+    def latency_s(self) -> float:
+        """Time of a request to the server that moves no payload; 0 while it is unknown."""
+        return self._last.latency_s or 0.0
 
     @property
     def lookups_rest(self) -> bool:
@@ -113,20 +115,22 @@ class RemoteFeed(TierFeed):
     def take(self, note: Any) -> None:
         self.is_up = note is not None
         if note is None:
-            self._before, self._last = self._of_nodes(), RemoteNote(None)
+            known = RemoteNote(None, latency_s=self._last.latency_s)
+            self._before, self._last = self._of_nodes(), known
         elif isinstance(note, RemoteNote):
             self._take_in(note)
 
     def _take_in(self, note: RemoteNote) -> None:
         if _openings(note) > _openings(self._last):
             self.note_failure()
-        self._last = note
-        self.latency_s = note.latency_s or self.latency_s
+        latency_s = note.latency_s or self._last.latency_s
+        self._last = msgspec.structs.replace(note, latency_s=latency_s)
         for verb, samples_s in note.samples_s.items():
             self.calls_s[verb].extend(samples_s)
-        self.known = max(self.known, note.mark or 0)
-        self.was_read |= note.mark is not None
-        if note.mark is None or self._is_resetting:
+        if note.mark is None:
+            return
+        self.known = max(self.known or 0, note.mark)
+        if self._is_resetting:
             return
         is_late = note.mark > self._began - CLOCK_SKEW_TICKS
         if self._newest is not None:
