@@ -21,9 +21,9 @@ from kvcascade.tools.dev.server import (
 LOG_TAIL_CHARACTERS = 8000
 
 
-def cascade_options(model: Path, extra: dict[str, Any] | None, **options: Any) -> dict[str, Any]:
-    """Arguments of a server; `extra` is the cascade's configuration, None: no offloading."""
-    found: dict[str, Any] = {
+def cascade_options(model: Path, extra: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Arguments of a server; `extra` is the cascade's configuration."""
+    return {
         "model": str(model),
         "dtype": "float32",  # only float32 gives the same tokens whatever is batched together
         "max_model_len": 2048,
@@ -31,15 +31,8 @@ def cascade_options(model: Path, extra: dict[str, Any] | None, **options: Any) -
         "block_size": 32,
         **({} if is_on_cpu() else GPU_OPTIONS),
         **options,
+        "kv_transfer_config": offloading({"spec_name": "CascadeOffloadingSpec", **extra}),
     }
-    if extra is not None:
-        found["kv_transfer_config"] = offloading({"spec_name": "CascadeOffloadingSpec", **extra})
-    return found
-
-
-def server(log: Path, options: dict[str, Any]) -> ServerProcess:
-    """A server that runs this checkout; it is not awaited."""
-    return ServerProcess(log, options, {**ENVIRONMENT, "PYTHONPATH": str(ROOT)})
 
 
 class Server:
@@ -53,8 +46,10 @@ class Server:
             "publisher": "zmq",
             "endpoint": f"tcp://*:{events_port}",
         }
-        self.process = server(
-            log, cascade_options(model, extra, kv_events_config=events, **options)
+        self.process = ServerProcess(
+            log,
+            cascade_options(model, extra, kv_events_config=events, **options),
+            {**ENVIRONMENT, "PYTHONPATH": str(ROOT)},
         )
         self._subscriber: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         self._subscriber.connect(f"tcp://127.0.0.1:{events_port}")

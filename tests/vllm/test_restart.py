@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.server_rig import Server, cascade_options, server
+from support.engine_rig import Engine, engine_options
+from support.server_rig import Server
 
 from kvcascade.observe.metrics import PREFIX
 from kvcascade.tools.dev.server import Completion, ServerProcess, served_model
@@ -73,10 +74,9 @@ def check(process: ServerProcess, expected: Sequence[tuple[int, ...]], clients: 
 
 def test_stop_kill_and_storm(tmp_path: Path) -> None:
     model = served_model(tmp_path / "model", VOCABULARY, seed=9)
-    plain = cascade_options(model, None, **DEVICE)
-    with server(tmp_path / "reference.log", plain) as process:
-        process.ready()
-        expected = [answer.tokens for answer in process.complete_all(STORM, 6, 2)]
+    plain = {**engine_options(model, DEVICE_BLOCKS, None), **DEVICE}
+    with Engine(tmp_path / "reference.log", plain) as engine:
+        expected = [tuple(answer["tokens"]) for answer in engine.generate(STORM, 6)]
 
     disk = tmp_path / "disk"
     roomy = cascade(disk, cpu_blocks=2 * DOCUMENTS * DOCUMENT_BLOCKS)
