@@ -119,8 +119,13 @@ def parse_description(data: bytes, where: str) -> dict[str, Any]:
         value = document.get(key)
         if type(value) is not int or not 0 < value <= limit:
             raise CorruptionError(f"{where}/namespace.json has no valid {key}; {remedy}")
+    part, parts = document.get("part"), document.get("parts")
+    if not (type(part) is int and type(parts) is int and 0 <= part < parts <= MAX_SEGMENTS):
+        raise CorruptionError(f"{where}/namespace.json has no valid part and parts; {remedy}")
     if not isinstance(document.get("fields"), Mapping):
         raise CorruptionError(f"{where}/namespace.json has no valid fields; {remedy}")
+    if not isinstance(document.get("fingerprint"), str):
+        raise CorruptionError(f"{where}/namespace.json has no valid fingerprint; {remedy}")
     return document
 
 
