@@ -21,7 +21,7 @@ import msgspec
 
 from ..segments.chains import HEAD_BYTES
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of these messages. A node and a writer of different versions refuse each other."""
 MAX_KEYS_PER_MESSAGE = 4096
 """Longest list of keys in one message. Senders split longer lists."""
@@ -174,8 +174,6 @@ class Touch(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """A use of blocks, in prefix order; unknown ones are ignored."""
 
     keys: list[bytes]
-    is_chain: bool = False
-    """True if these are all blocks of a request that ended."""
     is_settle: bool = False
     """True if one request stored these in parts: their order is corrected, and nothing used."""
 
@@ -313,8 +311,6 @@ class TierFigures(msgspec.Struct, frozen=True, array_like=True, tag=40):
     day: tuple[int, int, int] | None = None
     """Three numbers: 1 if the totals cover a whole day, else 0; bytes written, and bytes read, in
     the last 24 hours. None if unknown."""
-    why: Why = Why.GRANTED
-    """Reason why the last grant was not full."""
     is_reporter: bool = False
     """True for one node of the namespace: its engine reports the metrics of the whole tier."""
     is_path_reporter: bool = False
