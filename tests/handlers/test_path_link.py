@@ -180,7 +180,7 @@ def test_a_service_welcomes_through_the_door_and_ends_cleanly(
 ) -> None:
     service = serve()
     door = PathDoor(tmp_path)
-    for connection in (service.connect(), door.connect(1.0)):
+    for connection in (service.connect(), door.connect()):
         assert connection is not None
         with connection:
             say(connection, hello(tmp_path))

@@ -63,7 +63,7 @@ def connect(tmp_path: Path, engine: PathEngine) -> Iterator[Connect]:
         """Connect; who asks as a newer version may end the writer, and another one follows."""
 
         def may_connect() -> bool:
-            link = door.connect(WAIT_S)
+            link = door.connect()
             made.extend([] if link is None else [link])
             return link is not None
 
