@@ -198,6 +198,25 @@ def test_slots_that_no_entry_names_are_no_victims(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ORDERS)
+def test_a_slot_that_is_set_aside_and_then_loses_its_block_disturbs_no_order(
+    tmp_path: Path, policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A damaged index may name the block of a slot again, after an eviction found no name."""
+    is_used = np.zeros(BEFORE, np.bool_)
+    recency = opened(tmp_path, policy, is_used)
+    recency.insert(keys(range(BEFORE)), range(BEFORE))
+    is_used[:] = True
+    recency.touch(range(0, BEFORE, 7))
+    recency.set_aside([0, 3])
+    expected = recency.victims(BEFORE)
+    recency.remove([3, 0])
+    is_used[[0, 3]] = False
+    assert recency.victims(BEFORE) == expected and len(expected) == BEFORE - 2
+    assert caplog.messages == []
+    recency.close(is_clean=False)
+
+
+@pytest.mark.parametrize("policy", ORDERS)
 def test_slots_that_do_not_exist_in_a_log_in_use_cost_recency_only(
     tmp_path: Path, policy: str
 ) -> None:

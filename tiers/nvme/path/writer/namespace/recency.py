@@ -110,13 +110,12 @@ class Recency:
     def remove(self, slots: Sequence[int]) -> None:
         """Forget blocks that are gone for other reasons than eviction."""
         with self._faults_noted():
-            self._order.remove(slots)
+            self._order.remove(self._named(slots))
 
     def set_aside(self, slots: Sequence[int]) -> None:
         """Never evict these used slots: the index does not say whose they are."""
-        slots = self._named(slots)
-        self._nameless.update(slots)
         self.remove(slots)
+        self._nameless.update(slots)
 
     def evicted(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """Forget blocks because they were evicted."""
