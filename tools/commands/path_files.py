@@ -70,7 +70,7 @@ def map_last_presence(fs: FileSystem, folder: Path) -> PresenceTable | None:
         with closing(fs.open(path)) as file:
             if file.size() != presence_bytes(slots):
                 return None
-            memory = file.map(0, presence_bytes(slots), writable=False)
+            memory = file.map(presence_bytes(slots), writable=False)
     return PresenceTable(memory, slots)
 
 
