@@ -13,10 +13,10 @@ import math
 from collections.abc import Callable, Container, Sequence
 from functools import partial
 
-from ...handlers.node.path_wire import JobDone, NodeState, PutJob, ResetJob, pack_slots
+from ...handlers.node.path_wire import JobDone, NodeState, PutJob, ResetJob
 from ...tiers.base import BlockHash, BlockOutcome
 from ...tiers.breaker import Breaker
-from ...tiers.nvme.path.path_messages import Touch, Why
+from ...tiers.nvme.path.path_messages import Touch, Why, pack_slots
 from ..admission import EnduranceWatch
 from ..base import BlockEvent
 from ..flow import MAX_JOBS_IN_FLIGHT

@@ -14,11 +14,14 @@ request exactly once, in any order, as long as the connection lives.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from enum import Enum, IntEnum
 
 import msgspec
+import numpy as np
 
+from ...base import SlotArray
 from ..segments.chains import HEAD_BYTES
 
 PROTOCOL = 3
@@ -366,6 +369,26 @@ FromWriter = (
 
 from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
 from_writer: msgspec.msgpack.Decoder[FromWriter] = msgspec.msgpack.Decoder(FromWriter)
+
+
+def pack_slots(slots: Sequence[int]) -> bytes:
+    """Encode slots of the tier or of the arena for a message."""
+    return array("i", slots).tobytes()
+
+
+def unpack_slots(data: bytes) -> SlotArray:
+    """Decode the slots of a message. A length that is no multiple of four gives none."""
+    return np.frombuffer(b"" if len(data) % 4 else data, dtype=np.int32)
+
+
+def pack_checksums(checksums: Sequence[int]) -> bytes:
+    """Encode checksums for a message."""
+    return np.array(checksums, dtype="<u8").tobytes()
+
+
+def unpack_checksums(data: bytes) -> list[int]:
+    """Decode the checksums of a message. A length that is no multiple of eight gives none."""
+    return [] if len(data) % 8 else np.frombuffer(data, dtype="<u8").tolist()
 
 
 def chain_of(keys: Sequence[bytes], fresh: int, tokens: int) -> Chain:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...path_messages import ALREADY_SLOT, NO_SLOT, FromWriter, Grant, Granted, Why
+from ...path_messages import ALREADY_SLOT, NO_SLOT, FromWriter, Grant, Granted, Why, pack_slots
 from ...presence_table import PresenceTable
 from .slot_space import SlotSpace
 
@@ -105,5 +105,4 @@ class WaitingGrants:
         answer = [
             ALREADY_SLOT if key in held else at.get(key, NO_SLOT) for key in grant.message.keys
         ]
-        packed = np.array(answer, dtype="<i4").tobytes()
-        return Granted(grant.message.request, epoch, packed, why)
+        return Granted(grant.message.request, epoch, pack_slots(answer), why)
