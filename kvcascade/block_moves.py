@@ -22,8 +22,9 @@ from .block_buffers import Bytes
 from .handlers.node.bounce import give_back, huge_pages
 from .handlers.node.node_keeper import WAIT_SLICE_S, NodeKeeper
 from .handlers.node.path.path_jobs import PART_BYTES
-from .handlers.node.path_wire import GetJob, JobDone, PutJob, pack_slots, unpack_outcomes
+from .handlers.node.path_wire import GetJob, JobDone, PutJob, unpack_outcomes
 from .tiers.base import BlockOutcome
+from .tiers.nvme.path.path_messages import pack_slots
 
 MIN_SLOTS = 2
 """Fewest blocks in the arena: one is copied while another one is transferred."""

@@ -10,14 +10,11 @@ came (`Removed`, `Stored`, `KeysListed`, `Epoch`, `TierFigures`), and so are `Li
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Sequence
 from enum import Enum
 
 import msgspec
-import numpy as np
 
-from ...tiers.base import BlockOutcome, SlotArray
+from ...tiers.base import BlockOutcome
 from ...tiers.nvme.path.frames import WireError
 from ...tiers.nvme.path.path_messages import (
     Chain,
@@ -171,16 +168,6 @@ from_node_process: msgspec.msgpack.Decoder[FromNodeProcess] = msgspec.msgpack.De
     FromNodeProcess
 )
 """Decoder of messages from a node."""
-
-
-def pack_slots(slots: Sequence[int]) -> bytes:
-    """Encode slots of the arena or of the tier for a message."""
-    return array("i", slots).tobytes()
-
-
-def unpack_slots(data: bytes) -> SlotArray:
-    """Decode slots from a message."""
-    return np.frombuffer(data, dtype=np.int32)
 
 
 def pack_outcomes(outcomes: tuple[BlockOutcome, ...]) -> bytes:

@@ -149,7 +149,7 @@ class Machine:
 
     def recorded_capacity(self, folder: Path) -> int:
         """Return the capacity that is recorded with a path in its first folder; 0 if none is."""
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return int(json.loads((folder / RECORD_FILE).read_bytes())["options"]["capacity_bytes"])
         return 0
 

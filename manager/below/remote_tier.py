@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ...handlers.node.path_wire import JobDone, PutJob, pack_slots
+from ...handlers.node.path_wire import JobDone, PutJob
 from ...handlers.node.remote.remote_wire import FetchJob, RemoteResetJob, ResetDone
 from ...tiers.base import BlockHash, BlockOutcome, new_reset_mark
 from ...tiers.breaker import Breaker
+from ...tiers.nvme.path.path_messages import pack_slots
 from ...tiers.remote.presence import ABSENT, HELD, UNKNOWN
 from ...tiers.remote.remote_store import StoreOptions
 from ...tiers.remote.uploads import Offer, OfferRule

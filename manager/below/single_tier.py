@@ -14,10 +14,11 @@ from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ...handlers.node.node_keeper import JOBS_AT_MOST
-from ...handlers.node.path_wire import GetJob, JobDone, pack_slots, unpack_outcomes
+from ...handlers.node.path_wire import GetJob, JobDone, unpack_outcomes
 from ...logs import get_logger
 from ...tiers.base import BlockHash, BlockOutcome
 from ...tiers.breaker import Breaker
+from ...tiers.nvme.path.path_messages import pack_slots
 from ..counters import LinkCounters
 from .port import Below, Ended, Put, TierFacts
 

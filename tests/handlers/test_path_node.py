@@ -26,6 +26,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Commit,
     Grant,
     Hello,
+    PathOptions,
     Read,
     Refused,
     RefusedWhy,
@@ -36,6 +37,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Why,
 )
 from kvcascade.tiers.nvme.path.writer.path_options import PATH_FOLDER
+from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 
 OK, GONE, CANCELLED = BlockOutcome.OK, BlockOutcome.GONE, BlockOutcome.CANCELLED
 
@@ -490,7 +492,7 @@ def test_uses_and_bytes_read_are_reported(rig: NodesRig, node: NodeTwin) -> None
     node.tier.get(2, 1, keys(3), [8, 9, 10])
     end(node)
     node.tick(2.0)
-    told, settled = (keys(3), False, False), (keys(2), False, True)
+    told, settled = (keys(3), False), (keys(2), True)
     assert rig.twin.uses == [told, settled, told], "a read is a use, too"
     assert rig.twin.read_bytes == 3 * BLOCK and len(heard(rig, Read)) == 1
     assert len(heard(rig, Touch)) == 3
@@ -543,6 +545,24 @@ def test_uses_of_more_blocks_than_a_message_holds_keep_their_order(
     put(node, range(8))
     assert end(node).outcomes == [OK] * 8
     node.tier.touch(keys(8))
+    node.tier.maintain()
+    rig.pump()
+    (namespace,) = rig.core.namespaces.values()
+    coldest_first = [namespace.presence.find(key(number)) for number in reversed(range(8))]
+    assert namespace.recency.victims(8) == coldest_first
+
+
+@pytest.mark.parametrize("policy", ["lru", "prefix"])
+def test_a_long_request_leaves_from_its_end(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    """No policy takes the messages of one request for several requests."""
+    monkeypatch.setattr(path_node, "MAX_KEYS_PER_MESSAGE", 3)
+    capacity = capacity_of(4, 4, BLOCK, policy=policy)
+    rig = NodesRig(PathOptions(capacity, policy=policy, segment_bytes=4 * BLOCK), is_real=True)
+    node = rig.add()
+    node.tier.maintain()
+    put(node, range(8))
+    assert end(node).outcomes == [OK] * 8
+    node.tier.note_request(keys(8), ())
     node.tier.maintain()
     rig.pump()
     (namespace,) = rig.core.namespaces.values()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -17,6 +19,13 @@ def runs_of(slots: set[int]) -> list[tuple[int, int]]:
     return runs(mask)
 
 
+def pool_of(extents: Iterable[tuple[int, int]]) -> ExtentPool:
+    pool = ExtentPool()
+    for start, length in extents:
+        pool.free(start, length)
+    return pool
+
+
 def test_runs_of_a_mask() -> None:
     assert runs(np.zeros(0, dtype=np.bool_)) == runs(np.zeros(5, dtype=np.bool_)) == []
     assert runs(np.ones(5, dtype=np.bool_)) == [(0, 5)]
@@ -30,7 +39,7 @@ class PoolMachine(RuleBasedStateMachine):
     def start(self, free: set[int]) -> None:
         self.free = set(free)
         self.taken = set(range(SLOTS)) - free
-        self.pool = ExtentPool(runs_of(free))
+        self.pool = pool_of(runs_of(free))
 
     @precondition(lambda self: self.free)
     @rule(data=st.data())
@@ -58,7 +67,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         assert len(self.pool) == len(self.free)
         assert self.pool.extents() == runs_of(self.free)
-        again = ExtentPool(self.pool.extents())
+        again = pool_of(self.pool.extents())
         assert again.extents() == self.pool.extents()
 
 
@@ -66,7 +75,7 @@ TestPool = PoolMachine.TestCase
 
 
 def test_the_heap_does_not_grow_for_ever() -> None:
-    pool = ExtentPool([(0, 1000)])
+    pool = pool_of([(0, 1000)])
     for _ in range(5000):
         (start, _), *_ = pool.take(1)
         pool.free(start)

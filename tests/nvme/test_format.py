@@ -123,7 +123,10 @@ GOOD = {
     "block_bytes": 4096,
     "slots_per_segment": 8,
     "index_bytes": 1 << 20,
+    "part": 1,
+    "parts": 2,
     "fields": {},
+    "fingerprint": "ab",
 }
 
 
@@ -137,7 +140,14 @@ GOOD = {
         ({"block_bytes": True}, CorruptionError),
         ({"slots_per_segment": 2**40}, CorruptionError),
         ({"index_bytes": 0}, CorruptionError),
+        ({"part": 2}, CorruptionError),
+        ({"part": -1}, CorruptionError),
+        ({"part": [1]}, CorruptionError),
+        ({"parts": None}, CorruptionError),
+        ({"parts": 1e999}, CorruptionError),
+        ({"parts": 10**12}, CorruptionError),
         ({"fields": []}, CorruptionError),
+        ({"fingerprint": None}, CorruptionError),
     ],
 )
 def test_bad_descriptions(change: dict[str, object], error: type[KVCascadeError]) -> None:

@@ -411,7 +411,7 @@ def test_a_forked_process_does_not_keep_a_closed_cache_open(
     with idle_fork():
         second.close()
         door = PathDoor(tmp_path / "kv")
-        assert door.connect(1.0) is None, "nobody listens"
+        assert door.connect() is None, "nobody listens"
         door.close()
         third = open_cache()
         assert third.exists([key(0), key(1)]) == [True, True]

@@ -262,12 +262,26 @@ def damage_entry(table: LmdbBlockTable, key: bytes) -> None:
         txn.put(key, bytes(value))
 
 
+@pytest.mark.parametrize("limit", [1, 2, 3, 100])
+def test_a_list_of_blocks_goes_on_after_damaged_entries(tmp_path: Path, limit: int) -> None:
+    table = lmdb_at(tmp_path / "blocks")
+    table.apply(Changes(0, [(key, slot, slot) for slot, key in enumerate(KEYS)]))
+    for at in (0, 2, 3, 4, 9, 11):
+        damage_entry(table, KEYS[at])
+    found: list[bytes] = []
+    while batch := table.keys_after(found[-1] if found else b"", limit):
+        found += [key for key, _ in batch]
+    assert found == [KEYS[at] for at in (1, 5, 6, 7, 8, 10)]
+    table.close()
+
+
 def test_a_damaged_entry_is_absent_and_may_be_put_again(tmp_path: Path) -> None:
     table = lmdb_at(tmp_path / "blocks")
     table.apply(Changes(0, [(key, slot, slot) for slot, key in enumerate(KEYS)]))
     damage_entry(table, KEYS[4])
     assert table.get_many([KEYS[4]]) == [None]
-    assert len(scanned(table)) == 11 and [key for key, _ in table.keys_after(KEYS[3], 1)] == []
+    assert len(scanned(table)) == 11
+    assert [key for key, _ in table.keys_after(KEYS[3], 1)] == [KEYS[5]]
     applied = table.apply(Changes(0, [(KEYS[4], 50, 5)]))
     assert not applied.already and table.get_many([KEYS[4]]) == [Entry(50, 5)]
     damage_entry(table, KEYS[5])

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from support.memory_file_system import MemoryFileSystem
 
 from kvcascade.errors import ConfigError
 from kvcascade.tiers.nvme.disk.filesystem import FileSystem, RealFileLock, RealFileSystem
-from kvcascade.tiers.nvme.path.path_lock import LOCK_NAME, PathDoor, try_lead
+from kvcascade.tiers.nvme.path.path_lock import BACKLOG, LOCK_NAME, PathDoor, try_lead
 from kvcascade.tiers.nvme.path.writer.path_options import PATH_FOLDER
 
 HOLDER = """
@@ -93,20 +94,39 @@ def test_a_socket_is_reached_behind_a_path_of_any_length(tmp_path: Path, length:
     lead = try_lead(RealFileSystem(), root)
     assert lead is not None
     door = PathDoor(root)
-    assert door.connect(1.0) is None
+    assert door.connect() is None
     for _ in range(2):  # the second replaces what a dead writer left
         listener = door.listen()
-        link = door.connect(1.0)
+        link = door.connect()
         assert link is not None
         peer, _ = listener.accept()
         link.sendall(b"hello")
         assert peer.recv(5) == b"hello"
         for each in (link, peer, listener):
             each.close()
-        assert door.connect(1.0) is None
+        assert door.connect() is None
     assert (root / PATH_FOLDER / "writer.sock").stat().st_mode & 0o777 == 0o600
     door.close()
     lead.release()
+
+
+def test_a_full_backlog_is_no_error_and_a_later_connection_succeeds(tmp_path: Path) -> None:
+    lead = try_lead(RealFileSystem(), tmp_path)
+    assert lead is not None
+    door = PathDoor(tmp_path)
+    with ExitStack() as held:
+        held.callback(lead.release)
+        held.callback(door.close)
+        listener = held.enter_context(door.listen())
+        waiting = 0
+        while (link := door.connect()) is not None:
+            held.enter_context(link)
+            waiting += 1
+        assert waiting >= BACKLOG
+        held.enter_context(listener.accept()[0])
+        link = door.connect()
+        assert link is not None
+        held.enter_context(link)
 
 
 def test_a_path_that_others_may_write_is_refused_with_the_remedy(tmp_path: Path) -> None:

@@ -267,7 +267,7 @@ from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.presence_table import PresenceTable, presence_bytes
 slots, path, stable = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3].split(",")
 file = RealFileSystem().open(path)
-table = PresenceTable(file.map(0, presence_bytes(slots), writable=False), slots)
+table = PresenceTable(file.map(presence_bytes(slots), writable=False), slots)
 stable = [bytes.fromhex(key) for key in stable]
 print("ready", flush=True)
 looks = misses = wrong = 0

@@ -82,8 +82,6 @@ class Namespace:
         self.store(self.rng.randint(1, 24))
         self.recency.touch(self.some())
         self.recency.settle(self.some())
-        chain = self.some()
-        self.recency.chain(chain, len(chain) + 2)
         if self.rng.random() < 0.2:
             self.remove()
         self.recency.coldest_age_s()
@@ -196,6 +194,25 @@ def test_slots_that_no_entry_names_are_no_victims(tmp_path: Path) -> None:
         assert sorted(recency.victims(BEFORE)) == [slot for slot in range(BEFORE) if slot != 3]
     recency.insert(keys(range(3, 4)), [3])
     assert recency.victims(BEFORE)[-1] == 3
+    recency.close(is_clean=False)
+
+
+@pytest.mark.parametrize("policy", ORDERS)
+def test_a_slot_that_is_set_aside_and_then_loses_its_block_disturbs_no_order(
+    tmp_path: Path, policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A damaged index may name the block of a slot again, after an eviction found no name."""
+    is_used = np.zeros(BEFORE, np.bool_)
+    recency = opened(tmp_path, policy, is_used)
+    recency.insert(keys(range(BEFORE)), range(BEFORE))
+    is_used[:] = True
+    recency.touch(range(0, BEFORE, 7))
+    recency.set_aside([0, 3])
+    expected = recency.victims(BEFORE)
+    recency.remove([3, 0])
+    is_used[[0, 3]] = False
+    assert recency.victims(BEFORE) == expected and len(expected) == BEFORE - 2
+    assert caplog.messages == []
     recency.close(is_clean=False)
 
 

@@ -135,6 +135,27 @@ def test_a_wrong_question_says_what_to_do() -> None:
     assert "give `segments`" in tool.ask("take")["error"]
 
 
+@pytest.mark.parametrize("what", ["stat", "remove", "namespace", "blocks", "drop", "take"])
+def test_a_question_of_any_content_ends_no_writer(what: str) -> None:
+    rig = PathRig()
+    node = RigNode(rig)
+    node.store([1])
+    tool, name = Tool(rig), json.dumps(node.welcome.folder)  # type: ignore[union-attr]
+    wild = ["Infinity", "-1", "1e999", "NaN", "null", '"x"', "1" + "0" * 30]
+    wild += ["[" * depth + "]" * depth for depth in (1, 900, 10_000)]
+    for value in wild:
+        for body in (
+            f'{{"name": {value}}}',
+            f'{{"name": {name}, "blocks": {value}, "segments": {value}, "limit": {value}}}',
+            f'{{"name": {name}, "blocks": [["aa", {value}, 1]], "after": {value}}}',
+            f'{{"name": {name}, "blocks": [[{value}, 1, 1]], "start": {value}}}',
+        ):
+            rig.send(tool.client, Ask(1, what, body.encode()))
+            rig.step()
+            assert len(rig.take(tool.client, Told)) == 1
+    assert node.held([1]) == [1]
+
+
 def test_blocks_come_in_batches_and_leave_only_as_they_were_seen() -> None:
     rig = PathRig(120)
     node = RigNode(rig)

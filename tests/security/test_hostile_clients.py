@@ -63,7 +63,7 @@ def connect(tmp_path: Path, engine: PathEngine) -> Iterator[Connect]:
         """Connect; who asks as a newer version may end the writer, and another one follows."""
 
         def may_connect() -> bool:
-            link = door.connect(WAIT_S)
+            link = door.connect()
             made.extend([] if link is None else [link])
             return link is not None
 
@@ -117,7 +117,7 @@ def drawn(rng: random.Random) -> msgspec.Struct:
             Commit(number(), number(), keys, numbers(), numbers()),
             Release(numbers(), rng.random() < 0.1),
             Bad(keys, numbers(), numbers()),
-            Touch(keys, rng.random() < 0.5, rng.random() < 0.5),
+            Touch(keys, rng.random() < 0.5),
             Read(number()),
             Ask(number(), rng.choice(("stat", "list", "take", "drop", "")), numbers()),
             Retire(rng.choice((0, PROTOCOL))),

@@ -305,12 +305,12 @@ class MemoryFile(File):
     def size(self) -> int:
         return len(self._node.data)
 
-    def map(self, offset: int, length: int, *, writable: bool) -> memoryview:
+    def map(self, length: int, *, writable: bool) -> memoryview:
         self._fs.enter("map")
-        if offset + length > len(self._node.data):
+        if length > len(self._node.data):
             raise OSError(errno.EINVAL, "a mapping beyond the end")
         self._node.maps += int(writable)
-        view = memoryview(self._node.data)[offset : offset + length]
+        view = memoryview(self._node.data)[:length]
         return view if writable else view.toreadonly()
 
     def close(self) -> None:

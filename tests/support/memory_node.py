@@ -21,7 +21,6 @@ from kvcascade.handlers.node.path_wire import (
     PutJob,
     ResetJob,
     pack_outcomes,
-    unpack_slots,
 )
 from kvcascade.tiers.base import BlockHash, BlockOutcome, BlockStatus, CachePolicy, LoadStoreSpec
 from kvcascade.tiers.nvme.path.path_messages import (
@@ -33,6 +32,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     TierFigures,
     Touch,
     Why,
+    unpack_slots,
 )
 
 from .day_log import NotedBudget
@@ -119,8 +119,6 @@ class MemoryNode:
     def tell(self, message: Any) -> None:
         """See `NodeClient`."""
         match message:
-            case Touch(keys, is_chain=True):
-                self._policy.note_chain([BlockHash(key) for key in keys])
             case Touch(keys, is_settle=True):
                 self._policy.settle([BlockHash(key) for key in keys])
             case Touch(keys):

@@ -53,8 +53,8 @@ class SlowFile(File):
     def size(self) -> int:
         return self._file.size()
 
-    def map(self, offset: int, length: int, *, writable: bool) -> memoryview:
-        return self._file.map(offset, length, writable=writable)
+    def map(self, length: int, *, writable: bool) -> memoryview:
+        return self._file.map(length, writable=writable)
 
     def close(self) -> None:
         self._file.close()

@@ -72,11 +72,11 @@ def bind_memory(address: int, length: int, node: int) -> None:
         raise OSError(error, os.strerror(error))
 
 
-def spread(fd: int, length: int, nodes: Sequence[int], bind: Bind = bind_memory) -> bool:
+def spread(fd: int, length: int, nodes: Sequence[int], bind: Bind = bind_memory) -> None:
     """Assign the pieces of a file that has no pages yet to the nodes, in round-robin order.
 
-    Logs the result. Return False if the kernel refuses; pieces assigned before that keep their
-    node. Raises `OSError` if the file cannot be mapped.
+    Logs the result. If the kernel refuses, pieces assigned before keep their node. Raises `OSError`
+    if the file cannot be mapped.
     """
     piece = round_up(max(PIECE_BYTES, length // PIECES_MAX), PIECE_BYTES)
     for start, node in zip(range(0, length, piece), cycle(nodes), strict=False):
@@ -92,11 +92,10 @@ def spread(fd: int, length: int, nodes: Sequence[int], bind: Bind = bind_memory)
                     _named(nodes),
                     error,
                 )
-                return False
+                return
     logger.info(
         "the CPU arena takes turns at NUMA nodes %s, %d MiB at a time", _named(nodes), piece >> 20
     )
-    return True
 
 
 def _named(nodes: Sequence[int]) -> str:

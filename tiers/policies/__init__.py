@@ -109,12 +109,7 @@ def named_object(kind: str, name: str, path: str) -> Any:
         ) from None
 
 
-def create(
-    name: str,
-    capacity: int,
-    directory: DictDirectory | None = None,
-    arrays: ArraySource = heap_arrays,
-) -> CachePolicy:
+def create(name: str, capacity: int, directory: DictDirectory | None = None) -> CachePolicy:
     """Create a policy for a tier of `capacity` slots. By default its directory is in memory."""
-    order = order_class(name)(capacity, arrays)
+    order = order_class(name)(capacity)
     return OrderedPolicy(DictDirectory(capacity) if directory is None else directory, order)

@@ -158,8 +158,9 @@ def _runs(source: ScanSource, blocks: Sequence[NamedBlock]) -> Iterator[Sequence
     layout = source.files.layout
     ordered = sorted(blocks, key=lambda each: each.slot)
     most = max(1, READ_BYTES // layout.block_bytes)
-    for begin, end in layout.runs([each.slot for each in ordered], most):
-        yield ordered[begin:end]
+    for begin, end in layout.runs([each.slot for each in ordered]):
+        for first in range(begin, end, most):
+            yield ordered[first : min(first + most, end)]
 
 
 def _verify_run(

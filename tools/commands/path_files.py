@@ -29,9 +29,11 @@ _OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 def load_note(fs: FileSystem, root: Path) -> WriterNote | None:
     """Return what the last writer recorded; None if it cannot be read."""
-    with suppress(OSError, *DECODE_ERRORS):
+    with suppress(OSError, OverflowError, *DECODE_ERRORS):
         data = fs.read(root / PATH_FOLDER / WRITER_FILE, MAX_NOTE_BYTES)
-        return msgspec.json.decode(data, type=WriterNote)
+        note = msgspec.json.decode(data, type=WriterNote)
+        time.localtime(note.since_s)  # raises for a damaged time
+        return note
     return None
 
 
@@ -68,7 +70,7 @@ def map_last_presence(fs: FileSystem, folder: Path) -> PresenceTable | None:
         with closing(fs.open(path)) as file:
             if file.size() != presence_bytes(slots):
                 return None
-            memory = file.map(0, presence_bytes(slots), writable=False)
+            memory = file.map(presence_bytes(slots), writable=False)
     return PresenceTable(memory, slots)
 
 

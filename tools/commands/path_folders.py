@@ -88,7 +88,7 @@ class NamespaceFolder:
     def layout(self) -> SegmentLayout:
         """Shape of a segment; only if `is_readable`."""
         slots, fingerprint = self.document["slots_per_segment"], self.document["fingerprint"]
-        return SegmentLayout(self.block_bytes, slots, str(fingerprint))
+        return SegmentLayout(self.block_bytes, slots, fingerprint)
 
     @property
     def block_bytes(self) -> int:
@@ -97,7 +97,7 @@ class NamespaceFolder:
 
     def parts_given(self, fs: FileSystem) -> set[int]:
         """Return the numbers of the parts whose folders were given."""
-        found = {_document(fs, folder).get("part") for folder in self.folders}
+        found = (_document(fs, folder).get("part") for folder in self.folders)
         return {part for part in found if type(part) is int}
 
     def segment_files(self) -> dict[int, Path]:

@@ -49,7 +49,6 @@ JOIN_LIMIT_S = 5.0
 JOIN_PAUSE_S = 0.05
 ANSWER_LIMIT_S = 10.0
 """Longest wait for an answer, unless a question has a limit of its own."""
-CONNECT_LIMIT_S = 1.0
 MAX_WRITERS_ASKED = 3
 """Most writers that get one question. Each of them may be a tool that ends before it answers."""
 STOP_LIMIT_S = 60.0
@@ -286,7 +285,7 @@ def _connect(fs: FileSystem, root: Path) -> tuple[socket.socket, WriterNote | No
     """Return a connection to the writer, and its note; None if nobody answers."""
     door = PathDoor(root)
     try:
-        link = door.connect(CONNECT_LIMIT_S)
+        link = door.connect()
     finally:
         door.close()
     if link is None:

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
-import numpy as np
-
 from ....tiers.base import BlockHash, BlockOutcome, SlotArray
 from ....tiers.nvme.path.block_reader import BlocksRead
 from ....tiers.nvme.path.block_writer import BlocksWritten
@@ -36,6 +34,9 @@ from ....tiers.nvme.path.path_messages import (
     Reset,
     Welcome,
     Why,
+    pack_checksums,
+    pack_slots,
+    unpack_slots,
 )
 from ..path_wire import (
     GetJob,
@@ -44,8 +45,6 @@ from ..path_wire import (
     PutJob,
     ResetJob,
     pack_outcomes,
-    pack_slots,
-    unpack_slots,
 )
 
 PART_BYTES = 8 << 20
@@ -259,7 +258,7 @@ class GetJobs(_Jobs):
         self._unreported_bytes += done.outcomes.count(BlockOutcome.OK) * self._block_bytes
         if done.bad:
             keys, slots, checksums = zip(*done.bad, strict=True)
-            self._means.send(Bad(list(keys), pack_slots(slots), checksum_bytes(checksums)))
+            self._means.send(Bad(list(keys), pack_slots(slots), pack_checksums(checksums)))
 
 
 class PutJobs(_Jobs):
@@ -394,7 +393,7 @@ class PutJobs(_Jobs):
                 epoch,
                 [bytes(job.keys[i]) for i in positions],
                 pack_slots([part[i][1] for i in done.written]),
-                checksum_bytes(done.checksums),
+                pack_checksums(done.checksums),
             )
         )
 
@@ -455,8 +454,3 @@ class ResetJobs:
         if self._tickets and now_s - self._shown_s >= LIFE_INTERVAL_S:
             self._shown_s = now_s
             self._means.answer(NodeReady())
-
-
-def checksum_bytes(checksums: Sequence[int]) -> bytes:
-    """Encode checksums for a message to the writer."""
-    return np.array(checksums, dtype="<u8").tobytes()

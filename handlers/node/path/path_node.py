@@ -335,9 +335,9 @@ class PathNode:
     def _use(self, touch: Touch) -> None:
         """Send a use in parts. The first part goes last, because its keys are the most recent."""
         starts = range(0, len(touch.keys), MAX_KEYS_PER_MESSAGE)
-        for start in starts if touch.is_chain else reversed(starts):
+        for start in reversed(starts):
             keys = touch.keys[start : start + MAX_KEYS_PER_MESSAGE]
-            self._send(Touch(keys, touch.is_chain, touch.is_settle))
+            self._send(Touch(keys, touch.is_settle))
 
     def _welcomed(self, welcome: Welcome) -> None:
         try:

@@ -21,8 +21,6 @@ from ....tiers.nvme.path.path_messages import PathOptions
 from ....tiers.nvme.path.writer.path_options import PATH_FOLDER, check_options
 from .path_service import WriterService
 
-CONNECT_LIMIT_S = 1.0
-"""Longest wait for a writer whose backlog is full."""
 WRITER_STOP_LIMIT_S = 4.0
 """Time for the writer of this process to close cleanly at the end."""
 RETIRED_PAUSE_S = 5.0
@@ -129,7 +127,7 @@ class WriterSearch:
                 f"nobody answers at {root} though its lock is held; stop the process that holds "
                 "it, which may be on another host"
             )
-        return Joined(self._place.connect(CONNECT_LIMIT_S), text=text)
+        return Joined(self._place.connect(), text=text)
 
     def _is_gone(self, root: Path) -> bool:
         """Return True if the folder is not the one that the engine used before."""

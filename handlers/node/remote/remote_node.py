@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 
 from ....tiers.base import GROUP_BYTES, BlockHash, BlockOutcome
+from ....tiers.nvme.path.path_messages import unpack_slots
 from ....tiers.remote.base import RemoteOutcome
 from ....tiers.remote.remote_counters import Verb
 from ....tiers.remote.remote_store import RemoteEnded, RemoteState, RemoteStore
-from ..path_wire import JobDone, NodeReady, PutJob, pack_outcomes, unpack_slots
+from ..path_wire import JobDone, NodeReady, PutJob, pack_outcomes
 from .remote_wire import (
     AskJob,
     FetchJob,

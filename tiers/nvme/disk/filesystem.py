@@ -73,9 +73,8 @@ class File(ABC):
         """Return the length in bytes."""
 
     @abstractmethod
-    def map(self, offset: int, length: int, *, writable: bool) -> memoryview:
-        """Return a shared mapping, which outlives `close`. `offset` is a multiple of the page
-        size."""
+    def map(self, length: int, *, writable: bool) -> memoryview:
+        """Return a shared mapping of the first bytes, which outlives `close`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -249,11 +248,11 @@ class RealFile(File):
     def size(self) -> int:
         return os.fstat(self._fd).st_size
 
-    def map(self, offset: int, length: int, *, writable: bool) -> memoryview:
+    def map(self, length: int, *, writable: bool) -> memoryview:
         if writable:
             self._check_writable()
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        return memoryview(mmap.mmap(self._fd, length, access=access, offset=offset))
+        return memoryview(mmap.mmap(self._fd, length, access=access))
 
     def close(self) -> None:
         if self._fd >= 0:

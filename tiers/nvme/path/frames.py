@@ -29,8 +29,9 @@ class WireError(Exception):
     """The other end sent an invalid message."""
 
 
-DECODE_ERRORS = (WireError, msgspec.MsgspecError, UnicodeDecodeError)
-"""Errors of a message that cannot be understood. msgspec decodes text with Python's own error."""
+DECODE_ERRORS = (WireError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Errors of a message that cannot be understood. msgspec decodes text with Python's own error, and
+a list in a thousand lists not at all."""
 
 
 def frame(message: msgspec.Struct) -> bytes:

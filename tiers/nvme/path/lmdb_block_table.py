@@ -142,8 +142,12 @@ class LmdbBlockTable:
 
     def keys_after(self, key: bytes, limit: int) -> list[tuple[bytes, Entry]]:
         """See `BlockTable`."""
-        parsed = ((k, _parse_entry(k, value)) for k, value in self._batch_after(key, limit))
-        return [(k, entry) for k, entry in parsed if entry is not None]
+        found: list[tuple[bytes, Entry]] = []
+        while not found and (batch := self._batch_after(key, limit)):  # else all are damaged
+            key = batch[-1][0]
+            parsed = ((k, _parse_entry(k, value)) for k, value in batch)
+            found = [(k, entry) for k, entry in parsed if entry is not None]
+        return found
 
     def last_changes(self) -> Journal | None:
         """See `BlockTable`."""

@@ -26,7 +26,7 @@ SOCKET_NAME = "writer.sock"
 BACKLOG = 64
 """Most connections that wait to be accepted."""
 _DESCRIPTORS = Path("/proc/self/fd")
-_NO_ANSWER = (errno.ENOENT, errno.ECONNREFUSED)
+_NO_ANSWER = (errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN)
 _NO_SOCKETS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 """Answers of file systems that keep no sockets, such as vfat and some network file systems."""
 
@@ -97,19 +97,16 @@ class PathDoor:
             raise
         return listener
 
-    def connect(self, limit_s: float) -> socket.socket | None:
-        """Return a connection to the writer; None if nobody listens.
+    def connect(self) -> socket.socket | None:
+        """Return a connection to the writer. None if nobody listens, or if `BACKLOG` others wait:
+        the caller tries again later.
 
-        Waits at most `limit_s` seconds, for a writer whose backlog is full. Raises `TierIOError`.
+        Raises `TierIOError`.
         """
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            link.settimeout(limit_s)
-            link.connect(self._address())
             link.setblocking(False)
-        except (TimeoutError, BlockingIOError):
-            link.close()
-            return None
+            link.connect(self._address())
         except OSError as error:
             link.close()
             if error.errno in _NO_ANSWER:

@@ -14,14 +14,17 @@ request exactly once, in any order, as long as the connection lives.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from enum import Enum, IntEnum
 
 import msgspec
+import numpy as np
 
+from ...base import SlotArray
 from ..segments.chains import HEAD_BYTES
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of these messages. A node and a writer of different versions refuse each other."""
 MAX_KEYS_PER_MESSAGE = 4096
 """Longest list of keys in one message. Senders split longer lists."""
@@ -174,8 +177,6 @@ class Touch(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """A use of blocks, in prefix order; unknown ones are ignored."""
 
     keys: list[bytes]
-    is_chain: bool = False
-    """True if these are all blocks of a request that ended."""
     is_settle: bool = False
     """True if one request stored these in parts: their order is corrected, and nothing used."""
 
@@ -313,8 +314,6 @@ class TierFigures(msgspec.Struct, frozen=True, array_like=True, tag=40):
     day: tuple[int, int, int] | None = None
     """Three numbers: 1 if the totals cover a whole day, else 0; bytes written, and bytes read, in
     the last 24 hours. None if unknown."""
-    why: Why = Why.GRANTED
-    """Reason why the last grant was not full."""
     is_reporter: bool = False
     """True for one node of the namespace: its engine reports the metrics of the whole tier."""
     is_path_reporter: bool = False
@@ -370,6 +369,26 @@ FromWriter = (
 
 from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
 from_writer: msgspec.msgpack.Decoder[FromWriter] = msgspec.msgpack.Decoder(FromWriter)
+
+
+def pack_slots(slots: Sequence[int]) -> bytes:
+    """Encode slots of the tier or of the arena for a message."""
+    return array("i", slots).tobytes()
+
+
+def unpack_slots(data: bytes) -> SlotArray:
+    """Decode the slots of a message. A length that is no multiple of four gives none."""
+    return np.frombuffer(b"" if len(data) % 4 else data, dtype=np.int32)
+
+
+def pack_checksums(checksums: Sequence[int]) -> bytes:
+    """Encode checksums for a message."""
+    return np.array(checksums, dtype="<u8").tobytes()
+
+
+def unpack_checksums(data: bytes) -> list[int]:
+    """Decode the checksums of a message. A length that is no multiple of eight gives none."""
+    return [] if len(data) % 8 else np.frombuffer(data, dtype="<u8").tolist()
 
 
 def chain_of(keys: Sequence[bytes], fresh: int, tokens: int) -> Chain:

@@ -128,7 +128,7 @@ def open_presence(
             file = _create(fs, temporary, slots)
         else:
             file.preallocate(presence_bytes(slots))  # a sparse copy has holes
-        presence = WritablePresence(file.map(0, presence_bytes(slots), writable=True), slots)
+        presence = WritablePresence(file.map(presence_bytes(slots), writable=True), slots)
         origin = PresenceOrigin.REBUILT if is_new else _trust(presence, table, boot)
         _start(presence, file, boot, is_valid=origin is not PresenceOrigin.REBUILT)
         used = presence.used_slots()
@@ -154,7 +154,7 @@ def map_presence(fs: FileSystem, folder: Path, slots: int) -> PresenceTable:
         file = _open_if_whole(fs, path, slots)
         if file is None:
             raise FormatError(f"{path} is no presence table of {slots} slots; open it again")
-        memory = file.map(0, presence_bytes(slots), writable=False)
+        memory = file.map(presence_bytes(slots), writable=False)
         file.close()
     return PresenceTable(memory, slots)
 

@@ -90,7 +90,7 @@ class MappedArrays:
                 self.was_replaced = True
                 _log.warning("%s will not survive a restart: %s", path.name, error)
                 return np.zeros(length, dtype=kind)
-            view = file.map(0, size, writable=True)
+            view = file.map(size, writable=True)
             self._open.append(_OpenArray(file, view, kind, length))
             if self._session is not None:
                 self._open[-1].write_header(self._session, checksum=0)
@@ -139,7 +139,7 @@ class MappedArrays:
                 return None
             if not stored_length:
                 return None
-            view = file.map(0, expected_size, writable=False)
+            view = file.map(expected_size, writable=False)
             self.was_unused |= session + 1 != self._session
             if session + 1 != self._session or checksum != _checksum(view):
                 self.was_replaced = True

@@ -6,7 +6,6 @@ Used by the writer's thread only.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -21,14 +20,12 @@ _STALE_HEAP_SLACK = 64
 class ExtentPool:
     """A set of free slots. `take` and `free` cost O(log n) per run in the number of runs."""
 
-    def __init__(self, extents: Iterable[Extent] = ()) -> None:
+    def __init__(self) -> None:
         self._length_at: dict[int, int] = {}
         self._start_of_end: dict[int, int] = {}
         self._heap: list[tuple[int, int]] = []
         """Entries (-length, start), including runs that no longer exist."""
         self._free = 0
-        for start, length in extents:
-            self.free(start, length)
 
     def __len__(self) -> int:
         """Return the number of free slots."""

@@ -55,19 +55,9 @@ class SegmentLayout:
         padded = -(-(len(text) + 8) // PAGE_BYTES) * PAGE_BYTES - 8
         return struct.pack("<Q", padded) + text.ljust(padded)
 
-    def runs(self, slots: Sequence[int], most: int | None = None) -> list[tuple[int, int]]:
-        """Group positions of an ascending slot list into runs of adjacent slots in one segment.
-
-        Each run is the pair (begin, end) of positions, at most `most` of them.
-        """
-        found: list[tuple[int, int]] = []
-        begin = 0
-        for i in range(1, len(slots) + 1):
-            is_next = i < len(slots) and slots[i] == slots[i - 1] + 1
-            if not is_next or slots[i] % self.slots == 0 or i - begin == most:
-                found.append((begin, i))
-                begin = i
-        return found
+    def runs(self, slots: Sequence[int]) -> list[tuple[int, int]]:
+        """Return `slot_runs` of an ascending list."""
+        return slot_runs(slots, self.slots)
 
     @property
     def header_bytes(self) -> int:
@@ -78,6 +68,21 @@ class SegmentLayout:
     def file_bytes(self) -> int:
         """Size of a segment file."""
         return self.header_bytes + self.slots * self.block_bytes
+
+
+def slot_runs(slots: Sequence[int], slots_per_segment: int) -> list[tuple[int, int]]:
+    """Group positions of an ascending slot list into runs of adjacent slots in one segment.
+
+    Each run is the pair (begin, end) of positions.
+    """
+    found: list[tuple[int, int]] = []
+    begin = 0
+    for i in range(1, len(slots) + 1):
+        is_next = i < len(slots) and slots[i] == slots[i - 1] + 1
+        if not is_next or slots[i] % slots_per_segment == 0:
+            found.append((begin, i))
+            begin = i
+    return found
 
 
 def segment_name(number: int) -> str:
@@ -119,8 +124,13 @@ def parse_description(data: bytes, where: str) -> dict[str, Any]:
         value = document.get(key)
         if type(value) is not int or not 0 < value <= limit:
             raise CorruptionError(f"{where}/namespace.json has no valid {key}; {remedy}")
+    part, parts = document.get("part"), document.get("parts")
+    if not (type(part) is int and type(parts) is int and 0 <= part < parts <= MAX_SEGMENTS):
+        raise CorruptionError(f"{where}/namespace.json has no valid part and parts; {remedy}")
     if not isinstance(document.get("fields"), Mapping):
         raise CorruptionError(f"{where}/namespace.json has no valid fields; {remedy}")
+    if not isinstance(document.get("fingerprint"), str):
+        raise CorruptionError(f"{where}/namespace.json has no valid fingerprint; {remedy}")
     return document
 
 

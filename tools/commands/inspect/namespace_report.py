@@ -349,11 +349,11 @@ def _described(fs: FileSystem, one: NamespaceFolder, now_s: float) -> dict[str, 
     about, facts = one.document, one.document.get("about")
     if not one.is_readable:
         return {"format_version": one.version}
-    parts = int(about.get("parts", 1))
+    parts = about["parts"]
     return {
         "format_version": one.version,
         "label": str(about.get("label", "")),
-        "fingerprint": str(about["fingerprint"]),
+        "fingerprint": about["fingerprint"],
         "created": str(about.get("created", "")),
         "age_s": _age(str(about.get("created", "")), now_s),
         "block_bytes": about["block_bytes"],

@@ -59,7 +59,7 @@ def growth_bytes(fs: FileSystem, folder: Path) -> int:
         part, most = int(document["part"]), int(document["index_bytes"])
         index = folder / _INDEX
         now = fs.used_bytes(index) if fs.exists(index) else 0
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return SMALL_FILES_BYTES + UNKNOWN_INDEX_BYTES
     return SMALL_FILES_BYTES + (max(0, most - now) if part == 0 else 0)
 

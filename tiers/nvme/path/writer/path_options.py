@@ -7,12 +7,12 @@ the strongest holds.
 from __future__ import annotations
 
 import json
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isclose
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -34,15 +34,21 @@ DURABILITIES = ("process", POWER)
 DRIFTING = ("capacity_bytes", "min_free_bytes")
 """Options that may be shares of the disk."""
 SAME_SIZE_SHARE = 0.01
-NOT_A_RECORD = (
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    RecursionError,
-    msgspec.ValidationError,
-)
+NOT_A_RECORD = (msgspec.MsgspecError, ValueError, RecursionError)
 """Errors of a document that is damaged."""
+Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""Number that a message to a node can carry."""
+
+
+class _Document(msgspec.Struct):
+    """Content of the file. A document of another shape is damaged."""
+
+    version: int
+    paths: tuple[str, ...]
+    options: dict[str, Number | str | None]
+    min_shares: dict[str, Number]
+    epochs: dict[str, Number]
+    removed_day: bytes = b""
 
 
 @dataclass(slots=True)
@@ -78,15 +84,15 @@ def load_record(fs: FileSystem, root: Path) -> PathRecord | None:
             return None
         data = fs.read(path, MAX_RECORD_BYTES)
     try:
-        document = json.loads(data)
-        if document["version"] != PATH_RECORD_VERSION:
+        document = msgspec.json.decode(data, type=_Document)
+        if document.version != PATH_RECORD_VERSION:
             raise ValueError
         return PathRecord(
-            tuple(map(str, document["paths"])),
-            msgspec.convert(document["options"], PathOptions),
-            {str(name): int(share) for name, share in document["min_shares"].items()},
-            {str(name): int(epoch) for name, epoch in document["epochs"].items()},
-            b64decode(document.get("removed_day", "")),
+            document.paths,
+            msgspec.convert(document.options, PathOptions),
+            document.min_shares,
+            document.epochs,
+            document.removed_day,
         )
     except NOT_A_RECORD:
         raise CorruptionError(

@@ -392,7 +392,6 @@ class PathWriter:
                     namespace.evicted_blocks,
                     left,
                     (int(day.is_whole_day), day.written, day.read),
-                    namespace.grants.last_why,
                     client is reporter,
                     client is path_reporter,
                 )

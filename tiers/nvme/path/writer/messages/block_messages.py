@@ -29,8 +29,10 @@ from ...path_messages import (
     TierFigures,
     Touch,
     Why,
+    pack_slots,
+    unpack_slots,
 )
-from ..namespace.commit_batch import CommitBatch, slots_of
+from ..namespace.commit_batch import CommitBatch
 from ..namespace.namespace_writer import NamespaceWriter, is_within_limits
 from ..path_namespaces import PathNamespaces
 
@@ -108,7 +110,7 @@ class BlockMessages:
             until_s = self._clock() + GRANT_WAIT_S
             if namespace.add_grant(client.number, message, until_s):
                 return
-        none = NO_SLOT.to_bytes(4, "little", signed=True) * len(message.keys)
+        none = pack_slots([NO_SLOT] * len(message.keys))
         self._send(client.number, Granted(message.request, 0, none, Why.LATER))
 
     def _commit(self, client: Client, message: Commit) -> None:
@@ -122,7 +124,7 @@ class BlockMessages:
         if client.namespace is None:
             return
         namespace, space = client.namespace, self._path.space
-        own = namespace.space.release(client.number, slots_of(message.slots))
+        own = namespace.space.release(client.number, unpack_slots(message.slots).tolist())
         if not message.has_failed:
             return
         for path in {

@@ -228,7 +228,7 @@ class WriterQuestions:
             raise ConfigError(f"give `blocks`, at most {MAX_BLOCKS_PER_ANSWER}")
         try:
             wanted = {_key(key): (int(slot), int(checksum)) for key, slot, checksum, *_ in rows}
-        except (TypeError, ValueError):
+        except (OverflowError, TypeError, ValueError):
             raise ConfigError("each of `blocks` is a hash, a slot and a checksum") from None
         removed = self._writer.drop_blocks(self._namespace(body), wanted)
         if removed is None:

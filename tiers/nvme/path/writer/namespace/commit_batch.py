@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-import numpy as np
-
 from ...block_table import BlockTable
-from ...path_messages import Bad, Commit, CommitDone, Committed
+from ...path_messages import (
+    Bad,
+    Commit,
+    CommitDone,
+    Committed,
+    unpack_checksums,
+    unpack_slots,
+)
 from ...presence_table import PresenceTable
 from .slot_space import SlotSpace
 from .waiting_grants import Reply
@@ -50,7 +55,8 @@ class CommitBatch:
         """Find the blocks whose grants are valid in an epoch. All other slots are freed."""
         grant_of, seen = self._space.grant_of, set[int]()
         for number, (client, message) in enumerate(self._commits):
-            slots, checksums = slots_of(message.slots), checksums_of(message.checksums)
+            slots = unpack_slots(message.slots).tolist()
+            checksums = unpack_checksums(message.checksums)
             if not len(slots) == len(checksums) == len(message.keys):
                 self._space.release(client, slots)
                 continue
@@ -82,7 +88,7 @@ class CommitBatch:
         """
         removals: list[bytes] = []
         for bad in self._bads:
-            slots, checksums = slots_of(bad.slots), checksums_of(bad.checksums)
+            slots, checksums = unpack_slots(bad.slots).tolist(), unpack_checksums(bad.checksums)
             entries = table.get_many(bad.keys)
             for key, slot, checksum, entry in zip(
                 bad.keys, slots, checksums, entries, strict=False
@@ -133,13 +139,3 @@ class CommitBatch:
             (client, CommitDone(message.request, bytes(codes)))
             for (client, message), codes in zip(self._commits, self._codes, strict=True)
         ]
-
-
-def slots_of(data: bytes) -> list[int]:
-    """Return the slots of a message. A length that is no multiple of four gives none."""
-    return [] if len(data) % 4 else np.frombuffer(data, dtype="<i4").tolist()
-
-
-def checksums_of(data: bytes) -> list[int]:
-    """Return the checksums of a message. A length that is no multiple of eight gives none."""
-    return [] if len(data) % 8 else np.frombuffer(data, dtype="<u8").tolist()

@@ -82,11 +82,6 @@ class Recency:
             self._order_by_last_use()
         self._arrays.remove_others(kept=CHAINS)  # a plan counts the arrays of one policy
 
-    @property
-    def wants_chains(self) -> bool:
-        """True if the policy uses the blocks of ended requests."""
-        return self._order.wants_chains
-
     def expect(self, keys: Iterable[bytes]) -> None:
         """Announce blocks that will be stored, before room is made for them."""
         if self._order.expects:
@@ -112,21 +107,15 @@ class Recency:
         with self._faults_noted():
             self._order.settle(self._named(slots)[::-1])
 
-    def chain(self, slots: Sequence[int], blocks: int) -> None:
-        """Note the end of a request of `blocks` blocks; `slots` ends before the first absent."""
-        with self._faults_noted():
-            self._order.chain(self._named(slots), blocks)
-
     def remove(self, slots: Sequence[int]) -> None:
         """Forget blocks that are gone for other reasons than eviction."""
         with self._faults_noted():
-            self._order.remove(slots)
+            self._order.remove(self._named(slots))
 
     def set_aside(self, slots: Sequence[int]) -> None:
         """Never evict these used slots: the index does not say whose they are."""
-        slots = self._named(slots)
-        self._nameless.update(slots)
         self.remove(slots)
+        self._nameless.update(slots)
 
     def evicted(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """Forget blocks because they were evicted."""

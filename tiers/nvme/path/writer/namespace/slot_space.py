@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from .....base import SlotMask
 from ....segments.extents import ExtentPool, runs
+from ....segments.format import slot_runs
 
 
 class HeldGrant(NamedTuple):
@@ -176,13 +177,8 @@ class SlotSpace:
 
     def _free(self, slots: Sequence[int]) -> None:
         """Free slots by runs. Those of segments that are set aside or left out are forgotten."""
-        begin = end = -1
-        for slot in [*sorted(slots), -1]:
-            is_next = slot == end and slot % self.slots_per_segment
-            if is_next:
-                end += 1
-                continue
-            if begin >= 0 and begin // self.slots_per_segment in self.segments:
-                number = begin // self.slots_per_segment
-                self._pools[number % self.paths].free(begin, end - begin)
-            begin, end = slot, slot + 1
+        ascending = sorted(slots)
+        for begin, end in slot_runs(ascending, self.slots_per_segment):
+            number = ascending[begin] // self.slots_per_segment
+            if number in self.segments:
+                self._pools[number % self.paths].free(ascending[begin], end - begin)

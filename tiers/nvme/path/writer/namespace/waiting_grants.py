@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...path_messages import ALREADY_SLOT, NO_SLOT, FromWriter, Grant, Granted, Why
+from ...path_messages import ALREADY_SLOT, NO_SLOT, FromWriter, Grant, Granted, Why, pack_slots
 from ...presence_table import PresenceTable
 from .slot_space import SlotSpace
 
@@ -44,8 +44,6 @@ class WaitingGrants:
         self._space = space
         self._held_among = held_among
         self._waiting: deque[WaitingGrant] = deque()
-        self.last_why = Why.GRANTED
-        """Reason of the last grant that got too few slots."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -84,8 +82,8 @@ class WaitingGrants:
             self._waiting.popleft()
             granted = absent[:free]
             allowed -= len(granted)
-            self.last_why = Why.GRANTED if len(granted) == len(absent) else why
-            replies.append((first.client, self._granted(first, held, granted, paths)))
+            lack = Why.GRANTED if len(granted) == len(absent) else why
+            replies.append((first.client, self._granted(first, held, granted, paths, lack)))
         return replies
 
     def leave(self, client: int) -> None:
@@ -93,7 +91,12 @@ class WaitingGrants:
         self._waiting = deque(each for each in self._waiting if each.client != client)
 
     def _granted(
-        self, grant: WaitingGrant, held: frozenset[bytes], keys: list[bytes], paths: list[int]
+        self,
+        grant: WaitingGrant,
+        held: frozenset[bytes],
+        keys: list[bytes],
+        paths: list[int],
+        why: Why,
     ) -> Granted:
         """Return the answer to a grant, which gets slots for `keys`."""
         epoch = self._presence.epoch
@@ -102,5 +105,4 @@ class WaitingGrants:
         answer = [
             ALREADY_SLOT if key in held else at.get(key, NO_SLOT) for key in grant.message.keys
         ]
-        packed = np.array(answer, dtype="<i4").tobytes()
-        return Granted(grant.message.request, epoch, packed, self.last_why)
+        return Granted(grant.message.request, epoch, pack_slots(answer), why)
