@@ -31,6 +31,9 @@ class Request:
     keys: dict[BlockHash, bool] = field(default_factory=dict)
     """Blocks that the request used, in order of use. True: the request stored the block; False: it
     loaded or reused it. Their recency is set once, at the end of the request."""
+    touched: dict[BlockHash, None] = field(default_factory=dict)
+    """Blocks that the engine touched, in the order of the prompt. vLLM up to 0.30 touches all of
+    them, before they are stored. A block that the request does not store is reused."""
     missed: set[BlockHash] = field(default_factory=set)
     """Blocks whose promotion failed or was late. They stay misses for this request."""
     too_slow: frozenset[int] = frozenset()
@@ -153,9 +156,12 @@ class RequestEnds:
             self._worth.backlog.end(request)
         self._flow.counters.store_lost_blocks += len(request.deferred)
         request.deferred.clear()
-        if not request.keys:
-            return
         used, request.keys = request.keys, {}
+        if request.touched:
+            used = {h: used.get(h, False) for h in request.touched} | used
+            request.touched.clear()
+        if not used:
+            return
         in_order = request.in_prompt_order(used)
         # The chain is reported to the first tier only: demotion brings its blocks to a tier below
         # much later, which an eviction policy there would count as a reuse.

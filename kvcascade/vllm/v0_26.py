@@ -191,9 +191,8 @@ class CascadeManager(OffloadingManager):
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Note the keys, to count them once; called at every step of a request up to 0.30."""
-        noted = self._request_of(req_context).keys
-        for key in cast(Collection[BlockHash], keys):
-            noted.setdefault(key, False)
+        touched = dict.fromkeys(cast(Collection[BlockHash], keys))
+        self._request_of(req_context).touched.update(touched)
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
@@ -511,7 +510,7 @@ def _prompt(request: Request, context: ReqContext) -> list[BlockHash]:
 
     Blocks whose store was deferred to the end are among them: the prompt is as long without them.
     """
-    used = dict.fromkeys([*request.keys, *request.deferred])
+    used = dict.fromkeys([*request.touched, *request.keys, *request.deferred])
     if request.missed_at is not None:
         used.setdefault(request.missed_at)
     return in_prompt_order(context, used)
