@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from ..config.schema import OnReset, WriteMode
 from ..tiers.base import BlockHash, BlockStatus, LoadStoreSpec
-from .admission import Admission, AdmitAll, PastUses
+from .admission import AdmissionFunction, PastUses
 from .base import BlockEvent, PrepareStoreOutput
 from .below.port import Below, Ended
 from .counters import Counters
@@ -101,7 +101,7 @@ class CascadingOffloadingManager:
         options: ManagerOptions | None = None,
         clock: Clock = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
-        admission: Admission | None = None,
+        admission: AdmissionFunction | None = None,
     ) -> None:
         """`admission` decides which blocks are written to tier 1; None: all.
 
@@ -109,9 +109,8 @@ class CascadingOffloadingManager:
         """
         self.options = options = options or ManagerOptions()
         self.lock = threading.RLock()
-        admission = admission or AdmitAll()
-        counts = bool(below.tiers) and admission.counts_uses
-        past = PastUses(below.tiers[0].capacity) if counts else None
+        counts_uses = below.tiers and admission is not None
+        past = PastUses(below.tiers[0].capacity) if counts_uses else None
         flow = self._flow = Flow(top, below, clock, past, with_events=options.with_events)
         mode, deadline_s = options.write_mode, options.promotion_deadline_s
         age_s = 0.0 if mode is WriteMode.THROUGH else options.dirty_age_s
@@ -152,8 +151,7 @@ class CascadingOffloadingManager:
             self._collect,
             options.offered_once,
         )
-        counts_uses = admission.counts_uses
-        self._request_ends = RequestEnds(flow, claims, worth, aging, counts_uses=counts_uses)
+        self._request_ends = RequestEnds(flow, claims, worth, aging)
         self._resets = Resets(flow, demoter, promoter, claims, lookups, workers, options.on_reset)
         maintain = self._maintain_below
         self._closing = Closing(

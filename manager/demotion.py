@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from ..tiers.base import BlockHash, BlockOutcome, Pairs, slot_of
-from .admission import Admission, AdmissionFunction, AdmitAll
+from .admission import AdmissionFunction
 from .below.port import NOT_WANTED, Ended, Put
 from .counters import LinkCounters
 from .flow import MAX_JOBS_IN_FLIGHT, Clock, Flow, batch_blocks
@@ -152,13 +152,15 @@ class Demoter:
     def __init__(
         self,
         flow: Flow,
-        admission: Admission,
+        admits: AdmissionFunction | None,
         aging: Aging | None,
         *,
         low_watermark: float,
         high_watermark: float,
     ) -> None:
-        """`aging` has the blocks to write at a certain age; None: a block is written when cold.
+        """`admits` decides whether a block is written; None: all are.
+
+        `aging` has the blocks to write at a certain age; None: a block is written when cold.
 
         The watermarks are shares of the level's coldest slots. A scan starts if fewer than the low
         one are clean, and ends when the high one is.
@@ -166,10 +168,7 @@ class Demoter:
         level = self._level = flow.top
         self._flow = flow
         self._below = flow.below
-        self._admits: AdmissionFunction | None = (
-            None if isinstance(admission, AdmitAll) else admission.admits
-        )
-        """Decides whether a block is written; None: all are."""
+        self._admits = admits
         self.aging = aging
         """Blocks to write once they are due. After a write that failed, they come back."""
         self.search = ColdSearch(level)

@@ -143,8 +143,8 @@ class UseCounts:
 
     def __init__(self, capacity: int, past: PastUses | None) -> None:
         """`past` holds use counts of blocks that the next tier refused. It is None if the next
-        tier's admission ignores uses."""
-        self._past = past
+        tier admits every block."""
+        self.past = past
         self._uses = bytearray(capacity)
         self._uses_of = np.frombuffer(self._uses, dtype=np.uint8)
         self._depths = np.zeros(capacity, dtype=np.uint32)
@@ -159,9 +159,9 @@ class UseCounts:
         """Start the counts of stored blocks; `depth` blocks of their prompt come before them."""
         self._uses_of[slots] = 1
         self._depths[slots] = np.arange(depth, depth + len(slots), dtype=np.uint32)
-        if self._past is not None:
+        if self.past is not None:
             for block_hash, slot in zip(block_hashes, slots.tolist(), strict=True):
-                if past := self._past.of(block_hash):
+                if past := self.past.of(block_hash):
                     self._uses[slot] = min(USES_MAX, past + 1)
 
     def begin_found(self, slots: Slots) -> None:
@@ -177,8 +177,8 @@ class UseCounts:
     def note_refused(self, block_hash: BlockHash, slot: int) -> None:
         """Keep the use count of a refused block, so that counting continues when the block comes
         back."""
-        if self._past is not None:
-            self._past.note(block_hash, self._uses[slot])
+        if self.past is not None:
+            self.past.note(block_hash, self._uses[slot])
 
     def by_use(self, blocks: Pairs) -> list[BlockHash]:
         """Return the blocks in descending order of use; among equals, heads of prompts come first.

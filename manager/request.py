@@ -133,16 +133,12 @@ class RequestEnds:
         claims: ClaimQueue,
         worth: Worth | None,
         aging: Aging | None,
-        *,
-        counts_uses: bool,
     ) -> None:
-        """`counts_uses`: True if admission to the tier below depends on use counts."""
         self._flow = flow
         self._top = flow.top
         self._claims = claims
         self._worth = worth
         self._aging = aging
-        self._counts_uses = counts_uses
 
     def end(self, request: Request) -> None:
         """Drop the request's claim and pins, and set the recency of its blocks.
@@ -179,8 +175,8 @@ class RequestEnds:
 
         If tier 1 lacks a settled block, admission refused it, and may accept it now.
         """
-        top, below, counts = self._top, self._flow.below, self._counts_uses
-        get, settled = top.policy.get, top.dirt.settled
+        top, below = self._top, self._flow.below
+        get, settled, may_refuse = top.policy.get, top.dirt.settled, top.uses.past is not None
         found: list[BlockStatus] = []
         wanted: list[BlockHash] = []
         slots: list[int] = []
@@ -191,7 +187,7 @@ class RequestEnds:
             found.append(status)
             if not settled[status.block_id]:
                 continue
-            if (counts and below.may_hold(block_hash) != 1) or below.wants_again(block_hash):
+            if (may_refuse and below.may_hold(block_hash) != 1) or below.wants_again(block_hash):
                 wanted.append(block_hash)
                 slots.append(status.block_id)
         top.uses.note_reuse(found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvcascade.config.schema import WriteMode
-from kvcascade.manager.admission import AdmitAll
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.chain import BelowChain, ChainedTier
 from kvcascade.manager.below.port import Below
@@ -37,7 +36,7 @@ class TwinEngine:
         self.twin = BelowTwin(self.top.view, below, BLOCK_SIZE)
         self.lower = BelowTwin(self.top.view, lower, BLOCK_SIZE)
         self.twin.pass_time = self.lower.pass_time = self.clock.advance
-        chained = [ChainedTier(twin, AdmitAll()) for twin in (self.twin, self.lower)]
+        chained = [ChainedTier(twin, None) for twin in (self.twin, self.lower)]
         self.below: Below = BelowChain(chained, slots, self.clock) if lower else self.twin
         self.policy = create("lru", slots)
         self.manager = CascadingOffloadingManager(

@@ -8,7 +8,7 @@ from support.inside import levels
 from support.keys import keys
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
-from kvcascade.manager.admission import AdmitSecondTouch
+from kvcascade.manager.admission import admit_second_touch
 from kvcascade.tools.dev.bench.peers.vllm_calls import over
 from kvcascade.vllm.v0_26 import CascadeManager
 
@@ -41,7 +41,7 @@ def written(cascade: Cascade) -> tuple[int, int]:
 @pytest.mark.parametrize("chunk", [4, 2, 1])
 @pytest.mark.parametrize("is_preempted", [False, True])
 def test_a_block_is_written_at_its_second_use(chunk: int, is_preempted: bool) -> None:
-    cascade = Cascade((16, 64), is_immediate=True, admission=AdmitSecondTouch())
+    cascade = Cascade((16, 64), is_immediate=True, admission=admit_second_touch)
     manager, first, second = over(cascade.manager), ReqContext("first"), ReqContext("second")
     manager.on_new_request(first)
     assert admit(manager, first) == 0
@@ -62,7 +62,7 @@ def test_a_block_is_written_at_its_second_use(chunk: int, is_preempted: bool) ->
 
 
 def test_a_block_that_two_requests_compute_at_once_is_used_twice() -> None:
-    cascade = Cascade((16, 64), is_immediate=True, admission=AdmitSecondTouch())
+    cascade = Cascade((16, 64), is_immediate=True, admission=admit_second_touch)
     manager, contexts = over(cascade.manager), [ReqContext("first"), ReqContext("second")]
     for context in contexts:
         manager.on_new_request(context)
