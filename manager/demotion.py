@@ -149,23 +149,16 @@ class ColdSearch:
 class Demoter:
     """Write dirty blocks of one level to the port below it. Used under the manager's lock."""
 
-    def __init__(
-        self,
-        flow: Flow,
-        admits: AdmissionFunction | None,
-        aging: Aging | None,
-        *,
-        low_watermark: float,
-        high_watermark: float,
-    ) -> None:
+    def __init__(self, flow: Flow, admits: AdmissionFunction | None, aging: Aging | None) -> None:
         """`admits` decides whether a block is written; None: all are.
 
         `aging` has the blocks to write at a certain age; None: a block is written when cold.
 
-        The watermarks are shares of the level's coldest slots. A scan starts if fewer than the low
-        one are clean, and ends when the high one is.
+        A scan starts if fewer of the coldest slots are clean than the low watermark says, and ends
+        at the high one.
         """
-        level = self._level = flow.top
+        level, options = flow.top, flow.options
+        self._level = level
         self._flow = flow
         self._below = flow.below
         self._admits = admits
@@ -174,8 +167,8 @@ class Demoter:
         self.search = ColdSearch(level)
         self.batch_blocks = batch_blocks(level.block_size)
         """Most blocks of one job."""
-        self._window = max(1, round(high_watermark * level.capacity))
-        slack = round((high_watermark - low_watermark) * level.capacity)
+        self._window = max(1, round(options.high_watermark * level.capacity))
+        slack = round((options.high_watermark - options.low_watermark) * level.capacity)
         self._slack = max(1, slack)
         self._taken_at_scan = -self._slack
         """Slots that the level had allocated when the last scan ended."""

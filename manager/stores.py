@@ -49,13 +49,10 @@ class Stores:
         answers: Answers,
         worth: Worth | None,
         collect: Callable[[], None],
-        offered_once: tuple[bytes, ...],
     ) -> None:
         """`answers` holds the protected hits of this step; `worth` receives the offers of requests.
 
         `collect` collects the ended transfers of every tier.
-
-        `offered_once`: ends of the hashes of blocks that the engine never offers again.
         """
         self._flow = flow
         self._top = flow.top
@@ -68,7 +65,6 @@ class Stores:
         self._worth = worth
         self._collect = collect
         self._aging = demoter.aging
-        self._offered_once = offered_once
 
     def prepare(
         self, block_hashes: Sequence[BlockHash], request: Request | None
@@ -147,7 +143,7 @@ class Stores:
         may_drop = self._below.is_blocked
         if need <= top.capacity and top.make_all_room(need, protected, may_drop):
             return need
-        once = self._offered_once  # such an offer is one block, or one per KV group
+        once = self._flow.options.offered_once  # such an offer is one block, or one per KV group
         if once and any(h.endswith(once) for h in (offered[0], offered[-1])):
             return top.make_room(min(need, top.capacity), protected, True)
         if request is not None and request.deferrals >= MAX_DEFERRALS:

@@ -20,13 +20,11 @@ from .request import Request
 class WorkerTransfers:
     """Stores and loads of workers in flight, and the quarantine. Used under the manager's lock."""
 
-    def __init__(self, flow: Flow, steps_until_flushed: int, served_end: bytes) -> None:
-        """`served_end`: last bytes of the hashes of those blocks by which tokens are counted."""
+    def __init__(self, flow: Flow) -> None:
         self._counters = flow.counters
         self._top = flow.top
         self._media = [flow.top.medium, *(facts.medium for facts in flow.below.tiers)]
-        self._served_end = served_end
-        self._steps_until_flushed = steps_until_flushed
+        self._options = flow.options
         self._step = 0
         """Number of steps in which slots were in quarantine."""
         self.quarantine: list[tuple[int, list[BlockStatus], list[BlockStatus]]] = []
@@ -52,7 +50,7 @@ class WorkerTransfers:
         hashes = list(block_hashes)
         if request is not None:
             request.sources.clear()  # of an earlier load, before a preemption
-        loads, origin, served_end = self.loads, self._top.origin, self._served_end
+        loads, origin, served_end = self.loads, self._top.origin, self._options.served_end
         loaded, served = self._counters.loaded_blocks, self._counters.served_blocks
         pinned: list[BlockStatus] = []
         for block_hash, status in zip(hashes, self._top.policy.get_many(hashes), strict=True):
@@ -140,7 +138,7 @@ class WorkerTransfers:
         self.loads.clear()
         self.outdated.clear()
         if statuses or pinned:
-            until = self._step + self._steps_until_flushed
+            until = self._step + self._options.steps_until_flushed
             self.quarantine.append((until, statuses, pinned or []))
 
     def end_step(self) -> None:

@@ -107,7 +107,6 @@ class Promoter:
         demoter: Demoter,
         holds: Holds,
         workers: WorkerTransfers,
-        deadline_s: float,
         worth: Worth | None,
     ) -> None:
         """`demoter` makes room in the first tier; `worth` measures the speeds of the tiers."""
@@ -121,7 +120,8 @@ class Promoter:
         self._batch = batch_blocks(flow.top.block_size)
         self.pending: dict[BlockHash, Pending] = {}
         """Blocks that are queued or in flight."""
-        self.queues = [ReadQueue(tier, deadline_s) for tier in range(1, 1 + len(flow.below.tiers))]
+        deadline_s, tiers = flow.options.promotion_deadline_s, range(1, 1 + len(flow.below.tiers))
+        self.queues = [ReadQueue(tier, deadline_s) for tier in tiers]
         """One queue for each tier below, nearest first."""
         self.is_queued = False
         """False if `flush` has nothing to read."""

@@ -23,7 +23,7 @@ from kvcascade.manager.admission import admit_second_touch
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.chain import PASS_ON_AFTER_S, BelowChain
 from kvcascade.manager.below.node_tier import NodeTier
-from kvcascade.manager.cascading import ManagerOptions
+from kvcascade.manager.flow import ManagerOptions
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome, LoadStoreSpec, Pairs
 

@@ -10,7 +10,8 @@ from kvcascade.manager.below.chain import BelowChain, ChainedTier
 from kvcascade.manager.below.node_feed import NodeFeed
 from kvcascade.manager.below.node_tier import NodeTier
 from kvcascade.manager.below.port import Below, NoTierBelow, TierFacts
-from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
+from kvcascade.manager.cascading import CascadingOffloadingManager
+from kvcascade.manager.flow import ManagerOptions
 from kvcascade.manager.level import Tier
 from kvcascade.tiers.base import BlockHash, CachePolicy
 from kvcascade.tiers.nvme.path.presence_table import PresenceTable

@@ -6,7 +6,8 @@ from kvcascade.config.schema import WriteMode
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.chain import BelowChain, ChainedTier
 from kvcascade.manager.below.port import Below
-from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
+from kvcascade.manager.cascading import CascadingOffloadingManager
+from kvcascade.manager.flow import ManagerOptions
 from kvcascade.manager.level import Tier
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash
