@@ -20,6 +20,7 @@ from ..tiers.base import (
     CachePolicy,
     Pairs,
     RefCounts,
+    SlotArray,
     SlotMask,
     slot_of,
 )
@@ -284,18 +285,21 @@ class Level:
     def _evictable(self, may_drop_dirty: bool) -> SlotMask | None:
         return None if may_drop_dirty or self.is_last else self.dirt.settled_mask
 
-    def take(self, block_hashes: Sequence[BlockHash], depth: int = 0) -> list[BlockStatus]:
+    def take(
+        self, block_hashes: Sequence[BlockHash], depth: int = 0
+    ) -> tuple[list[BlockStatus], SlotArray]:
         """Allocate slots and insert the blocks, which are not ready yet. The slots must be free.
 
-        `depth`: number of blocks of the same prompt before the first of these.
+        `depth`: number of blocks of the same prompt before the first of these. Return the places of
+        the blocks, and their slots.
         """
         statuses = self.backend.allocate_blocks(block_hashes)
         self.taken_blocks += len(statuses)
-        slots = np.fromiter(map(slot_of, statuses), np.intp, len(statuses))
+        slots = np.fromiter(map(slot_of, statuses), np.int32, len(statuses))
         self.uses.begin(block_hashes, slots, depth)
         self.dirt.set_arriving(slots)
         self.policy.insert_many(block_hashes, statuses)
-        return statuses
+        return statuses, slots
 
     def adopt(self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]) -> None:
         """Insert complete blocks from an earlier engine.

@@ -9,7 +9,9 @@ from collections.abc import Callable, Collection, Container, Sequence, Set
 from dataclasses import dataclass
 from itertools import filterfalse
 
-from ..tiers.base import BlockHash
+import numpy as np
+
+from ..tiers.base import BlockHash, LoadStoreSpec, SlotArray
 from .base import PrepareStoreOutput
 from .demotion import Demoter
 from .flow import MAX_JOBS_IN_FLIGHT, Flow
@@ -23,6 +25,7 @@ from .workers import WorkerTransfers
 MAX_DEFERRALS = 32
 """Largest number of consecutive deferred stores of a request. It is several times the usual number.
 After that the first blocks are stored, as many as there is room for."""
+_NO_SLOTS: SlotArray = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +99,12 @@ class Stores:
             flow.counters.store_truncated_blocks += len(new) - room
             new = new[:room]
         depth = 0 if request is None else len(request.keys)
-        statuses = top.take(new, depth) if new else []
+        statuses, slots = top.take(new, depth) if new else ([], _NO_SLOTS)
         self._workers.stores.update(zip(new, statuses, strict=True))
         if request is not None:
             request.note_stored(block_hashes, new)
         evicted, flow.evicted = flow.evicted, []
-        return PrepareStoreOutput(new, top.backend.get_load_store_spec(new, statuses), evicted)
+        return PrepareStoreOutput(new, LoadStoreSpec(slots), evicted)
 
     def complete(
         self, block_hashes: Collection[BlockHash], success: bool, request: Request | None

@@ -115,12 +115,6 @@ class Backend(ABC):
             self.free(status)
 
     @abstractmethod
-    def get_load_store_spec(
-        self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
-    ) -> LoadStoreSpec:
-        """Return the places of these blocks, in this order."""
-
-    @abstractmethod
     def reset(self) -> list[BlockStatus]:
         """Free every idle slot at once, and return the busy ones (`ref_cnt != 0`).
 

@@ -17,7 +17,7 @@ import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ...tiers.base import BlockHash, BlockOutcome, slot_of
+from ...tiers.base import BlockHash, BlockOutcome
 from ..below.port import Ended
 from ..counters import Reason
 from ..demotion import Demoter
@@ -267,7 +267,7 @@ class Promoter:
                 present.append(block_hash)
         if not present:
             return
-        targets = self._top.take(present)
+        targets, slots = self._top.take(present)
         ticket, now_s = next(self._flow.tickets), self._flow.clock()
         queue.jobs[ticket] = ReadJob(present, targets, now_s)
         queue.moved_s = now_s
@@ -275,7 +275,7 @@ class Promoter:
         if self._worth is not None:
             speed = self._worth.links[queue.tier - 1]
             speed.started(len(present) * self._top.block_size, now_s)
-        self._below.get(ticket, queue.tier, present, list(map(slot_of, targets)))
+        self._below.get(ticket, queue.tier, present, slots.tolist())
 
     def _fail(self, block_hash: BlockHash, reason: Reason | None = None) -> None:
         """Drop a promotion: its block is a miss for every waiting request."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from support.cascade import Cascade
 from support.keys import key, keys
@@ -153,3 +154,17 @@ def test_misses_count_once_until_the_request_loads_or_stores(sizes: tuple[int, .
     assert misses_after(20) == 2 + 1 + 2, "a preempted request asks again"
     assert manager.prepare_store(keys(3, 4), request) is not None
     assert misses_after(20) == 2 + 1 + 2 + 2
+
+
+def test_slots_come_in_the_order_of_the_blocks() -> None:
+    """Those of a store in the order of its offer, those of a load in the order of its list."""
+    cascade = Cascade((8,))
+    blocks = [key(i) for i in range(6)]
+    stored = cascade.manager.prepare_store(blocks)
+    assert stored is not None and stored.store_spec.slots.dtype == np.int32
+    places = cascade.policies[0].get_many(blocks)
+    slots = [status.block_id for status in places if status is not None]
+    assert stored.store_spec.slots.tolist() == slots
+    cascade.manager.complete_store(set(blocks))
+    loaded = cascade.manager.prepare_load(blocks[::-2])
+    assert loaded.slots.dtype == np.int32 and loaded.slots.tolist() == slots[::-2]
