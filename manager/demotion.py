@@ -383,5 +383,6 @@ class Demoter:
                 settled.append(slot)
                 uses.note_refused(block_hash, slot)
                 self.counters.demote_refused_blocks += 1
-        self._level.dirt.set_settled(settled)
+        if settled:
+            self._level.dirt.set_settled(settled)
         return wanted

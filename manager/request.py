@@ -191,6 +191,7 @@ class RequestEnds:
                 wanted.append(block_hash)
                 slots.append(status.block_id)
         top.uses.note_reuse(found)
-        top.dirt.set_dirty(slots)
-        if self._aging is not None and wanted:
-            self._aging.note(wanted)
+        if wanted:
+            top.dirt.set_dirty(slots)
+            if self._aging is not None:
+                self._aging.note(wanted)

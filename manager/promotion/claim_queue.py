@@ -189,7 +189,7 @@ class ClaimQueue:
         if self._queue and self._is_time():
             self._admit_waiting()
         if self._promoter.is_queued:  # a slot or a job may be free now
-            self._promoter.flush(self._answers.hits(), may_displace=bool(self._queue))
+            self._promoter.flush(self._answers.hits, may_displace=bool(self._queue))
 
     def _admit_waiting(self) -> None:
         """Admit waiting claims that fit, and give up those that are better computed."""

@@ -14,7 +14,7 @@ Used under the manager's lock.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ...tiers.base import BlockHash, BlockOutcome
@@ -158,8 +158,8 @@ class Promoter:
             self.pending[block_hash].waiters.pop(request, None)
         request.pending.clear()
 
-    def flush(self, protected: Container[BlockHash], may_displace: bool) -> None:
-        """Take slots for queued blocks, and start reading. Protected blocks are never evicted.
+    def flush(self, hits: Callable[[], Container[BlockHash]], may_displace: bool) -> None:
+        """Take slots for queued blocks, and start reading. The hits of this step are never evicted.
 
         `may_displace`: True evicts promoted blocks first that were loaded already. Use it if
         requests wait for room.
@@ -167,7 +167,7 @@ class Promoter:
         self.is_queued = False
         for queue in self.queues:
             if queue.queued:
-                self._flush_queue(queue, protected, may_displace)
+                self._flush_queue(queue, hits, may_displace)
                 self.is_queued |= bool(queue.queued)
 
     def land(self, ended: Ended) -> ReadJob:
@@ -223,7 +223,7 @@ class Promoter:
         return orphans
 
     def _flush_queue(
-        self, queue: ReadQueue, protected: Container[BlockHash], may_displace: bool
+        self, queue: ReadQueue, hits: Callable[[], Container[BlockHash]], may_displace: bool
     ) -> None:
         """Start jobs for a queue. Blocks that must wait for a free job stay queued."""
         top, queued = self._top, queue.queued
@@ -234,7 +234,7 @@ class Promoter:
             top.policy.expect(queued[:wanted])
         room, may_drop = wanted, False
         if wanted > top.backend.get_num_free_blocks():
-            may_drop = self._below.is_blocked
+            may_drop, protected = self._below.is_blocked, hits()
             if may_displace:
                 top.make_room_of_spent(wanted, protected)
             room = top.make_room(wanted, protected, may_drop_dirty=may_drop)
