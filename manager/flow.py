@@ -30,11 +30,6 @@ MAX_EVENT_BLOCKS = 512
 """Most blocks lost by a reset of another engine that one step turns into events. The same limit
 holds for blocks that an earlier engine left."""
 
-STEPS_UNTIL_FLUSHED = 8
-"""Number of steps after a reset until every worker has finished its earlier transfers. It exceeds
-the depth of the engine's pipeline (stages + 2). An engine that calls `on_reset_flushed` need not
-wait."""
-
 OnTransfer = Callable[[str, Ended, float], None]
 """Function that receives each job between the first tier and a tier below when it has ended: the
 name of the tier below, the outcome, and the time at which it began on the manager's clock. It is
@@ -69,7 +64,9 @@ class ManagerOptions:
     offered_once: tuple[bytes, ...] = ()
     """Last bytes of the hashes of blocks that the engine offers only once, whatever the result."""
     shutdown_flush_s: float = 20.0
-    steps_until_flushed: int = STEPS_UNTIL_FLUSHED
+    steps_until_flushed: int = 4
+    """Number of steps after a reset until every worker has finished its earlier transfers. It does
+    not matter to an engine that calls `on_reset_flushed`."""
     waits_for_stores: bool = True
     """True: a block that a worker is storing is pending. False: it is a miss, because the engine
     reports stores only at the end of their request."""

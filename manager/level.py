@@ -334,7 +334,7 @@ class Level:
     def note_loss(self) -> None:
         """Keep the hashes of all blocks for removal events, before a reset that the engine does not
         know."""
-        if self.policy.ready_at is not None and len(self._lost) <= self.capacity:
+        if len(self._lost) <= self.capacity:
             self._lost += self.policy.ready_at
 
     def take_loss(self, limit: int) -> list[BlockHash]:

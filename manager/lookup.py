@@ -59,9 +59,8 @@ class Answers:
         "ready_at",
     )
 
-    def __init__(self, ready_at: list[BlockHash] | None) -> None:
-        """For `ready_at` see `CachePolicy`. If it is None, every hit is searched."""
-        self.ready_at: list[BlockHash] = [BlockHash(b"")] if ready_at is None else ready_at
+    def __init__(self, ready_at: list[BlockHash]) -> None:
+        self.ready_at = ready_at
         """Hash of the ready block in each slot. An empty hash means no block; the last entry is
         always empty."""
         self._nowhere = len(self.ready_at) - 1

@@ -183,10 +183,10 @@ class TierJobs:
         jobs have failed once it is dead. A node that waits for its disk may live on, and
         `is_busy` stays true.
         """
-        if not self._await_jobs(DRAIN_S):
+        if not self._await_jobs():
             self._fail_queued()
             self.below.abandon()
-            self._await_jobs(DRAIN_S)
+            self._await_jobs()
 
     def reset(self) -> None:
         """Make every older block unreachable; call `drain` first.
@@ -207,9 +207,9 @@ class TierJobs:
         self.finished()
         return has_ended
 
-    def _await_jobs(self, limit_s: float) -> bool:
-        """Wait until every job has ended, or the time is over. Return True if none is left."""
-        end_s = self._clock() + limit_s
+    def _await_jobs(self) -> bool:
+        """Wait until every job has ended, at most `DRAIN_S`. Return True if none is left."""
+        end_s = self._clock() + DRAIN_S
         while self._jobs and (left_s := end_s - self._clock()) > 0:
             self.below.wait(left_s)
             if self._take_ended():  # in a stall, the tier would refuse what is queued

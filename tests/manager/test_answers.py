@@ -68,14 +68,14 @@ def test_hits_are_those_of_the_step() -> None:
 
 def test_the_stores_of_a_step_share_one_set_of_its_hits() -> None:
     """Each of them copied all hits: 64 stores beside 60,000 hits took 160 ms."""
-    answers = Answers(None)
+    answers = Answers([NONE])
     for block in (A, B, C):
         answers.hit(block)
     assert answers.hits() is answers.hits()
 
 
 def test_without_slots_every_hit_is_looked_up() -> None:
-    answers = Answers(None)
+    answers = Answers([NONE])
     answers.hit(A, 0)
     assert follow(answers, B) == [False]
     assert answers.hits() == {A}
