@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 from support.cascade import Cascade
-from support.inside import levels
+from support.inside import demoters, levels
 from support.keys import keys
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
 from kvcascade.manager.admission import admit_second_touch
+from kvcascade.manager.level import RUN_BLOCKS
 from kvcascade.tools.dev.bench.peers.vllm_calls import over
 from kvcascade.vllm.v0_26 import CascadeManager
 
@@ -89,3 +90,17 @@ def test_a_block_from_below_that_is_loaded_is_used_again() -> None:
     assert [uses.of(slot) for slot in slots] == [1] * 4
     manager.on_request_finished(context)
     assert [uses.of(slot) for slot in slots] == [2] * 4
+
+
+def test_a_stop_writes_the_heads_of_all_prompts_first() -> None:
+    cascade = Cascade((512, 512))
+    manager, prompts = over(cascade.manager), [keys(0, 2 * RUN_BLOCKS), keys(1000, 1000 + 256)]
+    for prompt in prompts:
+        context, offered = ReqContext(f"of {len(prompt)}"), [OffloadKey(h) for h in prompt]
+        manager.on_new_request(context)
+        manager.touch(offered, context)
+        assert manager.prepare_store(offered, context) is not None
+        manager.complete_store(set(offered), context)
+        manager.on_request_finished(context)
+    first = demoters(cascade.manager)[0].search.most_useful(2 * RUN_BLOCKS, [])
+    assert set(first) == {h for prompt in prompts for h in prompt[:RUN_BLOCKS]}
