@@ -78,11 +78,6 @@ class Move(ABC):
         return max(0.0, self._end_s - monotonic())
 
     @property
-    def has_news(self) -> bool:
-        """True if a job has ended."""
-        return any(job.has_ended for job in self.jobs)
-
-    @property
     def ended(self) -> list[MoveJob]:
         """Jobs that have ended and whose outcomes are not taken yet."""
         return [job for job in self.jobs if job.has_ended]
@@ -277,7 +272,7 @@ class BlockMoves:
         while move.todo and self._free and is_taken:
             is_taken = self._submit(move, client)
         limit_s = move.left_s if move.jobs or not self._free else min(RETRY_PAUSE_S, move.left_s)
-        client.wait(lambda: move.has_news or self._has_back, limit_s)
+        client.wait(lambda: bool(move.ended) or self._has_back, limit_s)
         again: list[int] = []
         for job in move.ended:
             again += move.land(job, self._arena)

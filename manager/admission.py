@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import cast
 
@@ -22,48 +21,26 @@ come back."""
 USES_MAX = 255
 
 AdmissionFunction = Callable[[BlockHash, int], bool]
-"""`(block_hash, uses) -> bool`. The scheduler's thread calls it, so it must not block."""
+"""`(block_hash, uses) -> bool`: True if a dirty block should be written to the tier below.
+
+`uses`: number of uses, including the first store. They are counted while the block is in the tier
+above. The count continues if the block is refused and comes back. The scheduler's thread calls the
+function, so it must not block. None in its place admits every block, and no uses are counted."""
 
 
-class Admission(ABC):
-    """Decide for every dirty block whether it is written to the tier below."""
-
-    counts_uses = True
-    """False if the decision never depends on the number of uses."""
-
-    @abstractmethod
-    def admits(self, block_hash: BlockHash, uses: int) -> bool:
-        """Return True if the block should be written.
-
-        `uses`: number of uses, including the first store. They are counted while the block is in
-        the tier above. The count continues if the block is refused and comes back.
-        """
+def admit_second_touch(block_hash: BlockHash, uses: int) -> bool:
+    """Return True for blocks with at least two uses."""
+    return uses >= 2
 
 
-class AdmitAll(Admission):
-    """Admission that accepts every block."""
-
-    counts_uses = False
-
-    def admits(self, block_hash: BlockHash, uses: int) -> bool:
-        return True
-
-
-class AdmitSecondTouch(Admission):
-    """Admission that accepts only blocks with at least two uses."""
-
-    def admits(self, block_hash: BlockHash, uses: int) -> bool:
-        return uses >= 2
-
-
-class AdmitBy(Admission):
+class AdmitBy:
     """Admission by a function of the user. Once the function raises, every block is accepted."""
 
     def __init__(self, function: AdmissionFunction, name: str) -> None:
         self._function: AdmissionFunction | None = function
         self._name = name
 
-    def admits(self, block_hash: BlockHash, uses: int) -> bool:
+    def __call__(self, block_hash: BlockHash, uses: int) -> bool:
         if self._function is None:
             return True
         try:

@@ -16,16 +16,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from ..config.schema import OnReset, WriteMode
+from ..config.schema import WriteMode
 from ..tiers.base import BlockHash, BlockStatus, LoadStoreSpec
-from .admission import Admission, AdmitAll, PastUses
+from .admission import AdmissionFunction, PastUses
 from .base import BlockEvent, PrepareStoreOutput
-from .below.port import Below, Ended
+from .below.port import Below
 from .counters import Counters
 from .demotion import Aging, Demoter
-from .flow import Clock, Flow
+from .flow import Clock, Flow, ManagerOptions
 from .flush import Closing
 from .level import Tier, Transfer
 from .lookup import Answers, Lookups
@@ -39,52 +39,6 @@ from .resets import Resets
 from .state import TierState
 from .stores import Stores
 from .workers import WorkerTransfers
-
-STEPS_UNTIL_FLUSHED = 8
-"""Number of steps after a reset until every worker has finished its earlier transfers. It exceeds
-the depth of the engine's pipeline (stages + 2). An engine that calls `on_reset_flushed` need not
-wait."""
-
-OnTransfer = Callable[[str, Ended, float], None]
-"""Function that receives each job between the first tier and a tier below when it has ended: the
-name of the tier below, the outcome, and the time at which it began on the manager's clock. It is
-called under the manager's lock by the scheduler's thread or the ticker, and must not wait."""
-
-
-@dataclass(frozen=True, slots=True)
-class ManagerOptions:
-    """Behaviour of the cascade."""
-
-    write_mode: WriteMode = WriteMode.DEMOTE
-    on_reset: OnReset = OnReset.INVALIDATE
-    low_watermark: float = 0.4
-    """Share of the upper tier of a link whose coldest slots are clean before demotion starts."""
-    high_watermark: float = 0.5
-    """Share of the upper tier of a link whose coldest slots are clean after demotion."""
-    dirty_age_s: float = 5.0
-    """Seconds after its store at which a dirty block is written, with the write mode "back"."""
-    promotion_budget_slots: int | None = None
-    """Slots of the first tier that promotions may take or hold. None: the clean slots without a
-    reserve, but at least half of all slots."""
-    promotion_deadline_s: float = 10.0
-    """Seconds without progress after which a promotion is late and its blocks are misses."""
-    load_or_recompute: bool = True
-    """True: promote blocks only if that is expected to be faster than computing them again."""
-    prefill_tokens_per_s: float | None = None
-    """Prefill speed; None: it is measured."""
-    tokens_per_block: float = 0.0
-    """Number of tokens that a block holds; 0: unknown, and every block is promoted."""
-    served_end: bytes = b""
-    """Last bytes of the hashes of those blocks by which tokens are counted; empty: all blocks."""
-    offered_once: tuple[bytes, ...] = ()
-    """Last bytes of the hashes of blocks that the engine offers only once, whatever the result."""
-    shutdown_flush_s: float = 20.0
-    steps_until_flushed: int = STEPS_UNTIL_FLUSHED
-    waits_for_stores: bool = True
-    """True: a block that a worker is storing is pending. False: it is a miss, because the engine
-    reports stores only at the end of their request."""
-    with_events: bool = True
-    on_transfer: OnTransfer | None = None
 
 
 class CascadingOffloadingManager:
@@ -101,7 +55,7 @@ class CascadingOffloadingManager:
         options: ManagerOptions | None = None,
         clock: Clock = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
-        admission: Admission | None = None,
+        admission: AdmissionFunction | None = None,
     ) -> None:
         """`admission` decides which blocks are written to tier 1; None: all.
 
@@ -109,52 +63,31 @@ class CascadingOffloadingManager:
         """
         self.options = options = options or ManagerOptions()
         self.lock = threading.RLock()
-        admission = admission or AdmitAll()
-        counts = bool(below.tiers) and admission.counts_uses
-        past = PastUses(below.tiers[0].capacity) if counts else None
-        flow = self._flow = Flow(top, below, clock, past, with_events=options.with_events)
-        mode, deadline_s = options.write_mode, options.promotion_deadline_s
+        counts_uses = below.tiers and admission is not None
+        past = PastUses(below.tiers[0].capacity) if counts_uses else None
+        flow = self._flow = Flow(top, below, clock, past, options)
+        mode = options.write_mode
         age_s = 0.0 if mode is WriteMode.THROUGH else options.dirty_age_s
         is_aging = mode is not WriteMode.DEMOTE and not flow.is_single
         aging = Aging(clock, flow.top, age_s) if is_aging else None
-        demoter = self._demoter = Demoter(
-            flow,
-            admission,
-            aging,
-            low_watermark=options.low_watermark,
-            high_watermark=options.high_watermark,
-        )
-        worth = _worth_of(flow, options)
-        served_end = options.served_end
-        workers = self._workers = WorkerTransfers(flow, options.steps_until_flushed, served_end)
+        demoter = self._demoter = Demoter(flow, admission, aging)
+        worth = _worth_of(flow)
+        workers = self._workers = WorkerTransfers(flow)
         holds = self._holds = Holds(flow.top.dirt)
-        promoter = self._promoter = Promoter(flow, demoter, holds, workers, deadline_s, worth)
-        slots = options.promotion_budget_slots
-        room = PromotionRoom(flow, promoter, holds, workers, deadline_s, slots)
+        promoter = self._promoter = Promoter(flow, demoter, holds, workers, worth)
+        room = PromotionRoom(flow, promoter, holds, workers)
         answers = Answers(flow.top.policy.ready_at)
-        choice = LoadChoice(flow, promoter, room, worth, served_end)
-        claims = self._claims = ClaimQueue(
-            flow, promoter, holds, room, choice, answers, deadline_s, served_end
-        )
-        store_wait_s = deadline_s if options.waits_for_stores else None
+        choice = LoadChoice(flow, promoter, room, worth)
+        claims = self._claims = ClaimQueue(flow, promoter, holds, room, choice, answers)
         lookups = self.lookups = Lookups(
-            self.lock, flow, promoter, claims, workers, worth, answers, store_wait_s, self._collect
+            self.lock, flow, promoter, claims, workers, worth, answers, self._collect
         )
         """Lookups of the current step, by single blocks, too. Adapters inline the plain hit."""
         self._stores = Stores(
-            flow,
-            demoter,
-            promoter,
-            claims,
-            workers,
-            answers,
-            worth,
-            self._collect,
-            options.offered_once,
+            flow, demoter, promoter, claims, workers, answers, worth, self._collect
         )
-        counts_uses = admission.counts_uses
-        self._request_ends = RequestEnds(flow, claims, worth, aging, counts_uses=counts_uses)
-        self._resets = Resets(flow, demoter, promoter, claims, lookups, workers, options.on_reset)
+        self._request_ends = RequestEnds(flow, claims, worth, aging)
+        self._resets = Resets(flow, demoter, promoter, claims, lookups, workers)
         maintain = self._maintain_below
         self._closing = Closing(
             flow, demoter, workers, holds, self.lock, self._collect, maintain, pause
@@ -360,7 +293,8 @@ class CascadingOffloadingManager:
         return len(loads.union(self._holds.users, writes))
 
 
-def _worth_of(flow: Flow, options: ManagerOptions) -> Worth | None:
+def _worth_of(flow: Flow) -> Worth | None:
+    options = flow.options
     if flow.is_single or not options.load_or_recompute or not options.tokens_per_block:
         return None
     prefill = PrefillSpeed(options.prefill_tokens_per_s)

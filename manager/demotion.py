@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from ..tiers.base import BlockHash, BlockOutcome, Pairs, slot_of
-from .admission import Admission, AdmissionFunction, AdmitAll
+from .admission import AdmissionFunction
 from .below.port import NOT_WANTED, Ended, Put
 from .counters import LinkCounters
 from .flow import MAX_JOBS_IN_FLIGHT, Clock, Flow, batch_blocks
@@ -149,34 +149,26 @@ class ColdSearch:
 class Demoter:
     """Write dirty blocks of one level to the port below it. Used under the manager's lock."""
 
-    def __init__(
-        self,
-        flow: Flow,
-        admission: Admission,
-        aging: Aging | None,
-        *,
-        low_watermark: float,
-        high_watermark: float,
-    ) -> None:
-        """`aging` has the blocks to write at a certain age; None: a block is written when cold.
+    def __init__(self, flow: Flow, admits: AdmissionFunction | None, aging: Aging | None) -> None:
+        """`admits` decides whether a block is written; None: all are.
 
-        The watermarks are shares of the level's coldest slots. A scan starts if fewer than the low
-        one are clean, and ends when the high one is.
+        `aging` has the blocks to write at a certain age; None: a block is written when cold.
+
+        A scan starts if fewer of the coldest slots are clean than the low watermark says, and ends
+        at the high one.
         """
-        level = self._level = flow.top
+        level, options = flow.top, flow.options
+        self._level = level
         self._flow = flow
         self._below = flow.below
-        self._admits: AdmissionFunction | None = (
-            None if isinstance(admission, AdmitAll) else admission.admits
-        )
-        """Decides whether a block is written; None: all are."""
+        self._admits = admits
         self.aging = aging
         """Blocks to write once they are due. After a write that failed, they come back."""
         self.search = ColdSearch(level)
         self.batch_blocks = batch_blocks(level.block_size)
         """Most blocks of one job."""
-        self._window = max(1, round(high_watermark * level.capacity))
-        slack = round((high_watermark - low_watermark) * level.capacity)
+        self._window = max(1, round(options.high_watermark * level.capacity))
+        slack = round((options.high_watermark - options.low_watermark) * level.capacity)
         self._slack = max(1, slack)
         self._taken_at_scan = -self._slack
         """Slots that the level had allocated when the last scan ended."""
@@ -391,5 +383,6 @@ class Demoter:
                 settled.append(slot)
                 uses.note_refused(block_hash, slot)
                 self.counters.demote_refused_blocks += 1
-        self._level.dirt.set_settled(settled)
+        if settled:
+            self._level.dirt.set_settled(settled)
         return wanted

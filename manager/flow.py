@@ -1,4 +1,4 @@
-"""State that all parts of the manager share: the first tier, the port, events, numbers of jobs.
+"""State that all parts of the manager share: options, first tier, port, events, numbers of jobs.
 
 Used under the manager's lock only.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from ..config.schema import OnReset, WriteMode
 from ..tiers.base import BlockHash, BlockStatus, Pairs
 from .admission import PastUses
 from .base import BlockEvent
-from .below.port import Below
+from .below.port import Below, Ended
 from .counters import Counters
 from .level import Level, Tier
 
@@ -28,9 +30,52 @@ MAX_EVENT_BLOCKS = 512
 """Most blocks lost by a reset of another engine that one step turns into events. The same limit
 holds for blocks that an earlier engine left."""
 
+OnTransfer = Callable[[str, Ended, float], None]
+"""Function that receives each job between the first tier and a tier below when it has ended: the
+name of the tier below, the outcome, and the time at which it began on the manager's clock. It is
+called under the manager's lock by the scheduler's thread or the ticker, and must not wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerOptions:
+    """Behaviour of the cascade."""
+
+    write_mode: WriteMode = WriteMode.DEMOTE
+    on_reset: OnReset = OnReset.INVALIDATE
+    low_watermark: float = 0.4
+    """Share of the upper tier of a link whose coldest slots are clean before demotion starts."""
+    high_watermark: float = 0.5
+    """Share of the upper tier of a link whose coldest slots are clean after demotion."""
+    dirty_age_s: float = 5.0
+    """Seconds after its store at which a dirty block is written, with the write mode "back"."""
+    promotion_budget_slots: int | None = None
+    """Slots of the first tier that promotions may take or hold. None: the clean slots without a
+    reserve, but at least half of all slots."""
+    promotion_deadline_s: float = 10.0
+    """Seconds without progress after which a promotion is late and its blocks are misses."""
+    load_or_recompute: bool = True
+    """True: promote blocks only if that is expected to be faster than computing them again."""
+    prefill_tokens_per_s: float | None = None
+    """Prefill speed; None: it is measured."""
+    tokens_per_block: float = 0.0
+    """Number of tokens that a block holds; 0: unknown, and every block is promoted."""
+    served_end: bytes = b""
+    """Last bytes of the hashes of those blocks by which tokens are counted; empty: all blocks."""
+    offered_once: tuple[bytes, ...] = ()
+    """Last bytes of the hashes of blocks that the engine offers only once, whatever the result."""
+    shutdown_flush_s: float = 20.0
+    steps_until_flushed: int = 4
+    """Number of steps after a reset until every worker has finished its earlier transfers. It does
+    not matter to an engine that calls `on_reset_flushed`."""
+    waits_for_stores: bool = True
+    """True: a block that a worker is storing is pending. False: it is a miss, because the engine
+    reports stores only at the end of their request."""
+    with_events: bool = True
+    on_transfer: OnTransfer | None = None
+
 
 class Flow:
-    """The first tier, the port, events, and `tickets`: the numbers of jobs."""
+    """The options, the first tier, the port, events, and `tickets`: the numbers of jobs."""
 
     def __init__(
         self,
@@ -38,13 +83,13 @@ class Flow:
         below: Below,
         clock: Clock,
         past: PastUses | None,
-        *,
-        with_events: bool,
+        options: ManagerOptions,
     ) -> None:
         """`past` is for the `UseCounts` of the first tier."""
         self.below = below
         self.clock = clock
-        self.with_events = with_events
+        self.options = options
+        self.with_events = options.with_events
         self.is_single = not below.tiers
         """True if the first tier is the only one."""
         self.top = Level(tier, self.is_single, self._note_evicted, past)

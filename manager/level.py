@@ -20,6 +20,7 @@ from ..tiers.base import (
     CachePolicy,
     Pairs,
     RefCounts,
+    SlotArray,
     SlotMask,
     slot_of,
 )
@@ -143,8 +144,8 @@ class UseCounts:
 
     def __init__(self, capacity: int, past: PastUses | None) -> None:
         """`past` holds use counts of blocks that the next tier refused. It is None if the next
-        tier's admission ignores uses."""
-        self._past = past
+        tier admits every block."""
+        self.past = past
         self._uses = bytearray(capacity)
         self._uses_of = np.frombuffer(self._uses, dtype=np.uint8)
         self._depths = np.zeros(capacity, dtype=np.uint32)
@@ -159,9 +160,9 @@ class UseCounts:
         """Start the counts of stored blocks; `depth` blocks of their prompt come before them."""
         self._uses_of[slots] = 1
         self._depths[slots] = np.arange(depth, depth + len(slots), dtype=np.uint32)
-        if self._past is not None:
+        if self.past is not None:
             for block_hash, slot in zip(block_hashes, slots.tolist(), strict=True):
-                if past := self._past.of(block_hash):
+                if past := self.past.of(block_hash):
                     self._uses[slot] = min(USES_MAX, past + 1)
 
     def begin_found(self, slots: Slots) -> None:
@@ -177,8 +178,8 @@ class UseCounts:
     def note_refused(self, block_hash: BlockHash, slot: int) -> None:
         """Keep the use count of a refused block, so that counting continues when the block comes
         back."""
-        if self._past is not None:
-            self._past.note(block_hash, self._uses[slot])
+        if self.past is not None:
+            self.past.note(block_hash, self._uses[slot])
 
     def by_use(self, blocks: Pairs) -> list[BlockHash]:
         """Return the blocks in descending order of use; among equals, heads of prompts come first.
@@ -284,18 +285,21 @@ class Level:
     def _evictable(self, may_drop_dirty: bool) -> SlotMask | None:
         return None if may_drop_dirty or self.is_last else self.dirt.settled_mask
 
-    def take(self, block_hashes: Sequence[BlockHash], depth: int = 0) -> list[BlockStatus]:
+    def take(
+        self, block_hashes: Sequence[BlockHash], depth: int = 0
+    ) -> tuple[list[BlockStatus], SlotArray]:
         """Allocate slots and insert the blocks, which are not ready yet. The slots must be free.
 
-        `depth`: number of blocks of the same prompt before the first of these.
+        `depth`: number of blocks of the same prompt before the first of these. Return the places of
+        the blocks, and their slots.
         """
         statuses = self.backend.allocate_blocks(block_hashes)
         self.taken_blocks += len(statuses)
-        slots = np.fromiter(map(slot_of, statuses), np.intp, len(statuses))
+        slots = np.fromiter(map(slot_of, statuses), np.int32, len(statuses))
         self.uses.begin(block_hashes, slots, depth)
         self.dirt.set_arriving(slots)
         self.policy.insert_many(block_hashes, statuses)
-        return statuses
+        return statuses, slots
 
     def adopt(self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]) -> None:
         """Insert complete blocks from an earlier engine.
@@ -330,7 +334,7 @@ class Level:
     def note_loss(self) -> None:
         """Keep the hashes of all blocks for removal events, before a reset that the engine does not
         know."""
-        if self.policy.ready_at is not None and len(self._lost) <= self.capacity:
+        if len(self._lost) <= self.capacity:
             self._lost += self.policy.ready_at
 
     def take_loss(self, limit: int) -> list[BlockHash]:

@@ -59,9 +59,8 @@ class Answers:
         "ready_at",
     )
 
-    def __init__(self, ready_at: list[BlockHash] | None) -> None:
-        """For `ready_at` see `CachePolicy`. If it is None, every hit is searched."""
-        self.ready_at: list[BlockHash] = [BlockHash(b"")] if ready_at is None else ready_at
+    def __init__(self, ready_at: list[BlockHash]) -> None:
+        self.ready_at = ready_at
         """Hash of the ready block in each slot. An empty hash means no block; the last entry is
         always empty."""
         self._nowhere = len(self.ready_at) - 1
@@ -128,22 +127,16 @@ class Lookups:
         workers: WorkerTransfers,
         worth: Worth | None,
         answers: Answers,
-        store_wait_s: float | None,
         collect: Callable[[], object],
     ) -> None:
         """`collect` takes in what ended below. `worth` receives the misses of requests, because the
-        requests compute these blocks.
-
-        `store_wait_s`: longest wait for a block that a worker is storing; None: such a block is a
-        miss.
-        """
+        requests compute these blocks."""
         self._lock = lock
         self._flow = flow
         self._promoter = promoter
         self._claims = claims
         self._workers = workers
         self._worth = worth
-        self._store_wait_s = store_wait_s
         self._collect = collect
         self._has_collected = False
         """True if this step has taken in what ended below, for the requests that wait. The end of
@@ -345,12 +338,13 @@ class Lookups:
 
     def _wait_for_store(self, block_hash: BlockHash, request: Request) -> LookupState:
         """Treat a block that a worker is storing as pending until the request's deadline."""
-        if self._store_wait_s is None:
+        options = self._flow.options
+        if not options.waits_for_stores:
             return MISS
         now_s = self._flow.clock()
         if request.storing_since_s is None:
             request.storing_since_s = now_s
-        if now_s < request.storing_since_s + self._store_wait_s:
+        if now_s < request.storing_since_s + options.promotion_deadline_s:
             return self._claims.want(block_hash, 0, request)
         request.missed.add(block_hash)
         self._flow.counters.recomputed_blocks[Reason.DEADLINE] += 1

@@ -31,6 +31,9 @@ class Request:
     keys: dict[BlockHash, bool] = field(default_factory=dict)
     """Blocks that the request used, in order of use. True: the request stored the block; False: it
     loaded or reused it. Their recency is set once, at the end of the request."""
+    touched: dict[BlockHash, None] = field(default_factory=dict)
+    """Blocks that the engine touched, in the order of the prompt. vLLM up to 0.30 touches all of
+    them, before they are stored. A block that the request does not store is reused."""
     missed: set[BlockHash] = field(default_factory=set)
     """Blocks whose promotion failed or was late. They stay misses for this request."""
     too_slow: frozenset[int] = frozenset()
@@ -130,16 +133,12 @@ class RequestEnds:
         claims: ClaimQueue,
         worth: Worth | None,
         aging: Aging | None,
-        *,
-        counts_uses: bool,
     ) -> None:
-        """`counts_uses`: True if admission to the tier below depends on use counts."""
         self._flow = flow
         self._top = flow.top
         self._claims = claims
         self._worth = worth
         self._aging = aging
-        self._counts_uses = counts_uses
 
     def end(self, request: Request) -> None:
         """Drop the request's claim and pins, and set the recency of its blocks.
@@ -153,9 +152,12 @@ class RequestEnds:
             self._worth.backlog.end(request)
         self._flow.counters.store_lost_blocks += len(request.deferred)
         request.deferred.clear()
-        if not request.keys:
-            return
         used, request.keys = request.keys, {}
+        if request.touched:
+            used = {h: used.get(h, False) for h in request.touched} | used
+            request.touched.clear()
+        if not used:
+            return
         in_order = request.in_prompt_order(used)
         # The chain is reported to the first tier only: demotion brings its blocks to a tier below
         # much later, which an eviction policy there would count as a reuse.
@@ -173,8 +175,8 @@ class RequestEnds:
 
         If tier 1 lacks a settled block, admission refused it, and may accept it now.
         """
-        top, below, counts = self._top, self._flow.below, self._counts_uses
-        get, settled = top.policy.get, top.dirt.settled
+        top, below = self._top, self._flow.below
+        get, settled, may_refuse = top.policy.get, top.dirt.settled, top.uses.past is not None
         found: list[BlockStatus] = []
         wanted: list[BlockHash] = []
         slots: list[int] = []
@@ -185,10 +187,11 @@ class RequestEnds:
             found.append(status)
             if not settled[status.block_id]:
                 continue
-            if (counts and below.may_hold(block_hash) != 1) or below.wants_again(block_hash):
+            if (may_refuse and below.may_hold(block_hash) != 1) or below.wants_again(block_hash):
                 wanted.append(block_hash)
                 slots.append(status.block_id)
         top.uses.note_reuse(found)
-        top.dirt.set_dirty(slots)
-        if self._aging is not None and wanted:
-            self._aging.note(wanted)
+        if wanted:
+            top.dirt.set_dirty(slots)
+            if self._aging is not None:
+                self._aging.note(wanted)

@@ -31,7 +31,6 @@ class Resets:
         claims: ClaimQueue,
         lookups: Lookups,
         workers: WorkerTransfers,
-        on_reset: OnReset,
     ) -> None:
         self._flow = flow
         self._top = flow.top
@@ -40,12 +39,11 @@ class Resets:
         self._claims = claims
         self._lookups = lookups
         self._workers = workers
-        self._on_reset = on_reset
 
     def reset(self) -> None:
         """Implement `CascadingOffloadingManager.reset_cache`."""
         self._flow.counters.resets += 1
-        if self._on_reset is OnReset.KEEP:
+        if self._flow.options.on_reset is OnReset.KEEP:
             _log.info("the cache was reset, and keeps its blocks (on_reset)")
             self._forget_worker_transfers()
             return

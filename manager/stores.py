@@ -9,7 +9,9 @@ from collections.abc import Callable, Collection, Container, Sequence, Set
 from dataclasses import dataclass
 from itertools import filterfalse
 
-from ..tiers.base import BlockHash
+import numpy as np
+
+from ..tiers.base import BlockHash, LoadStoreSpec, SlotArray
 from .base import PrepareStoreOutput
 from .demotion import Demoter
 from .flow import MAX_JOBS_IN_FLIGHT, Flow
@@ -23,6 +25,7 @@ from .workers import WorkerTransfers
 MAX_DEFERRALS = 32
 """Largest number of consecutive deferred stores of a request. It is several times the usual number.
 After that the first blocks are stored, as many as there is room for."""
+_NO_SLOTS: SlotArray = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +52,10 @@ class Stores:
         answers: Answers,
         worth: Worth | None,
         collect: Callable[[], None],
-        offered_once: tuple[bytes, ...],
     ) -> None:
         """`answers` holds the protected hits of this step; `worth` receives the offers of requests.
 
         `collect` collects the ended transfers of every tier.
-
-        `offered_once`: ends of the hashes of blocks that the engine never offers again.
         """
         self._flow = flow
         self._top = flow.top
@@ -68,7 +68,6 @@ class Stores:
         self._worth = worth
         self._collect = collect
         self._aging = demoter.aging
-        self._offered_once = offered_once
 
     def prepare(
         self, block_hashes: Sequence[BlockHash], request: Request | None
@@ -100,12 +99,12 @@ class Stores:
             flow.counters.store_truncated_blocks += len(new) - room
             new = new[:room]
         depth = 0 if request is None else len(request.keys)
-        statuses = top.take(new, depth) if new else []
+        statuses, slots = top.take(new, depth) if new else ([], _NO_SLOTS)
         self._workers.stores.update(zip(new, statuses, strict=True))
         if request is not None:
             request.note_stored(block_hashes, new)
         evicted, flow.evicted = flow.evicted, []
-        return PrepareStoreOutput(new, top.backend.get_load_store_spec(new, statuses), evicted)
+        return PrepareStoreOutput(new, LoadStoreSpec(slots), evicted)
 
     def complete(
         self, block_hashes: Collection[BlockHash], success: bool, request: Request | None
@@ -147,7 +146,7 @@ class Stores:
         may_drop = self._below.is_blocked
         if need <= top.capacity and top.make_all_room(need, protected, may_drop):
             return need
-        once = self._offered_once  # such an offer is one block, or one per KV group
+        once = self._flow.options.offered_once  # such an offer is one block, or one per KV group
         if once and any(h.endswith(once) for h in (offered[0], offered[-1])):
             return top.make_room(min(need, top.capacity), protected, True)
         if request is not None and request.deferrals >= MAX_DEFERRALS:

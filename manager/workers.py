@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from itertools import chain
 
+import numpy as np
+
 from ..tiers.base import BlockHash, BlockStatus, LoadStoreSpec
 from .flow import Flow
 from .level import SPENT
@@ -20,13 +22,11 @@ from .request import Request
 class WorkerTransfers:
     """Stores and loads of workers in flight, and the quarantine. Used under the manager's lock."""
 
-    def __init__(self, flow: Flow, steps_until_flushed: int, served_end: bytes) -> None:
-        """`served_end`: last bytes of the hashes of those blocks by which tokens are counted."""
+    def __init__(self, flow: Flow) -> None:
         self._counters = flow.counters
         self._top = flow.top
         self._media = [flow.top.medium, *(facts.medium for facts in flow.below.tiers)]
-        self._served_end = served_end
-        self._steps_until_flushed = steps_until_flushed
+        self._options = flow.options
         self._step = 0
         """Number of steps in which slots were in quarantine."""
         self.quarantine: list[tuple[int, list[BlockStatus], list[BlockStatus]]] = []
@@ -52,16 +52,16 @@ class WorkerTransfers:
         hashes = list(block_hashes)
         if request is not None:
             request.sources.clear()  # of an earlier load, before a preemption
-        loads, origin, served_end = self.loads, self._top.origin, self._served_end
+        loads, origin, served_end = self.loads, self._top.origin, self._options.served_end
         loaded, served = self._counters.loaded_blocks, self._counters.served_blocks
-        pinned: list[BlockStatus] = []
+        slots: list[int] = []
         for block_hash, status in zip(hashes, self._top.policy.get_many(hashes), strict=True):
             assert status is not None and status.ref_cnt >= 0, "only hits can be loaded"
             status.ref_cnt += 1
-            pinned.append(status)
             entry = loads.get(block_hash)
             loads[block_hash] = (status, 1 if entry is None else entry[1] + 1)
             slot = status.block_id
+            slots.append(slot)
             source = origin[slot]
             if source:  # the first load counts for the tier below, later ones for the first tier
                 origin[slot] = 0 if source == SPENT else SPENT
@@ -74,7 +74,7 @@ class WorkerTransfers:
             self._top.policy.touch(hashes)
         else:
             request.keys.update(dict.fromkeys(hashes, False))
-        return self._top.backend.get_load_store_spec(hashes, pinned)
+        return LoadStoreSpec(np.array(slots, np.int32))
 
     def end_loads(self, block_hashes: Collection[BlockHash]) -> None:
         """Remove one pin of each block, because a worker has read them."""
@@ -140,7 +140,7 @@ class WorkerTransfers:
         self.loads.clear()
         self.outdated.clear()
         if statuses or pinned:
-            until = self._step + self._steps_until_flushed
+            until = self._step + self._options.steps_until_flushed
             self.quarantine.append((until, statuses, pinned or []))
 
     def end_step(self) -> None:

@@ -115,12 +115,6 @@ class Backend(ABC):
             self.free(status)
 
     @abstractmethod
-    def get_load_store_spec(
-        self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
-    ) -> LoadStoreSpec:
-        """Return the places of these blocks, in this order."""
-
-    @abstractmethod
     def reset(self) -> list[BlockStatus]:
         """Free every idle slot at once, and return the busy ones (`ref_cnt != 0`).
 
@@ -202,10 +196,10 @@ class CachePolicy(ABC):
     def __len__(self) -> int:
         """Return the number of blocks present."""
 
-    ready_at: list[BlockHash] | None = None
+    ready_at: list[BlockHash]
     """Hash of the ready block in each slot (`mark_ready`); empty for any other slot.
 
-    The last item is an empty hash. The list is optional, and makes hits faster to find."""
+    The last item is an empty hash. If `mark_ready` is ignored, it is the only one."""
 
     def mark_ready(  # noqa: B027 - may be ignored
         self, block_hashes: Sequence[BlockHash], slots: Sequence[int]

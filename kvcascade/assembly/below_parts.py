@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from ..config.schema import BelowOptions
-from ..manager.admission import Admission
+from ..manager.admission import AdmissionFunction
 from ..manager.below.chain import BelowChain, ChainedTier
 from ..manager.below.port import Below, NoTierBelow
 from ..tiers.cpu.slot_table import NO_EPOCH
@@ -26,8 +26,8 @@ class OpenBelow(Protocol):
         ...
 
     @property
-    def admission(self) -> Admission:
-        """Rule for the blocks that it is offered."""
+    def admission(self) -> AdmissionFunction | None:
+        """Rule for the blocks that it is offered; None admits all."""
         ...
 
     @property

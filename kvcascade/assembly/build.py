@@ -29,7 +29,8 @@ from ..errors import ConfigError
 from ..handlers.device.copier import DeviceCopier
 from ..handlers.device.geometry import PageRef, WorkerLayout
 from ..logs import get_logger
-from ..manager.cascading import CascadingOffloadingManager, ManagerOptions, OnTransfer
+from ..manager.cascading import CascadingOffloadingManager
+from ..manager.flow import ManagerOptions, OnTransfer
 from ..manager.level import Tier
 from ..manager.request import Request
 from ..manager.state import TierState

@@ -24,7 +24,7 @@ from ..config.schema import (
 )
 from ..errors import ConfigError
 from ..logs import get_logger
-from ..manager.admission import Admission, AdmitAll, AdmitSecondTouch, admission_by_path
+from ..manager.admission import AdmissionFunction, admission_by_path, admit_second_touch
 from ..tiers.cpu.arena import DEFAULT_ARENA_DIR
 from ..tiers.cpu.arena_file import sweep
 from ..tiers.policies import known_names, order_class
@@ -47,12 +47,15 @@ TIER_ABOUT = ("label", "weights_id", "on_reset")
 """Options of that tier that are top-level options of a cascade."""
 
 
-def admission_rule(name: str) -> Admission:
-    """Return the rule for a value of `admission`. Raises `ConfigError` if it does not exist."""
+def admission_rule(name: str) -> AdmissionFunction | None:
+    """Return the rule for a value of `admission`; None admits every block.
+
+    Raises `ConfigError` if it does not exist.
+    """
     if name == AdmissionMode.ALL:
-        return AdmitAll()
+        return None
     if name == AdmissionMode.SECOND_TOUCH:
-        return AdmitSecondTouch()
+        return admit_second_touch
     return admission_by_path(name)
 
 

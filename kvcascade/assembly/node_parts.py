@@ -22,7 +22,7 @@ from ..handlers.node.node_keeper import NodeKeeper
 from ..handlers.node.path.path_client import node_process, node_thread
 from ..handlers.node.path_wire import NodeSetup, NodeState
 from ..logs import get_logger
-from ..manager.admission import Admission
+from ..manager.admission import AdmissionFunction
 from ..manager.below.node_feed import NodeFeed
 from ..manager.below.node_tier import NodeTier
 from ..manager.below.port import TierFacts
@@ -101,7 +101,7 @@ class OpenTier:
     node: NodeKeeper
     mapper: ThreadPoolExecutor
     """Maps the presence table."""
-    admission: Admission
+    admission: AdmissionFunction | None
 
     def close(self) -> None:
         """End the node, which closes a path that it writes; idempotent."""

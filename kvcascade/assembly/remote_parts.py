@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..handlers.node.node_child import Connection, launch
 from ..handlers.node.node_keeper import NodeKeeper
 from ..handlers.node.remote.remote_wire import RemoteSetup, from_remote_node
-from ..manager.admission import Admission, AdmitAll
+from ..manager.admission import AdmissionFunction
 from ..manager.below.remote_feed import RemoteFeed
 from ..manager.below.remote_tier import RemoteTier, remote_facts
 from ..tiers.base import new_reset_mark
@@ -35,9 +35,9 @@ class OpenRemote:
     options: RemoteTierOptions
 
     @property
-    def admission(self) -> Admission:
-        """Every block: the tier decides itself which ones it takes."""
-        return AdmitAll()
+    def admission(self) -> AdmissionFunction | None:
+        """None: the tier decides itself which blocks it takes."""
+        return None
 
     @property
     def epoch(self) -> int | None:

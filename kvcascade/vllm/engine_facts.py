@@ -392,7 +392,7 @@ def steps_until_flushed(stages: int) -> int:
     In the first step after a reset, every worker ends its earlier transfers before it computes.
     vLLM has at most `stages + 1` steps in flight, so this step has ended that many steps later.
     """
-    return max(3, stages + 2) + 1
+    return stages + 3
 
 
 def seconds_to_stop(config: Any | None) -> int | None:

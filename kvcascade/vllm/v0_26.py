@@ -181,7 +181,8 @@ class CascadeManager(OffloadingManager):
         return CacheHitSource.HOST if source == "CPU" else CacheHitSource.DISK
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        self._note_progress()
+        if self._standstill is not None:
+            self._standstill.note_progress()
         request = self._request_of(req_context)
         slots = self._manager.prepare_load(cast(Collection[BlockHash], keys), request).slots
         return CascadeLoadStoreSpec(slots)  # type: ignore[arg-type]
@@ -191,14 +192,14 @@ class CascadeManager(OffloadingManager):
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Note the keys, to count them once; called at every step of a request up to 0.30."""
-        noted = self._request_of(req_context).keys
-        for key in cast(Collection[BlockHash], keys):
-            noted.setdefault(key, False)
+        touched = dict.fromkeys(cast(Collection[BlockHash], keys))
+        self._request_of(req_context).touched.update(touched)
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        self._note_progress()
+        if self._standstill is not None:
+            self._standstill.note_progress()
         hashes = cast(list[BlockHash], list(keys))
         output = self._manager.prepare_store(hashes, self._request_of(req_context))
         if output is None:
@@ -220,7 +221,8 @@ class CascadeManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._note_progress()
+        if self._standstill is not None:
+            self._standstill.note_progress()
         request = self._request_of(req_context)
         if self._cascade.recorder is not None:
             self._cascade.record(request, _prompt(request, req_context))
@@ -259,10 +261,6 @@ class CascadeManager(OffloadingManager):
 
     def shutdown(self) -> None:
         self._cascade.close()
-
-    def _note_progress(self) -> None:
-        if self._standstill is not None:
-            self._standstill.note_progress()
 
     def _request_of(self, context: ReqContext) -> Request:
         if context is self._context:
@@ -511,7 +509,7 @@ def _prompt(request: Request, context: ReqContext) -> list[BlockHash]:
 
     Blocks whose store was deferred to the end are among them: the prompt is as long without them.
     """
-    used = dict.fromkeys([*request.keys, *request.deferred])
+    used = dict.fromkeys([*request.touched, *request.keys, *request.deferred])
     if request.missed_at is not None:
         used.setdefault(request.missed_at)
     return in_prompt_order(context, used)

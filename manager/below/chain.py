@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...tiers.base import BlockHash, BlockOutcome, new_reset_mark
-from ..admission import Admission, AdmitAll, PastUses
+from ..admission import AdmissionFunction, PastUses
 from ..base import BlockEvent
 from ..counters import LinkCounters
 from ..state import TierState
@@ -46,8 +46,8 @@ class ChainedTier:
     """One port of a chain: it has one tier."""
 
     port: Below
-    admission: Admission
-    """Admission to the tier. For the nearest tier the caller applies it."""
+    admission: AdmissionFunction | None
+    """Admission to the tier; None: every block. For the nearest tier the caller applies it."""
 
 
 @dataclass(slots=True)
@@ -113,11 +113,10 @@ class _LowerTier:
     def __init__(self, tier: ChainedTier, limit_blocks: int) -> None:
         self.port = tier.port
         self.in_flight = 0
-        self._admission = tier.admission
         self._limit_blocks = limit_blocks
-        self._admits_all = isinstance(tier.admission, AdmitAll)
-        counts_uses = tier.admission.counts_uses
-        self._past = PastUses(tier.port.tiers[0].capacity) if counts_uses else None
+        admits, capacity = tier.admission, tier.port.tiers[0].capacity
+        self._rule = None if admits is None else (admits, PastUses(capacity))
+        """Admission, and the use counts of the blocks that it refused; None: it takes all."""
 
     @property
     def counters(self) -> LinkCounters:
@@ -127,7 +126,7 @@ class _LowerTier:
     @property
     def takes_all(self) -> bool:
         """False if a rule may leave out blocks that it is offered now."""
-        return self._admits_all and self.port.takes_all
+        return self._rule is None and self.port.takes_all
 
     def room(self, n: int) -> int:
         """Return how many of `n` blocks may be written to it now."""
@@ -151,8 +150,8 @@ class _LowerTier:
             among, no_use = decided, [Put.ALREADY, Put.UNWANTED]
         wanted = [at for at in among if not may_hold(keys[at])]
         held = [] if len(wanted) == len(among) else sorted(set(among).difference(wanted))
-        if not self._admits_all:
-            wanted = [at for at in wanted if self._admits(keys[at])]
+        if self._rule is not None:
+            wanted = [at for at in wanted if self._admits(keys[at], *self._rule)]
         room = self.room(len(wanted)) if wanted and self.port.takes_puts else 0
         self.counters.demote_missed_blocks += len(wanted) - room
         wanted = wanted[:room]
@@ -168,14 +167,12 @@ class _LowerTier:
         self.in_flight += len(wanted)
         return wanted, held
 
-    def _admits(self, key: BlockHash) -> bool:
+    def _admits(self, key: BlockHash, admits: AdmissionFunction, past: PastUses) -> bool:
         """Return whether it takes a block. Each offer counts as a use."""
-        if self._past is None:
-            return self._admission.admits(key, 1)
-        uses = self._past.of(key) + 1
-        is_admitted = self._admission.admits(key, uses)
+        uses = past.of(key) + 1
+        is_admitted = admits(key, uses)
         if not is_admitted:
-            self._past.note(key, uses)
+            past.note(key, uses)
             self.counters.demote_refused_blocks += 1
         return is_admitted
 

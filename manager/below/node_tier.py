@@ -60,21 +60,16 @@ class NodeWrites(Traffic[NodeFeed]):
         self._has_one_path = has_one_path
         self._no_room_until_s = flow.clock()
         self._why = Why.GRANTED
-        self._full_until_s = -math.inf
-        """Set if the last write found no room although no other one was in flight."""
+        self.full_until_s = -math.inf
+        """Time until which the tier counts as full: the writer had no room, and made none."""
         self.coming: set[BlockHash] = set()
         """Blocks whose write is in flight; lookups do not find them."""
-        self._over_budget: dict[BlockHash, None] = {}
+        self.over_budget: dict[BlockHash, None] = {}
         """Blocks that were not written because the budget was spent; oldest first."""
         self._outdated: set[int] = set()
         """Tickets in flight that were begun before the last reset; they end as GONE."""
         self.may_recover = True
         """True if the last failure came from the device or the node, not from lack of room."""
-
-    @property
-    def is_full(self) -> bool:
-        """True for a while after the writer had no room for any block, and made none."""
-        return self._flow.clock() < self._full_until_s
 
     def room(self, n: int) -> int:
         """Return how many of `n` blocks may be started."""
@@ -86,21 +81,24 @@ class NodeWrites(Traffic[NodeFeed]):
         """Let no write in flight stand for a block that is stored after a reset."""
         self._outdated.update(self.jobs)
         self.coming.clear()
-        self._over_budget.clear()
+        self.over_budget.clear()
 
-    def may_want(self, key: BlockHash) -> bool:
-        """Return True if only the budget kept this block out, and it is no longer spent."""
-        return key in self._over_budget and self._budget_blocks() > 0
+    def budget_blocks(self) -> float:
+        """Return how many more blocks the write budget allows."""
+        figures = self._flow.feed.figures
+        if figures is None or figures.budget_left_bytes is None:
+            return math.inf
+        return max(0, figures.budget_left_bytes // self._flow.block_bytes - len(self.coming))
 
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
         """Start writing as many blocks as may be in flight. Call it only while `takes_puts`."""
         flow, coming, n = self._flow, self.coming, len(keys)
-        for key in keys if self._over_budget else ():
-            self._over_budget.pop(key, None)
+        for key in keys if self.over_budget else ():
+            self.over_budget.pop(key, None)
         find = flow.feed.find
         new = [at for at, key in enumerate(keys) if key not in coming and find(key) < 0]
         room, answer = self.room(len(new)), Put.FULL if self._why is Why.FULL else Put.LATER
-        if room > (left := self._budget_blocks()):
+        if room > (left := self.budget_blocks()):
             room, answer = int(left), Put.OVER_BUDGET
             self._note_over_budget([keys[at] for at in new[room:]])
         started = new[:room]
@@ -130,7 +128,7 @@ class NodeWrites(Traffic[NodeFeed]):
         flow.feed.blocks += stored
         self._why = done.why
         is_full = done.why is Why.FULL and not (stored or self.coming)
-        self._full_until_s = flow.clock() + FULL_LIMIT_S if is_full else -math.inf
+        self.full_until_s = flow.clock() + FULL_LIMIT_S if is_full else -math.inf
         if self._why is not Why.GRANTED:
             self._no_room_until_s = flow.clock() + NO_ROOM_PAUSE_S
         is_resting = self._why is Why.RESTING
@@ -141,18 +139,11 @@ class NodeWrites(Traffic[NodeFeed]):
         size_bytes = stored * flow.block_bytes
         self.ended.append(Ended(going.ticket, False, 1, outcomes, size_bytes, done.time_s))
 
-    def _budget_blocks(self) -> float:
-        """Return how many more blocks the write budget allows."""
-        figures = self._flow.feed.figures
-        if figures is None or figures.budget_left_bytes is None:
-            return math.inf
-        return max(0, figures.budget_left_bytes // self._flow.block_bytes - len(self.coming))
-
     def _note_over_budget(self, keys: Sequence[BlockHash]) -> None:
         self._flow.feed.counters.demote_over_budget_blocks += len(keys)
-        self._over_budget |= dict.fromkeys(keys)
-        while len(self._over_budget) > MAX_OVER_BUDGET:
-            del self._over_budget[next(iter(self._over_budget))]
+        self.over_budget |= dict.fromkeys(keys)
+        while len(self.over_budget) > MAX_OVER_BUDGET:
+            del self.over_budget[next(iter(self.over_budget))]
 
     def _is_failure(self, stored: int, failed: int, no_space: int) -> bool:
         """Return True if blocks could not be written.
@@ -221,7 +212,9 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
                 self._client.tell(note)
 
     def wants_again(self, key: BlockHash) -> bool:
-        return self.writes.may_want(key)
+        """See `Below`. True if only the budget kept the block out, and it is no longer spent."""
+        writes = self.writes
+        return key in writes.over_budget and writes.budget_blocks() > 0
 
     # -- outcomes --------------------------------------------------------------------------
 
@@ -243,8 +236,8 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
 
     @property
     def is_blocked(self) -> bool:
-        is_off = self.feed.state is NodeState.OFF
-        return self.writes.breaker.is_resting or self.writes.is_full or is_off
+        writes, is_off = self.writes, self.feed.state is NodeState.OFF
+        return writes.breaker.is_resting or self._clock() < writes.full_until_s or is_off
 
     def rests(self, tier: int) -> bool:
         return self.reads.breaker.is_open or not self.feed.can_read

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from ...handlers.node.node_keeper import JOBS_AT_MOST
 from ...tiers.base import BlockHash, BlockOutcome
-from ..admission import Admission, PastUses
+from ..admission import AdmissionFunction, PastUses
 from ..base import BlockEvent
 from .node_tier import NodeTier
 from .port import Ended, Put
@@ -80,10 +80,12 @@ class _EndedRequest:
 class TierJobs:
     """Stores and loads of slots that another manager owns."""
 
-    def __init__(self, below: NodeTier, admission: Admission, clock: Callable[[], float]) -> None:
-        """`clock` returns monotonic seconds."""
+    def __init__(
+        self, below: NodeTier, admits: AdmissionFunction | None, clock: Callable[[], float]
+    ) -> None:
+        """`admits` decides which blocks are stored; None: all. `clock` returns monotonic
+        seconds."""
         self.below = below
-        self._admission = admission
         self._clock = clock
         self._tickets = itertools.count(1)
         self._jobs: dict[int, _Asked] = {}
@@ -96,7 +98,8 @@ class TierJobs:
         self._storing: set[BlockHash] = set()
         """Blocks whose store is queued or in flight."""
         self._unreported: list[_EndedRequest] = []
-        self._past = PastUses(below.tiers[0].capacity) if admission.counts_uses else None
+        self._rule = None if admits is None else (admits, PastUses(below.tiers[0].capacity))
+        """Admission, and the use counts of blocks; None: every block is admitted."""
 
     @property
     def is_busy(self) -> bool:
@@ -180,10 +183,10 @@ class TierJobs:
         jobs have failed once it is dead. A node that waits for its disk may live on, and
         `is_busy` stays true.
         """
-        if not self._await_jobs(DRAIN_S):
+        if not self._await_jobs():
             self._fail_queued()
             self.below.abandon()
-            self._await_jobs(DRAIN_S)
+            self._await_jobs()
 
     def reset(self) -> None:
         """Make every older block unreachable; call `drain` first.
@@ -204,9 +207,9 @@ class TierJobs:
         self.finished()
         return has_ended
 
-    def _await_jobs(self, limit_s: float) -> bool:
-        """Wait until every job has ended, or the time is over. Return True if none is left."""
-        end_s = self._clock() + limit_s
+    def _await_jobs(self) -> bool:
+        """Wait until every job has ended, at most `DRAIN_S`. Return True if none is left."""
+        end_s = self._clock() + DRAIN_S
         while self._jobs and (left_s := end_s - self._clock()) > 0:
             self.below.wait(left_s)
             if self._take_ended():  # in a stall, the tier would refuse what is queued
@@ -310,8 +313,9 @@ class TierJobs:
 
         The other manager offers a block once per request, so its offers count as uses.
         """
-        uses = 1
-        if self._past is not None:
-            uses += self._past.of(block_hash)
-            self._past.note(block_hash, uses)
-        return self._admission.admits(block_hash, uses)
+        if self._rule is None:
+            return True
+        admits, past = self._rule
+        uses = 1 + past.of(block_hash)
+        past.note(block_hash, uses)
+        return admits(block_hash, uses)

@@ -67,21 +67,14 @@ class ClaimQueue:
         room: PromotionRoom,
         choice: LoadChoice,
         answers: Answers,
-        deadline_s: float,
-        served_end: bytes,
     ) -> None:
-        """`choice` may give claims up. `answers` has the hits of this step.
-
-        `served_end`: end of the hashes of blocks by which tokens are counted.
-        """
+        """`choice` may give claims up. `answers` has the hits of this step."""
         self._flow = flow
         self._promoter = promoter
         self._holds = holds
         self.room = room
         self.choice = choice
         self._answers = answers
-        self._deadline_s = deadline_s
-        self._served_end = served_end
         self._asked: list[Claim] = []
         """Waiting claims whose requests asked in this step, in that order."""
         self._queue: dict[Claim, None] = {}
@@ -196,7 +189,7 @@ class ClaimQueue:
         if self._queue and self._is_time():
             self._admit_waiting()
         if self._promoter.is_queued:  # a slot or a job may be free now
-            self._promoter.flush(self._answers.hits(), may_displace=bool(self._queue))
+            self._promoter.flush(self._answers.hits, may_displace=bool(self._queue))
 
     def _admit_waiting(self) -> None:
         """Admit waiting claims that fit, and give up those that are better computed."""
@@ -246,13 +239,13 @@ class ClaimQueue:
 
     def _release_expired(self) -> None:
         """Unpin ready blocks that their request did not load in time."""
-        now_s = self._flow.clock()
+        now_s, deadline_s = self._flow.clock(), self._flow.options.promotion_deadline_s
         for claim in list(self.admitted):
             if claim.request.pending:
                 claim.ready_s = None
             elif claim.ready_s is None:
                 claim.ready_s = now_s
-            elif now_s >= claim.ready_s + HOLD_DEADLINES * self._deadline_s:
+            elif now_s >= claim.ready_s + HOLD_DEADLINES * deadline_s:
                 self.release(claim.request)
 
     # ---- one claim ---------------------------------------------------------------------------
@@ -324,7 +317,7 @@ class ClaimQueue:
         Windows and states at the end of a prefix are useless if the prefix is cut. The request asks
         next for those at the cut, so as many slots are reserved for them.
         """
-        end, request = self._served_end, claim.request
+        end, request = self._flow.options.served_end, claim.request
         served = [h for h in claim.wanted if h.endswith(end)]
         others = [h for h in claim.wanted if not h.endswith(end)]
         before = self.room.taken()

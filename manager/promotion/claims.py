@@ -122,28 +122,17 @@ class PromotionRoom:
     """Slots of the first tier that promotions may take or hold."""
 
     def __init__(
-        self,
-        flow: Flow,
-        promoter: Promoter,
-        holds: Holds,
-        workers: WorkerTransfers,
-        deadline_s: float,
-        budget_slots: int | None,
+        self, flow: Flow, promoter: Promoter, holds: Holds, workers: WorkerTransfers
     ) -> None:
-        """`deadline_s`: longest wait for loads in flight alone.
-
-        `budget_slots`: slots of the first tier for promotions. None: the clean slots, or half of
-        all.
-        """
         top = self._top = flow.top
         self._clock = flow.clock
-        self._deadline_s = deadline_s
+        self._deadline_s = flow.options.promotion_deadline_s
         self._promoter = promoter
         self._holds = holds
         self._workers = workers
-        self._given_budget = budget_slots
+        self._given_budget = flow.options.promotion_budget_slots
         most = max(1, top.capacity - top.capacity // STORE_SHARE)
-        self._most = min(budget_slots or most, most)
+        self._most = min(self._given_budget or most, most)
         """Slots that promotions may take or hold if no slot is dirty."""
         self.refused_store = 0
         """Size in blocks of the largest store that was refused in this step for lack of slots."""
@@ -159,7 +148,7 @@ class PromotionRoom:
 
         - it is larger than the whole budget without late blocks, and loads in flight leave more
           than half of that;
-        - loads in flight alone have kept it waiting for `deadline_s`.
+        - loads in flight alone have kept it waiting for `promotion_deadline_s`.
         """
         if claim.new_slots is None:
             return None

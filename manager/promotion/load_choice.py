@@ -38,18 +38,14 @@ class LoadChoice:
         promoter: Promoter,
         room: PromotionRoom,
         worth: Worth | None,
-        served_end: bytes,
     ) -> None:
-        """`worth` compares the speeds; None: tiers are left out only while they rest.
-
-        `served_end`: end of the hashes of blocks by which tokens are counted.
-        """
+        """`worth` compares the speeds; None: tiers are left out only while they rest."""
         self._flow = flow
         self._below = flow.below
         self._promoter = promoter
         self._room = room
         self.worth = worth
-        self._served_end = served_end
+        self._served_end = flow.options.served_end
         self._elsewhere = [n for n, tier in enumerate(flow.below.tiers, 1) if tier.is_elsewhere]
         """Numbers of the tiers that have to be asked."""
         self._look_again_s = -math.inf

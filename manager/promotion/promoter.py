@@ -14,10 +14,10 @@ Used under the manager's lock.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ...tiers.base import BlockHash, BlockOutcome, slot_of
+from ...tiers.base import BlockHash, BlockOutcome
 from ..below.port import Ended
 from ..counters import Reason
 from ..demotion import Demoter
@@ -107,7 +107,6 @@ class Promoter:
         demoter: Demoter,
         holds: Holds,
         workers: WorkerTransfers,
-        deadline_s: float,
         worth: Worth | None,
     ) -> None:
         """`demoter` makes room in the first tier; `worth` measures the speeds of the tiers."""
@@ -121,7 +120,8 @@ class Promoter:
         self._batch = batch_blocks(flow.top.block_size)
         self.pending: dict[BlockHash, Pending] = {}
         """Blocks that are queued or in flight."""
-        self.queues = [ReadQueue(tier, deadline_s) for tier in range(1, 1 + len(flow.below.tiers))]
+        deadline_s, tiers = flow.options.promotion_deadline_s, range(1, 1 + len(flow.below.tiers))
+        self.queues = [ReadQueue(tier, deadline_s) for tier in tiers]
         """One queue for each tier below, nearest first."""
         self.is_queued = False
         """False if `flush` has nothing to read."""
@@ -158,8 +158,8 @@ class Promoter:
             self.pending[block_hash].waiters.pop(request, None)
         request.pending.clear()
 
-    def flush(self, protected: Container[BlockHash], may_displace: bool) -> None:
-        """Take slots for queued blocks, and start reading. Protected blocks are never evicted.
+    def flush(self, hits: Callable[[], Container[BlockHash]], may_displace: bool) -> None:
+        """Take slots for queued blocks, and start reading. The hits of this step are never evicted.
 
         `may_displace`: True evicts promoted blocks first that were loaded already. Use it if
         requests wait for room.
@@ -167,7 +167,7 @@ class Promoter:
         self.is_queued = False
         for queue in self.queues:
             if queue.queued:
-                self._flush_queue(queue, protected, may_displace)
+                self._flush_queue(queue, hits, may_displace)
                 self.is_queued |= bool(queue.queued)
 
     def land(self, ended: Ended) -> ReadJob:
@@ -202,10 +202,9 @@ class Promoter:
                 if job.is_orphan:  # a later promotion may read the same blocks
                     continue
                 for block_hash in job.hashes:
-                    pending = self.pending.get(block_hash)
-                    if pending is not None:
-                        pending.is_late = True
-                        self._miss(block_hash, pending, Reason.DEADLINE)
+                    pending = self.pending[block_hash]
+                    pending.is_late = True
+                    self._miss(block_hash, pending, Reason.DEADLINE)
             self.late_s = min(self.late_s, queue.next_due_s())
 
     def orphan(self) -> list[Transfer]:
@@ -223,7 +222,7 @@ class Promoter:
         return orphans
 
     def _flush_queue(
-        self, queue: ReadQueue, protected: Container[BlockHash], may_displace: bool
+        self, queue: ReadQueue, hits: Callable[[], Container[BlockHash]], may_displace: bool
     ) -> None:
         """Start jobs for a queue. Blocks that must wait for a free job stay queued."""
         top, queued = self._top, queue.queued
@@ -234,7 +233,7 @@ class Promoter:
             top.policy.expect(queued[:wanted])
         room, may_drop = wanted, False
         if wanted > top.backend.get_num_free_blocks():
-            may_drop = self._below.is_blocked
+            may_drop, protected = self._below.is_blocked, hits()
             if may_displace:
                 top.make_room_of_spent(wanted, protected)
             room = top.make_room(wanted, protected, may_drop_dirty=may_drop)
@@ -267,7 +266,7 @@ class Promoter:
                 present.append(block_hash)
         if not present:
             return
-        targets = self._top.take(present)
+        targets, slots = self._top.take(present)
         ticket, now_s = next(self._flow.tickets), self._flow.clock()
         queue.jobs[ticket] = ReadJob(present, targets, now_s)
         queue.moved_s = now_s
@@ -275,7 +274,7 @@ class Promoter:
         if self._worth is not None:
             speed = self._worth.links[queue.tier - 1]
             speed.started(len(present) * self._top.block_size, now_s)
-        self._below.get(ticket, queue.tier, present, list(map(slot_of, targets)))
+        self._below.get(ticket, queue.tier, present, slots.tolist())
 
     def _fail(self, block_hash: BlockHash, reason: Reason | None = None) -> None:
         """Drop a promotion: its block is a miss for every waiting request."""
@@ -306,12 +305,11 @@ class Promoter:
             status.ref_cnt = 0
             arrived.append(block_hash)
             slots.append(status.block_id)
-            pending = pop(block_hash, None)
-            if pending is not None:
-                origin[status.block_id] = pending.tier
-                for request in pending.waiters:
-                    request.pending.discard(block_hash)
-                    self._holds.pin(request, block_hash, status)
+            pending = pop(block_hash)
+            origin[status.block_id] = pending.tier
+            for request in pending.waiters:
+                request.pending.discard(block_hash)
+                self._holds.pin(request, block_hash, status)
         if ended.tier == 1:
             top.dirt.set_settled(slots)
         else:  # a block from a deeper tier is hot now: eviction writes it to tier 1

@@ -55,12 +55,6 @@ class BackendContract:
         status.ref_cnt += 2
         assert status.ref_cnt == 2
 
-    def test_a_spec_has_the_slots_in_the_order_of_the_blocks(self, backend: Backend) -> None:
-        some = hashes(3)
-        statuses = backend.allocate_blocks(some)[::-1]
-        spec = backend.get_load_store_spec(some, statuses)
-        assert spec.slots.tolist() == [status.block_id for status in statuses]
-
     def test_reset_frees_idle_slots_and_returns_busy_ones(self, backend: Backend) -> None:
         arriving, idle, read = backend.allocate_blocks(hashes(3))
         idle.ref_cnt = 0

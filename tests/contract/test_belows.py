@@ -10,7 +10,6 @@ from support.keys import key, keys
 from support.memory_backend import MemoryBackend
 from support.node_rig import NodesRig
 
-from kvcascade.manager.admission import AdmitAll
 from kvcascade.manager.below.chain import LOWER_SHARE, BelowChain, ChainedTier
 from kvcascade.manager.below.port import Below, Put
 from kvcascade.tiers.base import BlockOutcome
@@ -60,7 +59,7 @@ class ChainOfTwinsRig(TwinRig):
     def __init__(self) -> None:
         super().__init__()
         self.lower = BelowTwin(self._arena.view, 2 * SLOTS, BLOCK_SIZE)
-        tiers = [ChainedTier(twin, AdmitAll()) for twin in (self.twin, self.lower)]
+        tiers = [ChainedTier(twin, None) for twin in (self.twin, self.lower)]
         self.below = BelowChain(tiers, LOWER_SHARE * ARENA_SLOTS, self.now_s)
 
 
@@ -73,7 +72,7 @@ class ChainOfNodesRig(NodeTierRig):
         lower = [self.lower.add(arena=node.arena) for node in self.nodes]
         self.chains = [
             BelowChain(
-                [ChainedTier(tier, AdmitAll()) for tier in (upper.tier, below.tier)],
+                [ChainedTier(tier, None) for tier in (upper.tier, below.tier)],
                 LOWER_SHARE * ARENA_SLOTS,
                 self.now_s,
             )

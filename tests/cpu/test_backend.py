@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -80,16 +79,8 @@ TestBackendModel = BackendMachine.TestCase
 
 def test_freed_slots_are_put_in_order_for_larger_allocations() -> None:
     backend = CpuBackend(64, 16)
+    assert backend.medium == "CPU"
     statuses = backend.allocate_blocks(keys(16))
     for slot in (5, 2, 7, 4, 3, 6, 9, 8):
         backend.free(statuses[slot])
     assert ids(backend.allocate_blocks(keys(8))) == list(range(2, 10))
-
-
-def test_spec_has_the_slots_in_the_order_of_the_blocks() -> None:
-    backend = CpuBackend(64, 8)
-    statuses = backend.allocate_blocks(keys(3))
-    spec = backend.get_load_store_spec(keys(3), statuses[::-1])
-    assert backend.medium == "CPU"
-    assert spec.slots.dtype == np.int32
-    assert spec.slots.tolist() == [2, 1, 0]

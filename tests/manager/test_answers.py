@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from support.cascade import Cascade
 from support.keys import key, keys
 
 from kvcascade.manager.base import LookupState
-from kvcascade.manager.cascading import ManagerOptions
+from kvcascade.manager.flow import ManagerOptions
 from kvcascade.manager.lookup import Answers
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash
@@ -67,14 +68,14 @@ def test_hits_are_those_of_the_step() -> None:
 
 def test_the_stores_of_a_step_share_one_set_of_its_hits() -> None:
     """Each of them copied all hits: 64 stores beside 60,000 hits took 160 ms."""
-    answers = Answers(None)
+    answers = Answers([NONE])
     for block in (A, B, C):
         answers.hit(block)
     assert answers.hits() is answers.hits()
 
 
 def test_without_slots_every_hit_is_looked_up() -> None:
-    answers = Answers(None)
+    answers = Answers([NONE])
     answers.hit(A, 0)
     assert follow(answers, B) == [False]
     assert answers.hits() == {A}
@@ -153,3 +154,17 @@ def test_misses_count_once_until_the_request_loads_or_stores(sizes: tuple[int, .
     assert misses_after(20) == 2 + 1 + 2, "a preempted request asks again"
     assert manager.prepare_store(keys(3, 4), request) is not None
     assert misses_after(20) == 2 + 1 + 2 + 2
+
+
+def test_slots_come_in_the_order_of_the_blocks() -> None:
+    """Those of a store in the order of its offer, those of a load in the order of its list."""
+    cascade = Cascade((8,))
+    blocks = [key(i) for i in range(6)]
+    stored = cascade.manager.prepare_store(blocks)
+    assert stored is not None and stored.store_spec.slots.dtype == np.int32
+    places = cascade.policies[0].get_many(blocks)
+    slots = [status.block_id for status in places if status is not None]
+    assert stored.store_spec.slots.tolist() == slots
+    cascade.manager.complete_store(set(blocks))
+    loaded = cascade.manager.prepare_load(blocks[::-2])
+    assert loaded.slots.dtype == np.int32 and loaded.slots.tolist() == slots[::-2]

@@ -8,11 +8,10 @@ from support.inside import demoters, levels
 from support.keys import key, keys
 
 from kvcascade.config.schema import WriteMode
-from kvcascade.manager.admission import AdmitSecondTouch
+from kvcascade.manager.admission import admit_second_touch
 from kvcascade.manager.base import BlockEvent, LookupState
-from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.counters import Reason
-from kvcascade.manager.flow import MAX_BATCH_BLOCKS, MAX_EVENT_BLOCKS
+from kvcascade.manager.flow import MAX_BATCH_BLOCKS, MAX_EVENT_BLOCKS, ManagerOptions
 from kvcascade.manager.promotion import promoter
 from kvcascade.manager.request import Request
 from kvcascade.manager.stores import MAX_DEFERRALS
@@ -223,7 +222,7 @@ class TestDemotion:
         assert cascade.manager.counters.dropped_dirty_blocks == 0, "written when they leave"
 
     def test_second_touch_admits_what_is_used_again(self) -> None:
-        cascade = Cascade((8, 16), is_immediate=True, admission=AdmitSecondTouch())
+        cascade = Cascade((8, 16), is_immediate=True, admission=admit_second_touch)
         cascade.store(keys(0, 4))
         request = Request()
         assert states(cascade, request, keys(0, 2)) == [HIT, HIT]
@@ -235,7 +234,7 @@ class TestDemotion:
         assert cascade.manager.counters.links[0].demote_refused_blocks == 2
 
     def test_a_refused_block_gets_another_chance(self) -> None:
-        cascade = Cascade((8, 16), is_immediate=True, admission=AdmitSecondTouch())
+        cascade = Cascade((8, 16), is_immediate=True, admission=admit_second_touch)
         cascade.store([key(0)])
         cascade.manager.flush_dirty(cascade.now_s + 1)
         request = Request()
@@ -245,7 +244,7 @@ class TestDemotion:
         assert cascade.holds(1, key(0))
 
     def test_a_refused_block_is_known_when_it_comes_back(self) -> None:
-        cascade = Cascade((8, 64), is_immediate=True, admission=AdmitSecondTouch())
+        cascade = Cascade((8, 64), is_immediate=True, admission=admit_second_touch)
         for start in (0, 8, 16):
             assert cascade.store(keys(start, start + 8))
         assert not any(cascade.holds(0, key(i)) for i in range(8))
@@ -255,7 +254,7 @@ class TestDemotion:
 
     def test_second_touch_spares_half_where_half_is_never_used_again(self) -> None:
         written = []
-        for admission in (None, AdmitSecondTouch()):
+        for admission in (None, admit_second_touch):
             cascade = Cascade((8, 400), is_immediate=True, admission=admission)
             for start in range(0, 160, 4):
                 cascade.store(keys(1000 + start, 1004 + start))  # never again
@@ -270,7 +269,7 @@ class TestDemotion:
     @pytest.mark.parametrize("mode", [WriteMode.BACK, WriteMode.THROUGH])
     def test_what_was_refused_and_is_used_again_is_written_in_time(self, mode: WriteMode) -> None:
         options = ManagerOptions(write_mode=mode, dirty_age_s=2.0)
-        cascade = Cascade((32, 64), options, is_immediate=True, admission=AdmitSecondTouch())
+        cascade = Cascade((32, 64), options, is_immediate=True, admission=admit_second_touch)
         cascade.store(keys(0, 4))
         cascade.now_s += 3.0
         cascade.manager.maintain()
@@ -285,7 +284,7 @@ class TestDemotion:
         assert all(cascade.holds(1, key(i)) for i in range(4))
 
     def test_a_step_looks_at_a_bounded_number_of_blocks(self) -> None:
-        cascade = Cascade((4000, 8000), is_immediate=True, admission=AdmitSecondTouch())
+        cascade = Cascade((4000, 8000), is_immediate=True, admission=admit_second_touch)
         cascade.store(keys(0, 3500))
         refused = []
         for _ in range(5):
@@ -297,7 +296,7 @@ class TestDemotion:
         assert cascade.manager.counters.links[0].demote_refused_blocks == 3500
 
     def test_a_store_need_not_wait_for_what_need_not_be_written(self) -> None:
-        cascade = Cascade((2000, 8000), is_immediate=True, admission=AdmitSecondTouch())
+        cascade = Cascade((2000, 8000), is_immediate=True, admission=admit_second_touch)
         cascade.store(keys(0, 2000))
         assert cascade.store(keys(2000, 2008)) == keys(2000, 2008)
         assert cascade.manager.counters.links[0].demote_refused_blocks == 512

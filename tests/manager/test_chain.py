@@ -12,7 +12,7 @@ from support.node_rig import NodesRig
 from support.twin_engine import TwinEngine
 
 from kvcascade.config.schema import WriteMode
-from kvcascade.manager.admission import Admission, AdmitAll, AdmitSecondTouch
+from kvcascade.manager.admission import AdmissionFunction, admit_second_touch
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.chain import (
     ABSENT_AFTER_S,
@@ -36,12 +36,12 @@ LIMIT = SLOTS // LOWER_SHARE
 class Chain:
     """Two twins behind a chain."""
 
-    def __init__(self, admission: Admission | None = None) -> None:
+    def __init__(self, admission: AdmissionFunction | None = None) -> None:
         self.clock = ManualClock()
         self.arena = MemoryBackend(BLOCK_SIZE, SLOTS, medium="CPU")
         self.near = BelowTwin(self.arena.view, NEAR, BLOCK_SIZE)
         self.far = BelowTwin(self.arena.view, FAR, BLOCK_SIZE)
-        tiers = [ChainedTier(self.near, AdmitAll()), ChainedTier(self.far, admission or AdmitAll())]
+        tiers = [ChainedTier(self.near, None), ChainedTier(self.far, admission)]
         self.below = BelowChain(tiers, SLOTS, self.clock)
         self.ticket = 0
 
@@ -161,7 +161,7 @@ def test_a_full_nearest_tier_costs_no_block_that_a_lower_one_may_take(answer: Pu
 
 
 def test_a_tier_that_admits_by_uses_counts_no_offer_while_the_nearest_rests() -> None:
-    chain = Chain(AdmitSecondTouch())
+    chain = Chain(admit_second_touch)
     chain.near.answer = Put.RESTING
     assert [chain.begin(0, 1), chain.begin(0, 1)] == [[Put.RESTING]] * 2
     assert not chain.below.takes_puts and chain.held(0) == (False, False)
@@ -256,7 +256,7 @@ def test_a_block_that_the_nearest_tier_holds_is_written_below_when_it_comes_agai
 
 
 def test_a_lower_tier_admits_by_the_number_of_offers() -> None:
-    chain = Chain(AdmitSecondTouch())
+    chain = Chain(admit_second_touch)
     chain.put(0, 2)
     assert chain.held(0) == (True, False)
     assert chain.below.links[1].demote_refused_blocks == 2
@@ -419,7 +419,7 @@ def test_engines_pass_a_reset_on_once() -> None:
     rigs = [NodesRig(is_real=True) for _ in range(2)]
     rigs[1].clock = rigs[0].clock
     chains = [
-        BelowChain([ChainedTier(rig.add().tier, AdmitAll()) for rig in rigs], SLOTS, rigs[0].clock)
+        BelowChain([ChainedTier(rig.add().tier, None) for rig in rigs], SLOTS, rigs[0].clock)
         for _ in range(2)
     ]
     alone = rigs[0].add().tier

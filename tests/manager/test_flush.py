@@ -11,7 +11,7 @@ from kvcascade.handlers.node.node_keeper import WAIT_SLICE_S
 from kvcascade.manager import flush, level
 from kvcascade.manager.below.port import Put
 from kvcascade.manager.below.single_tier import NODE_STOP_S, STALLED_S
-from kvcascade.manager.cascading import ManagerOptions
+from kvcascade.manager.flow import ManagerOptions
 from kvcascade.manager.flush import JOIN_LIMIT_S, JOIN_POLL_S, RESTS_AT_MOST
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome

@@ -10,15 +10,15 @@ import pytest
 from support.cascade import key
 from support.day_log import DayLog, NotedBudget
 
+from kvcascade.assembly.named import admission_rule
 from kvcascade.errors import ConfigError
 from kvcascade.manager import admission
 from kvcascade.manager.admission import (
-    AdmitAll,
     AdmitBy,
-    AdmitSecondTouch,
     EnduranceWatch,
     PastUses,
     admission_by_path,
+    admit_second_touch,
 )
 from kvcascade.manager.ticker import Ticker
 from kvcascade.tiers.base import BlockHash
@@ -61,18 +61,19 @@ def write(budget: NotedBudget, size_bytes: int) -> None:
 
 class TestAdmission:
     def test_rules(self) -> None:
-        assert AdmitAll().admits(key(1), 1)
-        assert not AdmitSecondTouch().admits(key(1), 1)
-        assert AdmitSecondTouch().admits(key(1), 2)
+        assert admission_rule("all") is None
+        assert admission_rule("second_touch") is admit_second_touch
+        assert not admit_second_touch(key(1), 1)
+        assert admit_second_touch(key(1), 2)
 
     def test_a_function_of_the_user_decides(self) -> None:
         rule = admission_by_path(f"{__name__}:only_even")
-        assert rule.admits(key(2), 1)
-        assert not rule.admits(key(3), 1)
+        assert rule(key(2), 1)
+        assert not rule(key(3), 1)
 
     def test_one_that_fails_is_left_out(self, caplog: pytest.LogCaptureFixture) -> None:
         rule = AdmitBy(lambda block_hash, uses: 1 // 0 == uses, "broken")
-        assert rule.admits(key(1), 1) and rule.admits(key(1), 1)
+        assert rule(key(1), 1) and rule(key(1), 1)
         assert caplog.text.count("admission broken failed") == 1
 
     @pytest.mark.parametrize("path", ["no.such:thing", "json:nothing", f"{__name__}:DAY_S"])

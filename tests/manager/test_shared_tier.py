@@ -18,8 +18,7 @@ from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.chain import PASS_ON_AFTER_S
 from kvcascade.manager.below.node_feed import MAP_AGAIN_AFTER_S
 from kvcascade.manager.below.port import Put
-from kvcascade.manager.cascading import ManagerOptions
-from kvcascade.manager.flow import MAX_EVENT_BLOCKS
+from kvcascade.manager.flow import MAX_EVENT_BLOCKS, ManagerOptions
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.nvme.path.presence_file import map_presence

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from support.cascade import Cascade, key
 
-from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.counters import Reason
-from kvcascade.manager.flow import MAX_JOBS_IN_FLIGHT
+from kvcascade.manager.flow import MAX_JOBS_IN_FLIGHT, ManagerOptions
 from kvcascade.manager.promotion import load_choice
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash

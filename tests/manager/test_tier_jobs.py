@@ -10,7 +10,7 @@ from support.keys import key, keys
 from support.node_rig import ARENA_SLOTS, BLOCK, SLOTS, NodesRig, NodeTwin
 
 from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST
-from kvcascade.manager.admission import AdmitAll, AdmitSecondTouch
+from kvcascade.manager.admission import admit_second_touch
 from kvcascade.manager.base import BlockEvent
 from kvcascade.manager.below import tier_jobs
 from kvcascade.manager.below.single_tier import STALLED_S
@@ -33,7 +33,7 @@ class Rig:
     ) -> None:
         self.nodes = NodesRig(is_real=is_real)
         self.node: NodeTwin = self.nodes.add(slots=slots)
-        admission = AdmitSecondTouch() if is_second_touch else AdmitAll()
+        admission = admit_second_touch if is_second_touch else None
         self.jobs = TierJobs(self.node.tier, admission, self.nodes.clock)
         self.jobs.maintain()
         self._job = 0

@@ -19,11 +19,11 @@ from support.cascade import BLOCK_SIZE, Cascade
 from support.inside import levels
 
 from kvcascade.config.schema import OnReset, WriteMode
-from kvcascade.manager.admission import AdmitSecondTouch
+from kvcascade.manager.admission import admit_second_touch
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.chain import PASS_ON_AFTER_S, BelowChain
 from kvcascade.manager.below.node_tier import NodeTier
-from kvcascade.manager.cascading import ManagerOptions
+from kvcascade.manager.flow import ManagerOptions
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome, LoadStoreSpec, Pairs
 
@@ -94,7 +94,7 @@ class Engine:
             choose(CAPACITIES),
             self.options,
             choose(POLICIES),
-            admission=choose([None, None, AdmitSecondTouch()]),
+            admission=choose([None, None, admit_second_touch]),
             bytes_per_day=choose([None, None, 40 * BLOCK_SIZE]),
         )
         self.manager = self.cascade.manager

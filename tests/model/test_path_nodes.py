@@ -28,7 +28,6 @@ from support.node_rig import (
 )
 
 from kvcascade.handlers.node.path_wire import NodeState
-from kvcascade.manager.admission import AdmitAll
 from kvcascade.manager.below.chain import BelowChain, ChainedTier
 from kvcascade.manager.below.port import Below, Ended, Put
 from kvcascade.tiers.base import BlockHash, BlockOutcome
@@ -168,7 +167,7 @@ class World:
         twins += [rig.add(arena=twins[0].arena) for rig in self.rigs[1:]]
         if len(twins) == 1:
             return Engine(twins, twins[0].tier, self.rng)
-        tiers = [ChainedTier(twin.tier, AdmitAll()) for twin in twins]
+        tiers = [ChainedTier(twin.tier, None) for twin in twins]
         return Engine(twins, BelowChain(tiers, ARENA_SLOTS, self.rigs[0].clock), self.rng)
 
     def step(self) -> None:

@@ -43,8 +43,8 @@ def test_the_configuration_takes_it_for_both_tiers(name: str, tmp_path: Path) ->
 
 
 def test_the_rule_beside_it_is_one(name: str) -> None:
-    rule = admission_by_path("newest_package:admit")
-    assert [uses for uses in range(1, 6) if rule.admits(KEYS[0], uses)] == [3, 4, 5]
+    admits = admission_by_path("newest_package:admit")
+    assert [uses for uses in range(1, 6) if admits(KEYS[0], uses)] == [3, 4, 5]
 
 
 def test_it_orders_a_tier_in_memory(name: str) -> None:

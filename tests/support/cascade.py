@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import cast
 
-from kvcascade.manager.admission import Admission, AdmitAll
+from kvcascade.manager.admission import AdmissionFunction
 from kvcascade.manager.below.chain import BelowChain, ChainedTier
 from kvcascade.manager.below.node_feed import NodeFeed
 from kvcascade.manager.below.node_tier import NodeTier
 from kvcascade.manager.below.port import Below, NoTierBelow, TierFacts
-from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
+from kvcascade.manager.cascading import CascadingOffloadingManager
+from kvcascade.manager.flow import ManagerOptions
 from kvcascade.manager.level import Tier
 from kvcascade.tiers.base import BlockHash, CachePolicy
 from kvcascade.tiers.nvme.path.presence_table import PresenceTable
@@ -41,7 +42,7 @@ class Cascade:
         options: ManagerOptions | None = None,
         policy: str = "lru",
         is_immediate: bool = False,
-        admission: Admission | None = None,
+        admission: AdmissionFunction | None = None,
         bytes_per_day: int | None = None,
         paths: int = 1,
     ) -> None:
@@ -64,7 +65,7 @@ class Cascade:
         self,
         options: ManagerOptions,
         is_immediate: bool,
-        admission: Admission | None,
+        admission: AdmissionFunction | None,
         budget: NotedBudget | None,
     ) -> CascadingOffloadingManager:
         """A manager over tiers behind nodes, one behind each."""
@@ -75,8 +76,7 @@ class Cascade:
         ]
         below: Below = ports[0] if ports else NoTierBelow()
         if len(ports) > 1:
-            rule = admission or AdmitAll()
-            tiers = [ChainedTier(port, rule) for port in ports]
+            tiers = [ChainedTier(port, admission) for port in ports]
             below = BelowChain(tiers, self.backends[0].capacity, clock)
         self.down = [node.down for node in self.nodes]
         self.up = [node.up for node in self.nodes]

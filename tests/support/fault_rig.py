@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kvcascade.manager.base import LookupState
-from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
+from kvcascade.manager.cascading import CascadingOffloadingManager
 from kvcascade.manager.counters import LinkCounters
+from kvcascade.manager.flow import ManagerOptions
 from kvcascade.manager.level import Tier
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash

@@ -12,7 +12,6 @@ from kvcascade.tiers.base import (
     Backend,
     BlockHash,
     BlockStatus,
-    LoadStoreSpec,
     RefCounts,
 )
 
@@ -53,11 +52,6 @@ class MemoryBackend(Backend):
         assert status.block_id not in self._free, "a slot may be freed only once"
         status.ref_cnt = 0
         self._free.add(status.block_id)
-
-    def get_load_store_spec(
-        self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
-    ) -> LoadStoreSpec:
-        return LoadStoreSpec(np.array([status.block_id for status in statuses], dtype=np.int32))
 
     def reset(self) -> list[BlockStatus]:
         used = (s for s in self._statuses if s.block_id not in self._free)

@@ -12,6 +12,8 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST
 from kvcascade.handlers.node.path_wire import (
     GetJob,
@@ -195,9 +197,7 @@ class MemoryNode:
         self._ends[order.ticket] = on_end, done
         if self._budget is not None:
             self._budget.started(len(granted) * self._backend.block_size)
-        target = self._backend.get_load_store_spec(
-            [keys[at] for at, _ in granted], [status for _, status in granted]
-        )
+        target = _places([status for _, status in granted])
         return self.down.transfer_async(order.ticket, (LoadStoreSpec(sources), target))
 
     def _commit(self, blocks: Sequence[tuple[BlockHash, BlockStatus, BlockOutcome]]) -> None:
@@ -261,9 +261,7 @@ class MemoryNode:
             return JobDone(order.ticket, pack_outcomes(tuple(became.values())))
 
         self._ends[order.ticket] = on_end, done
-        source = self._backend.get_load_store_spec(
-            [keys[at] for at, _ in found], [status for _, status in found]
-        )
+        source = _places([status for _, status in found])
         target = LoadStoreSpec(slots[[at for at, _ in found]])
         return self.up.transfer_async(order.ticket, (source, target))
 
@@ -301,3 +299,7 @@ class MemoryNode:
         if figures != self._figures:
             self._figures = figures
             self._tell(figures)
+
+
+def _places(statuses: Sequence[BlockStatus]) -> LoadStoreSpec:
+    return LoadStoreSpec(np.array([status.block_id for status in statuses], dtype=np.int32))

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
+from kvcascade.manager.cascading import CascadingOffloadingManager
+from kvcascade.manager.flow import ManagerOptions
 from kvcascade.manager.level import Tier
 from kvcascade.manager.promotion.standstill import Standstill
 from kvcascade.manager.request import Request

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from kvcascade.config.schema import WriteMode
-from kvcascade.manager.admission import AdmitAll
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.chain import BelowChain, ChainedTier
 from kvcascade.manager.below.port import Below
-from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
+from kvcascade.manager.cascading import CascadingOffloadingManager
+from kvcascade.manager.flow import ManagerOptions
 from kvcascade.manager.level import Tier
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash
@@ -37,7 +37,7 @@ class TwinEngine:
         self.twin = BelowTwin(self.top.view, below, BLOCK_SIZE)
         self.lower = BelowTwin(self.top.view, lower, BLOCK_SIZE)
         self.twin.pass_time = self.lower.pass_time = self.clock.advance
-        chained = [ChainedTier(twin, AdmitAll()) for twin in (self.twin, self.lower)]
+        chained = [ChainedTier(twin, None) for twin in (self.twin, self.lower)]
         self.below: Below = BelowChain(chained, slots, self.clock) if lower else self.twin
         self.policy = create("lru", slots)
         self.manager = CascadingOffloadingManager(

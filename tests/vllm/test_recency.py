@@ -23,7 +23,8 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from kvcascade import vllm_policies
 from kvcascade.config.schema import WriteMode
 from kvcascade.manager.below.port import NoTierBelow
-from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
+from kvcascade.manager.cascading import CascadingOffloadingManager
+from kvcascade.manager.flow import ManagerOptions
 from kvcascade.manager.level import Tier
 from kvcascade.manager.request import Request
 from kvcascade.tiers.cpu.cpu_backend import CpuBackend

@@ -23,7 +23,6 @@ from ..base import (
     Backend,
     BlockHash,
     BlockStatus,
-    LoadStoreSpec,
     RefCounts,
     slot_of,
 )
@@ -121,16 +120,6 @@ class CpuBackend(Backend):
         self._ref_counts[slots] = 0
         self._free += slots
         self._unsorted = True
-
-    def get_load_store_spec(
-        self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
-    ) -> LoadStoreSpec:
-        n = len(statuses)
-        assert len(block_hashes) == n
-        first = statuses[0].block_id if n else 0
-        if self._statuses[first : first + n] == statuses:  # a prefix usually lies in adjacent slots
-            return LoadStoreSpec(np.arange(first, first + n, dtype=np.int32))
-        return LoadStoreSpec(np.fromiter(map(slot_of, statuses), np.int32, n))
 
     def reset(self) -> list[BlockStatus]:
         is_busy = (self._taken_flags != 0) & (self._ref_counts != 0)

@@ -20,7 +20,8 @@ from ...errors import ConfigError
 from ...manager.below.chain import BelowChain, ChainedTier
 from ...manager.below.node_tier import NodeTier
 from ...manager.below.port import Below, NoTierBelow
-from ...manager.cascading import CascadingOffloadingManager, ManagerOptions
+from ...manager.cascading import CascadingOffloadingManager
+from ...manager.flow import ManagerOptions
 from ...manager.level import Tier
 from ...manager.request import Request
 from ...tiers.base import BlockHash

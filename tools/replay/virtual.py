@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-import numpy as np
-
 from ...errors import NoSpaceError
-from ...tiers.base import NOT_READY, Backend, BlockHash, BlockStatus, LoadStoreSpec
+from ...tiers.base import NOT_READY, Backend, BlockHash, BlockStatus
 
 NEVER_S = math.inf
 
@@ -92,11 +90,6 @@ class SlotBackend(Backend):
     def free(self, status: BlockStatus) -> None:
         status.ref_cnt = 0
         self._free.append(status)
-
-    def get_load_store_spec(
-        self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
-    ) -> LoadStoreSpec:
-        return LoadStoreSpec(np.array([status.block_id for status in statuses], dtype=np.int32))
 
     def reset(self) -> list[BlockStatus]:
         raise AssertionError("a replay resets nothing")

@@ -20,7 +20,8 @@ from .....assembly.node_parts import SlotMemory
 from .....config.schema import WriteMode
 from .....handlers.device.copier import DeviceCopier, GpuBlocks
 from .....handlers.device.geometry import WorkerLayout
-from .....manager.cascading import CascadingOffloadingManager, ManagerOptions
+from .....manager.cascading import CascadingOffloadingManager
+from .....manager.flow import ManagerOptions
 from .....manager.level import Tier
 from .....manager.request import Request
 from .....tiers.base import BlockHash, LoadStoreSpec, SlotArray

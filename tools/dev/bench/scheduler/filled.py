@@ -25,7 +25,8 @@ from .....handlers.node.path_wire import NodeJoined, NodeState
 from .....manager.below.node_feed import NodeFeed
 from .....manager.below.node_tier import NodeTier
 from .....manager.below.port import TierFacts
-from .....manager.cascading import CascadingOffloadingManager, ManagerOptions
+from .....manager.cascading import CascadingOffloadingManager
+from .....manager.flow import ManagerOptions
 from .....manager.level import Tier
 from .....tiers.base import BlockHash
 from .....tiers.cpu.cpu_backend import CpuBackend
