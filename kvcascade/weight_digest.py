@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 from zipfile import BadZipFile, ZipFile
 
-from .errors import ConfigError
-
 SAMPLES_PER_TENSOR = 3
 MAX_ROWS = 1 << 18
 """Limit on the samples of an embedding, of which each row has one."""
@@ -68,21 +66,15 @@ class _Layout(NamedTuple):
 
 
 def digest_files(files: list[Path], folder: Path) -> str:
-    """Return a digest of these files. Raises `ConfigError` if one cannot be read."""
+    """Return a digest of these files. Raises `OSError` if one cannot be read."""
     digest = hashlib.sha256()
-    try:
-        layouts = {path: _layout(path) for path in files if path.suffix == ".safetensors"}
-        has_experts = any(map(_has_experts, layouts.values()))
-        for path in files:
-            size = path.stat().st_size
-            digest.update(f"{path.relative_to(folder)}\0{size}\0".encode())
-            for piece in _pieces(path, size, layouts.get(path), has_experts):
-                digest.update(piece)
-    except OSError as error:
-        raise ConfigError(
-            f"model: {str(folder)!r} cannot be read to identify its weights ({error.strerror}); "
-            "make it readable or set weights_id."
-        ) from error
+    layouts = {path: _layout(path) for path in files if path.suffix == ".safetensors"}
+    has_experts = any(map(_has_experts, layouts.values()))
+    for path in files:
+        name, size = str(path.relative_to(folder)), path.stat().st_size
+        digest.update(f"{name}\0{size}\0".encode("utf-8", "surrogateescape"))
+        for piece in _pieces(path, size, layouts.get(path), has_experts):
+            digest.update(piece)
     return digest.hexdigest()
 
 

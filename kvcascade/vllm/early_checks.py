@@ -60,6 +60,11 @@ class Connector:
         return self.kv_connector_extra_config.get("spec_name") == SPEC_NAME
 
     @property
+    def is_ours(self) -> bool:
+        """Return True if the connector runs our spec, or vLLM's own with a tier of ours."""
+        return self.is_cascade or bool(self.tiers)
+
+    @property
     def tiers(self) -> dict[str, Mapping[str, Any]]:
         """Return our tiers inside vLLM's own spec, by their place."""
         extra = self.kv_connector_extra_config
@@ -72,6 +77,11 @@ class Connector:
         }
 
 
+def has_ours(engine: Any) -> bool:
+    """Return True if an engine, an `EngineArgs` or a `VllmConfig`, has a connector of ours."""
+    return any(each.is_ours for each in _connectors(own(engine, "kv_transfer_config")))
+
+
 def check_early(engine: Any) -> None:
     """Raise `ConfigError` if kvcascade will refuse this engine, an `EngineArgs` or a `VllmConfig`.
 
@@ -79,7 +89,7 @@ def check_early(engine: Any) -> None:
     would count as missing.
     """
     connectors = list(_connectors(own(engine, "kv_transfer_config")))
-    ours = [each for each in connectors if each.is_cascade or each.tiers]
+    ours = [each for each in connectors if each.is_ours]
     if not ours:
         return
     _check_options(ours, own(engine, "parallel_config") or engine)

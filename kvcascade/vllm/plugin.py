@@ -16,7 +16,7 @@ from typing import Any
 
 from ..assembly.named import SPEC_NAME
 from ..identity import note_files, other_models
-from .early_checks import attributes, check_early, own
+from .early_checks import attributes, check_early, has_ours, own
 from .generation import offered
 
 MAX_FRAMES = 12
@@ -27,7 +27,7 @@ def register() -> None:
     """Entry point in `vllm.general_plugins`. Raises `ConfigError` if the configuration is wrong."""
     frame = inspect.currentframe()
     engine = _find_engine(frame)
-    if engine is not None:
+    if engine is not None and has_ours(engine):
         for model in _models(engine):
             note_files(*model)
         if not _is_beside_engines(frame):

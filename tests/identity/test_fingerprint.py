@@ -531,6 +531,19 @@ class TestNamespaceFacts:
         assert self.facts(engine(**trusting))["remote_code"].startswith("files:")
         assert "remote_code" not in self.facts(engine(**trusting), weights_id="mine")
 
+    def test_a_file_that_cannot_be_read_shares_nothing_and_the_log_has_the_remedy(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (Path(self.model) / "pytorch_model.bin").symlink_to("nowhere")
+        common = pytest.importorskip("kvcascade.vllm.scheduler_side")
+        facts = self.facts(engine())
+        assert not self.is_shared(engine()) and self.is_shared(engine(), weights_id="mine")
+        caplog.clear()
+        given = parse({"tiers": [{"type": "cpu", "capacity": "1GiB"}]})
+        common.warn_of_privacy(given, engine(), facts, self.model)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "set weights_id" in caplog.text
+
     def test_weights_in_a_download_directory_are_those_of_the_namespace(
         self, tmp_path: Path
     ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -13,13 +14,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvcascade.errors import ConfigError
 from kvcascade.identity import (
     _PARTS_OF_MODELS,
     code_identity,
     have_files_changed,
     is_shareable,
     note_files,
+    prefers_mistral_files,
     weights_identity,
 )
 from kvcascade.weight_digest import (
@@ -469,10 +470,76 @@ def test_a_hub_name_without_a_local_copy_is_never_shared() -> None:
     assert not is_shareable(weights_identity("not a/valid/name", None, is_real=True))
 
 
-def test_unreadable_weights_are_one_clear_sentence(model: Path) -> None:
-    (model / "gone.safetensors").symlink_to(model / "nowhere")
-    with pytest.raises(ConfigError, match="cannot be read to identify its weights.*weights_id"):
-        identity(model)
+UNREAD = ("gone.safetensors", "pytorch_model.bin", "m-Q4.gguf", "trainer_state.json", "mod.py")
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_file_that_cannot_be_read_makes_a_model_private(
+    name: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a part of the weights, so it must neither be left out nor stop the engine."""
+    said: list[str] = []
+    warning = "kvcascade.identity._log.warning"
+    monkeypatch.setattr(warning, lambda text, *about: said.append(text % about))
+    (model / name).symlink_to(model / "nowhere")
+    assert not is_shareable(identity(model))
+    assert len(said) == 1 and name in said[0]
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_folder_with_the_name_of_a_file_does_not_count(name: str, model: Path) -> None:
+    before = identity(model)
+    (model / name).mkdir()
+    assert identity(model) == before
+    (model / "model.safetensors").unlink()
+    assert not is_shareable(identity(model)), "it is no weights"
+
+
+def test_code_that_cannot_be_read_is_never_shared(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither is code of a hub's cache that cannot be searched: it may have been run."""
+    (tmp_path / "modeling_own.py").symlink_to("nowhere")
+    found = [code_of(f"{tmp_path}--modeling_own.Model", model)]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    unsearchable_cache(tmp_path, "org/code")
+    found.append(code_of("org/code--modeling_own.Model", model))
+    assert all(word is not None and not is_shareable(word) for word in found)
+
+
+def unsearchable_cache(hub: Path, model: str) -> None:
+    """Make a cache in which the folder of a model's commits is no folder."""
+    cached = hub / f"models--{model.replace('/', '--')}"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(COMMIT)
+    (cached / "snapshots").touch()
+
+
+def test_a_cache_that_cannot_be_searched_stops_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    unsearchable_cache(tmp_path, "org/name")
+    note_files("org/name")
+    assert not have_files_changed("org/name")
+    assert not is_shareable(weights_identity("org/name", None, is_real=True))
+    assert prefers_mistral_files("org/name", None, None), "the load format tells them apart"
+
+
+def test_a_download_directory_below_an_unknown_home_stops_no_start() -> None:
+    place = "~nobody-of-this-name/models"
+    note_files("org/name", None, place)
+    assert not is_shareable(weights_identity("org/name", None, True, place))
+
+
+def test_a_name_that_is_no_text_is_part_of_the_identity(model: Path) -> None:
+    before = identity(model)
+    for name in (b"\xff.json", b"\xfe.json"):
+        path = os.fsencode(model) + b"/" + name
+        with open(path, "wb") as file:
+            file.write(b"{}")
+        assert identity(model) != before
+        before = identity(model)
 
 
 def test_weights_in_files_that_are_not_known_are_never_shared(tmp_path: Path) -> None:
@@ -502,9 +569,10 @@ def test_a_folder_that_cannot_be_read_stops_no_start(
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "glob", refuse)
+    monkeypatch.setattr(os, "listdir", refuse)
     note_files(str(model))
     assert not have_files_changed(str(model))
+    assert not is_shareable(identity(model)), "weights may lie there"
 
 
 def test_no_other_model_is_loaded_from_a_subfolder() -> None:
