@@ -89,21 +89,24 @@ def configured(
 
 def checked(
     extra_config: Mapping[str, object],
-    machine: Machine,
+    machine: Machine | None,
     noted: list[str] | None = None,
     workers: int = 1,
     engines: int = 1,
 ) -> CascadeConfig:
     """Return the configuration after checking values, names, and whether it fits the machine.
 
-    `workers`: number of workers of an engine. `engines`: number of engines that start with it on
-    this machine. Raises `ConfigError` for the first problem, or collects all in `noted`.
+    `machine`: None if only values and names are to be checked. `workers`: number of workers of an
+    engine. `engines`: number of engines that start with it on this machine. Raises `ConfigError`
+    for the first problem, or collects all in `noted`.
     """
-    config = settled(configured(extra_config, noted), machine, workers)
+    config = configured(extra_config, noted)
     _, variables = with_environment(extra_config, os.environ)
     with naming_variables(variables, noted):
         check_names(config, noted)
-        check_machine(config, machine, noted, engines)
+        if machine is not None:
+            config = settled(config, machine, workers)
+            check_machine(config, machine, noted, engines)
     return config
 
 
@@ -128,15 +131,16 @@ def tier_options(tier: Mapping[str, Any]) -> dict[str, Any]:
 
 def checked_tier(
     options: Mapping[str, Any],
-    machine: Machine,
+    machine: Machine | None,
     key: str = f"secondary_tiers.{TIER_NAME}",
     noted: list[str] | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> CascadeConfig:
     """Return the options of `KVCascadeTier` as a configuration; its CPU tier stands for vLLM's.
 
-    Variables of the environment complete them. `key`: place of the options, for messages. Raises
-    `ConfigError` for the first problem, or collects all in `noted`.
+    Variables of the environment complete them. `machine`: None if only values and names are to be
+    checked. `key`: place of the options, for messages. Raises `ConfigError` for the first problem,
+    or collects all in `noted`.
     """
     about = {name: options[name] for name in TIER_ABOUT if name in options}
     nvme = {name: options[name] for name in options if name not in (*TIER_ABOUT, "locality")}
@@ -150,7 +154,8 @@ def checked_tier(
         with naming_variables(variables, found):
             config = parse(given, known_names(), found)
             check_names(config, found)
-            check_nvme(config, machine, found)
+            if machine is not None:
+                check_nvme(config, machine, found)
     finally:
         for problem in found:
             with noting(noted):
