@@ -58,6 +58,12 @@ _MODEL_OPTIONS = (
 """Options that change what a block contains, beside weights and the model's configuration."""
 _ATTENTION_OPTIONS = ("backend", "backend_per_kind", "indexer_kv_dtype")
 """Attention options that the user sets; the backend that vLLM chose is a fact of `packing`."""
+_KERNEL_OPTIONS = ("moe_backend", "linear_backend", "linear_backend_per_quant")
+"""Kernel options that the user sets. Some kernels quantise activations, and others do not."""
+_QUERY_OPTIONS = ("use_prefill_query_quantization", "disable_flashinfer_q_quantization")
+"""Attention options about the precision of queries, and so of what the next layers store."""
+_DEFAULTS = (None, False, "auto")
+"""Values of such options that vLLM has by itself."""
 _GENERATION_OPTIONS = ("attn_temperature_tuning",)
 """Options of the generation config that change blocks: Llama 4 scales queries of late positions."""
 _NUMBERS = (
@@ -168,6 +174,8 @@ def model_facts(config: Any) -> dict[str, str]:
             _options(getattr(config, "attention_config", None), _ATTENTION_OPTIONS)
         ),
         **_facts_if_set(model),
+        **_unusual(getattr(config, "kernel_config", None), _KERNEL_OPTIONS),
+        **_unusual(getattr(config, "attention_config", None), _QUERY_OPTIONS),
     }
 
 
@@ -183,6 +191,12 @@ def _facts_if_set(model: Any) -> dict[str, str]:
         named[_QUANTIZATION_FILE] = overrides.get(_QUANTIZATION_FILE)
     named[_SCALES_FILE] = getattr(media, _SCALES_FILE, None)
     return facts | {name: _digest(_content(value)) for name, value in named.items() if value}
+
+
+def _unusual(config: Any, names: Sequence[str]) -> dict[str, str]:
+    """Return options that are not vLLM's default; other fingerprints stay as they were."""
+    found = {name: getattr(config, name, None) for name in names}
+    return {name: _digest(value) for name, value in found.items() if value not in _DEFAULTS}
 
 
 def _content(value: object) -> str:

@@ -127,6 +127,40 @@ def test_another_attention_backend_is_another_namespace(field: str, value: Any) 
     assert fingerprint(config) != fingerprint(BASE)
 
 
+KERNELS = [
+    ("kernel_config", "moe_backend", "auto", ["marlin", "flashinfer_trtllm"]),
+    ("kernel_config", "linear_backend", "auto", ["marlin", "flashinfer_cutlass"]),
+    ("kernel_config", "linear_backend_per_quant", None, [{"nvfp4_w4a16": "humming"}, {"fp8": "b"}]),
+    ("attention_config", "use_prefill_query_quantization", False, [True]),
+    ("attention_config", "disable_flashinfer_q_quantization", False, [True]),
+]
+
+
+@pytest.mark.parametrize(("part", "name", "default", "others"), KERNELS)
+def test_a_kernel_that_quantises_otherwise_is_another_namespace(
+    part: str, name: str, default: Any, others: list[Any]
+) -> None:
+    """By default it is vLLM's choice, as with a version that lacks the option."""
+    config, found = engine(), {fingerprint(BASE)}
+    setattr(config, part, Stub(backend=None, **{name: default}))
+    assert fingerprint(config) in found
+    for value in others:
+        setattr(config, part, Stub(backend=None, **{name: value}))
+        found.add(fingerprint(config))
+    assert len(found) == 1 + len(others)
+
+
+@pytest.mark.parametrize(("part", "name", "default", "others"), KERNELS)
+def test_vllm_has_the_default_that_is_left_out(
+    part: str, name: str, default: Any, others: list[Any]
+) -> None:
+    """Another one would begin every cache anew."""
+    kind = {"kernel_config": "KernelConfig", "attention_config": "AttentionConfig"}[part]
+    made = getattr(pytest.importorskip("vllm.config"), kind)()
+    assert getattr(made, name, default) == default
+    assert default not in others
+
+
 def test_a_function_that_overrides_is_the_same_at_the_next_start() -> None:
     """`hf_overrides` may be one; each process has it at another address."""
 
