@@ -76,6 +76,13 @@ def configured(
 
     Raises `ConfigError` for the first problem, or collects all in `noted`.
     """
+    return _configured(extra_config, noted, environment)[0]
+
+
+def _configured(
+    extra_config: Mapping[str, object], noted: list[str] | None, environment: Mapping[str, str]
+) -> tuple[CascadeConfig, Mapping[str, str]]:
+    """Do as `configured`, and also return the variables that are used, by their options."""
     for said in misspelt(environment):
         _log.warning("kvcascade: %s", said)
     given, variables = with_environment(extra_config, environment)
@@ -84,7 +91,7 @@ def configured(
     # A tier with a problem is missing in the list.
     for said in () if noted else unused([tier.type for tier in config.tiers], environment):
         _log.warning("kvcascade: %s", said)
-    return config
+    return config, variables
 
 
 def checked(
@@ -100,8 +107,7 @@ def checked(
     engine. `engines`: number of engines that start with it on this machine. Raises `ConfigError`
     for the first problem, or collects all in `noted`.
     """
-    config = configured(extra_config, noted)
-    _, variables = with_environment(extra_config, os.environ)
+    config, variables = _configured(extra_config, noted, os.environ)
     with naming_variables(variables, noted):
         check_names(config, noted)
         if machine is not None:

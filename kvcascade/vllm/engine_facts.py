@@ -12,8 +12,10 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from ..identity import have_files_changed, other_models, prefers_mistral_files
@@ -134,16 +136,21 @@ def has_several_connectors(transfer: Any) -> bool:
 
 def _local_of_a_caller(name: str, fits: Callable[[Any], bool]) -> Any | None:
     """Return the nearest local variable of this name up the stack whose value fits."""
-    frame = inspect.currentframe()
-    frame = frame.f_back if frame is not None else None  # the function that asks
-    for _ in range(MAX_FRAMES):
-        frame = frame.f_back if frame is not None else None
-        if frame is None:
-            return None
-        candidate = frame.f_locals.get(name)
+    own = 2  # this function's frame, and that of the function that asks
+    for each in islice(frames_up(inspect.currentframe(), MAX_FRAMES + own), own, None):
+        candidate = each.f_locals.get(name)
         if candidate is not None and fits(candidate):
             return candidate
     return None
+
+
+def frames_up(frame: FrameType | None, limit: int) -> Iterator[FrameType]:
+    """Yield the frame and those up the stack, at most `limit`."""
+    for _ in range(limit):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
 
 
 def model_facts(config: Any) -> dict[str, str]:

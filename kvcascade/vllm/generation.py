@@ -190,11 +190,6 @@ def has_tiering_spec(name: str) -> bool:
         return False
 
 
-def counts_hits_by_source() -> bool:
-    """Return whether vLLM counts prefix-cache hits by the tier that supplied them (from 0.32)."""
-    return offered("vllm.v1.metrics.cache_hit_source", "CacheHitSource") is not None
-
-
 @cache
 def cpu_tier_metrics() -> Mapping[str, Any]:
     """Return the metrics that vLLM's own CPU tier declares, by name.
