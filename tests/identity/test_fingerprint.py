@@ -604,6 +604,7 @@ class TestNamespaceFacts:
         [
             *((release, "0.33") for release in ("0.33.0", "0.33.2+cpu", "0.33.1.post1")),
             *((other, other) for other in ("0.33.0rc1", "0.33.1.dev7+g1a2b3c", "0.33.0rc2.dev5")),
+            *((other, other) for other in ("dev", "0.1.0+g1a2b3c")),
         ],
     )
     def test_only_releases_of_one_minor_version_share(
