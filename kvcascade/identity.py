@@ -13,12 +13,16 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
 
+from .logs import get_logger
 from .weight_digest import digest_files
+
+_log = get_logger(__name__)
 
 _CONFIG_FILES = ("*.json", "*.py")
 """Patterns of configuration and of code that comes with some models; read in full."""
@@ -51,22 +55,40 @@ def weights_identity(
     """Return a word that is equal only for equal weights.
 
     `model`: hub name or local path. `is_real`: False if the weights are not those of `model`; they
-    then get an identity that no other process has. `download_dir`: the directory that the engine
-    downloads weights to; None: the hub's cache. Raises `ConfigError` if local files cannot be read.
+    then get an identity that no other process has. So do weights with a file that cannot be read.
+    `download_dir`: the directory that the engine downloads weights to; None: the hub's cache.
     """
-    if not is_real:
-        return private_identity()
+    found = None
+    with _reading(model):
+        found = _weights_word(model, revision, download_dir) if is_real else None
+    return found or private_identity()
+
+
+def _weights_word(model: str, revision: str | None, download_dir: str | None) -> str | None:
+    """Return a word for the weights; None if they are not found. Raises `OSError`."""
     path = Path(model)
     if path.is_file():
         return f"files:{digest_files(_parts_of(path), path.parent)}"
     folder = path if path.is_dir() else _hub_snapshot(model, revision, download_dir)
     if folder is None:
-        return private_identity()
+        return None
     commit = _snapshot_commit(folder)
     if commit:
         return f"hub:{commit}"
     files = _files_of(folder)
-    return f"files:{digest_files(files, folder)}" if files else private_identity()
+    return f"files:{digest_files(files, folder)}" if files else None
+
+
+@contextmanager
+def _reading(model: str) -> Iterator[None]:
+    """Log an `OSError` and go on: a file that cannot be read leaves the identity unknown.
+
+    An engine must not stop for it, since vLLM may do without the file.
+    """
+    try:
+        yield
+    except OSError as error:
+        _log.warning("kvcascade: the model %r is not identified by its files: %s", model, error)
 
 
 def other_models(configuration: Mapping[str, object]) -> dict[str, str]:
@@ -76,31 +98,42 @@ def other_models(configuration: Mapping[str, object]) -> dict[str, str]:
 
 
 def prefers_mistral_files(model: str, revision: str | None, download_dir: str | None) -> bool:
-    """Return True if vLLM prefers files in Mistral's own format for want of a load format."""
-    path = Path(model)
-    folder = path if path.is_dir() else _hub_snapshot(model, revision, download_dir)
-    return folder is not None and any(folder.glob("consolidated*.safetensors"))
+    """Return True if vLLM prefers files in Mistral's own format for want of a load format.
+
+    Also if the folder cannot be read: the load format is then part of the fingerprint.
+    """
+    try:
+        path = Path(model)
+        folder = path if path.is_dir() else _hub_snapshot(model, revision, download_dir)
+        return folder is not None and bool(_matching(folder, ["consolidated*.safetensors"]))
+    except OSError:
+        return True
 
 
 def code_identity(model: str, revision: str | None, code_revision: str | None) -> str | None:
     """Return a word for the code that a model takes from other repositories; None if from none.
 
     It is equal only for equal code. `code_revision`: the revision of these repositories. Code of
-    which the hub's cache has no copy was not run: vLLM has most models itself. Raises `ConfigError`
-    if it cannot be read.
+    which the hub's cache has no copy was not run: vLLM has most models itself. Code that cannot be
+    read gets an identity that no other process has.
     """
-    found = set()
-    for reference in _code_references(model, revision):
-        repository, _, place = reference.partition("--")
-        commit = revision if repository == model and code_revision is None else code_revision
-        found.add(_code_in(repository, f"{place.partition('.')[0]}.py", commit))
-    if None in found and os.environ.get("TRANSFORMERS_CACHE"):  # of old versions: another cache
-        return private_identity()
-    return " ".join(sorted(word for word in found if word is not None)) or None
+    with _reading(model):
+        found = set()
+        for reference in _code_references(model, revision):
+            repository, _, place = reference.partition("--")
+            commit = revision if repository == model and code_revision is None else code_revision
+            found.add(_code_in(repository, f"{place.partition('.')[0]}.py", commit))
+        # With this variable of old versions, the code may lie in another cache.
+        if None not in found or not os.environ.get("TRANSFORMERS_CACHE"):
+            return " ".join(sorted(word for word in found if word is not None)) or None
+    return private_identity()
 
 
 def _code_references(model: str, revision: str | None) -> set[str]:
-    """Return the classes in other repositories that a configuration names: `name--file.Class`."""
+    """Return the classes in other repositories that a configuration names: `name--file.Class`.
+
+    Raises `OSError`.
+    """
     found: set[str] = set()
     for name in _CODE_CONFIGS:
         named = _read_json(model, revision, name).get("auto_map")
@@ -112,13 +145,13 @@ def _code_references(model: str, revision: str | None) -> set[str]:
 def _code_in(repository: str, file: str, revision: str | None) -> str | None:
     """Return a word for the code of a folder or of a repository's local copy, if there is one.
 
-    A new commit with the same code has the same word.
+    A new commit with the same code has the same word. Raises `OSError`.
     """
     is_folder = os.path.isdir(repository)
     folder = Path(repository) if is_folder else _cached_snapshot(repository, revision, (file,))
     if folder is None:
         return None
-    return f"files:{digest_files(sorted(folder.glob('*.py')), folder)}"
+    return f"files:{digest_files(sorted(_matching(folder, ['*.py'])), folder)}"
 
 
 def private_identity() -> str:
@@ -142,7 +175,9 @@ def note_files(model: str, revision: str | None = None, download_dir: str | None
     Also those of other models that its configuration names. Of a model of the hub the commit is
     noted, if there is a local copy: a name may lead to another commit later.
     """
-    named = other_models(_read_json(model, revision, "config.json")) if model else {}
+    named: dict[str, str] = {}
+    with suppress(OSError):
+        named = other_models(_read_json(model, revision, "config.json")) if model else {}
     for about in (
         (model, revision, download_dir),
         *((n, None, download_dir) for n in named.values()),
@@ -180,7 +215,7 @@ def _state_of(
 ) -> list[tuple[str, int, int]]:
     """Return name, size and time of change of every weight file, or the commit of a hub's copy."""
     path, found = Path(model), []
-    with suppress(OSError):  # `weights_identity` says what is wrong
+    with suppress(OSError):  # `weights_identity` logs it
         if not os.path.exists(path):
             snapshot = _hub_snapshot(model, revision, download_dir)
             return [] if snapshot is None else [(snapshot.name, 0, 0)]
@@ -208,7 +243,7 @@ def _hub_snapshot(model: str, revision: str | None, download_dir: str | None) ->
     """Return the local folder with the weights of a model and revision on the hub."""
     if download_dir is None:
         return _cached_snapshot(model, revision)
-    return _downloaded_snapshot(model, revision, Path(download_dir).expanduser())
+    return _downloaded_snapshot(model, revision, Path(os.path.expanduser(download_dir)))
 
 
 def _downloaded_snapshot(model: str, revision: str | None, download_dir: Path) -> Path | None:
@@ -226,11 +261,14 @@ def _downloaded_snapshot(model: str, revision: str | None, download_dir: Path) -
 
 
 def _read_json(model: str, revision: str | None, name: str) -> dict[str, object]:
-    """Return what a file of a model's configuration contains; nothing if it cannot be read."""
+    """Return what a file of a model's configuration contains; nothing if there is no such file.
+
+    Also nothing if it is no JSON. Raises `OSError` if it cannot be read.
+    """
     folder = Path(model) if os.path.isdir(model) else _cached_snapshot(model, revision)
     try:
         found = json.loads((folder / name).read_text("utf-8")) if folder is not None else {}
-    except (OSError, ValueError, RecursionError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -238,7 +276,10 @@ def _read_json(model: str, revision: str | None, name: str) -> dict[str, object]
 def _cached_snapshot(
     model: str, revision: str | None, files: Sequence[str] = _HUB_CONFIGS
 ) -> Path | None:
-    """Return the folder of a model and revision in the local hub cache with one of `files`."""
+    """Return the folder of a model and revision in the local hub cache with one of `files`.
+
+    Raises `OSError` if the cache cannot be read.
+    """
     try:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
@@ -257,7 +298,7 @@ def _files_of(folder: Path) -> list[Path]:
         return []
     read = {path for files in weights.values() for path in files}
     for part in (part for part, files in weights.items() if files):
-        read |= {path for pattern in _CONFIG_FILES for path in part.glob(pattern)}
+        read |= _matching(part, _CONFIG_FILES)
     return sorted(path for path in read if path.name not in _FOR_PROMPTS)
 
 
@@ -268,7 +309,21 @@ def _weights_by_folder(folder: Path) -> dict[Path, set[Path]]:
 
 
 def _weights_in(folder: Path) -> set[Path]:
-    return {path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)}
+    return _matching(folder, _WEIGHT_FILES)
+
+
+def _matching(folder: Path, patterns: Sequence[str]) -> set[Path]:
+    """Return what a folder has under names of these patterns, except other folders.
+
+    A link that leads nowhere counts: the file may have been there when the weights were loaded.
+    Raises `OSError` if the folder exists and cannot be listed; `Path.glob` would find nothing.
+    """
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
+    matching = (name for name in names if any(fnmatchcase(name, each) for each in patterns))
+    return {folder / name for name in matching if not os.path.isdir(folder / name)}
 
 
 def _parts_of(file: Path) -> list[Path]:

@@ -3,9 +3,8 @@
 Weights are identified without reading all of them: by configuration, code and, for every tensor,
 its name, type, shape and a few samples of its bytes. Training or merging changes nearly every
 number of a tensor, of an embedding whole rows, and of fused experts the slice of one. So samples
-reveal it; sizes and headers do not. Small tensors of a model with experts are read whole: a few
-numbers of a router may change alone. In files of torch, which are zip files, each tensor has a
-checksum instead.
+reveal it; sizes and headers do not. Small tensors are read whole: a few numbers of a router may
+change alone. In files of torch, which are zip files, each tensor has a checksum instead.
 """
 
 from __future__ import annotations
@@ -15,12 +14,10 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 from zipfile import BadZipFile, ZipFile
-
-from .errors import ConfigError
 
 SAMPLES_PER_TENSOR = 3
 MAX_ROWS = 1 << 18
@@ -29,7 +26,7 @@ MAX_SLICES = 1024
 """Limit on the samples of a tensor of at least three dimensions, of which each slice of the first
 one has a sample; also of the rows of other tensors that hold a part of every expert."""
 MAX_WHOLE_BYTES = 64 << 10
-"""Size up to which tensors of a model with experts are read whole."""
+"""Size up to which tensors are read whole, except those of one expert of many."""
 SAMPLE_BYTES = 256
 CLOSE_BYTES, READ_BYTES = 32 << 10, 4 << 20
 """Samples at most so far apart are read together, up to so many bytes at a time."""
@@ -42,8 +39,6 @@ _GGUF_NUMBERS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 1
 """Bytes of the kinds of numbers in the metadata of the GGUF format."""
 _GGUF_TEXT, _GGUF_LIST = 8, 9
 
-_EXPERTS = re.compile(r"expert|router|moe")
-"""Matches names of tensors that only models with experts have."""
 _ONE_EXPERT = re.compile(r"experts?[._]\d")
 _OF_EVERY_EXPERT = re.compile(r"(?<!shared_)expert|router|\bgate\.|gate_inp")
 """Matches names of tensors with a part of every expert, if they are not those of one expert."""
@@ -55,55 +50,36 @@ class _Tensor(NamedTuple):
     name: str
     shape: Sequence[int]
     start: int
-    """Offset of the first byte, behind the header."""
+    """Offset of the first byte in the file."""
     end: int
 
 
-class _Layout(NamedTuple):
-    """The header of a safetensors file."""
-
-    header: bytes
-    tensors: Sequence[_Tensor] | None
-    """None if the header is not understood."""
-
-
 def digest_files(files: list[Path], folder: Path) -> str:
-    """Return a digest of these files. Raises `ConfigError` if one cannot be read."""
+    """Return a digest of these files. Raises `OSError` if one cannot be read."""
     digest = hashlib.sha256()
-    try:
-        layouts = {path: _layout(path) for path in files if path.suffix == ".safetensors"}
-        has_experts = any(map(_has_experts, layouts.values()))
-        for path in files:
-            size = path.stat().st_size
-            digest.update(f"{path.relative_to(folder)}\0{size}\0".encode())
-            for piece in _pieces(path, size, layouts.get(path), has_experts):
-                digest.update(piece)
-    except OSError as error:
-        raise ConfigError(
-            f"model: {str(folder)!r} cannot be read to identify its weights ({error.strerror}); "
-            "make it readable or set weights_id."
-        ) from error
+    for path in files:
+        name, size = str(path.relative_to(folder)), path.stat().st_size
+        digest.update(f"{name}\0{size}\0".encode("utf-8", "surrogateescape"))
+        for piece in _pieces(path, size):
+            digest.update(piece)
     return digest.hexdigest()
 
 
-def _pieces(path: Path, size: int, layout: _Layout | None, has_experts: bool) -> Iterator[bytes]:
-    """Yield the pieces of a file that go into the digest; `layout`: that of a safetensors file."""
+def _pieces(path: Path, size: int) -> Iterator[bytes]:
+    """Yield the pieces of a file that go into the digest."""
     if path.suffix in (".json", ".py"):
         yield path.read_bytes()
         return
-    offsets: list[int] | None = None
+    tensors: Sequence[_Tensor] | None = None
     with path.open("rb") as file:
-        if layout is not None:
-            yield layout.header
-            offsets = _tensor_offsets(layout, size, has_experts)
+        if path.suffix == ".safetensors":
+            header, tensors = _safetensors_header(file, size)
         elif path.suffix == ".gguf":
-            raw, offsets = _gguf_header(file, size)
-            yield raw
-        elif path.suffix != ".safetensors":
-            yield _records(file)
-        if offsets is None:
-            offsets = _spread(0, size, SAMPLES_PER_OPAQUE_FILE)
-        yield from _samples(file.fileno(), offsets)
+            header, tensors = _gguf_header(file, size)
+        else:
+            header = _records(file)
+        yield header
+        yield from _samples(file.fileno(), _offsets(tensors, size))
 
 
 def _records(file: BinaryIO) -> bytes:
@@ -117,85 +93,74 @@ def _records(file: BinaryIO) -> bytes:
     return json.dumps(entries).encode()
 
 
-def _samples(file: int, offsets: Sequence[int]) -> Iterator[bytes]:
+def _samples(file: int, offsets: Iterable[int]) -> Iterator[bytes]:
     """Yield the samples at ascending offsets.
 
     Close ones are read together: a disk that has nothing of the file in memory would take minutes
     for the rows of an embedding.
     """
-    at = 0
-    while at < len(offsets):
-        first = offsets[at]
-        end = at + 1
-        while end < len(offsets) and offsets[end] - offsets[end - 1] <= CLOSE_BYTES:
-            if offsets[end] - first > READ_BYTES:
-                break
-            end += 1
-        data = os.pread(file, offsets[end - 1] + SAMPLE_BYTES - first, first)
-        for offset in offsets[at:end]:
-            yield data[offset - first : offset - first + SAMPLE_BYTES]
-        at = end
+    close: list[int] = []
+    for offset in offsets:
+        if close and (offset - close[-1] > CLOSE_BYTES or offset - close[0] > READ_BYTES):
+            yield from _read_together(file, close)
+            close = []
+        close.append(offset)
+    if close:
+        yield from _read_together(file, close)
 
 
-def _layout(path: Path) -> _Layout | None:
-    """Return the header of a safetensors file, or None if it cannot be one."""
-    with path.open("rb") as file:
-        prefix, size = file.read(8), path.stat().st_size
-        if len(prefix) < 8:
-            return None
-        (length,) = struct.unpack("<Q", prefix)
-        if not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
-            return None
-        header = file.read(length)
-    return _Layout(header, _tensors(header))
+def _read_together(file: int, offsets: Sequence[int]) -> Iterator[bytes]:
+    """Yield the samples at these offsets, which one read gets."""
+    first = offsets[0]
+    data = os.pread(file, offsets[-1] + SAMPLE_BYTES - first, first)
+    for offset in offsets:
+        yield data[offset - first : offset - first + SAMPLE_BYTES]
 
 
-def _tensors(header: bytes) -> list[_Tensor] | None:
+def _safetensors_header(file: BinaryIO, size: int) -> tuple[bytes, list[_Tensor] | None]:
+    """Return the header of a safetensors file and its tensors; None for those of an unknown one."""
+    prefix = file.read(8)
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
+        return b"", None
+    header = file.read(length)
+    return header, _tensors(header, len(prefix) + length)
+
+
+def _tensors(header: bytes, data_start: int) -> list[_Tensor] | None:
     """Return the tensors of a safetensors file in the order of their bytes; None if unknown."""
     try:
         entries = json.loads(header)
         entries.pop("__metadata__", None)
         tensors = []
         for name, entry in entries.items():
-            start, end = map(int, entry["data_offsets"])
+            start, end = (data_start + int(offset) for offset in entry["data_offsets"])
             tensors.append(_Tensor(name, [int(length) for length in entry["shape"]], start, end))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
     return sorted(tensors, key=lambda tensor: (tensor.start, tensor.end))
 
 
-def _has_experts(layout: _Layout | None) -> bool:
-    """Return True if a file has tensors of experts, whether fused or one by one."""
-    tensors = (layout.tensors if layout else None) or ()
-    return any(_is_fused(tensor) or _EXPERTS.search(tensor.name) for tensor in tensors)
-
-
-def _is_fused(tensor: _Tensor) -> bool:
-    """Return True for a tensor of at least three dimensions, which may hold several matrices."""
-    return len(tensor.shape) > 2 and not _is_embedding(tensor.name)
-
-
 def _is_embedding(name: str) -> bool:
     return "emb" in name or "wte" in name
 
 
-def _tensor_offsets(layout: _Layout, size: int, has_experts: bool) -> list[int] | None:
-    """Return the offsets of samples: the start, the middle and the end of every tensor, or more.
+def _offsets(tensors: Sequence[_Tensor] | None, size: int) -> Iterator[int]:
+    """Yield the offsets of samples: the start, the middle and the end of every tensor, or more.
 
     Embeddings have one in each row: a training may change those of a few words alone. So have fused
-    experts in each slice.
+    experts in each slice. `tensors`: None if unknown.
     """
-    if layout.tensors is None:
-        return None
-    data_start, offsets = 8 + len(layout.header), list[int]()
-    for tensor in layout.tensors:
-        start, end = data_start + tensor.start, min(data_start + tensor.end, size)
-        offsets += _spread(min(start, size), end, _samples_of(tensor, has_experts))
-    return offsets
+    if tensors is None:
+        yield from _spread(0, size, SAMPLES_PER_OPAQUE_FILE)
+        return
+    for tensor in tensors:
+        end = min(tensor.end, size)
+        yield from _spread(min(tensor.start, size), end, _samples_of(tensor))
 
 
-def _samples_of(tensor: _Tensor, has_experts: bool) -> int:
-    """Return the number of samples of a tensor; `has_experts`: of a model that has experts."""
+def _samples_of(tensor: _Tensor) -> int:
+    """Return the number of samples of a tensor."""
     rows = tensor.shape[0] if tensor.shape else 0
     if _is_embedding(tensor.name):
         return max(min(rows, MAX_ROWS), SAMPLES_PER_TENSOR)
@@ -203,7 +168,7 @@ def _samples_of(tensor: _Tensor, has_experts: bool) -> int:
     n = SAMPLES_PER_TENSOR
     if len(tensor.shape) > 2:
         n = max(n, min(rows, whole, MAX_SLICES))
-    if has_experts and not _ONE_EXPERT.search(tensor.name):
+    if not _ONE_EXPERT.search(tensor.name):
         if whole <= MAX_WHOLE_BYTES // SAMPLE_BYTES:
             n = max(n, whole)
         elif _OF_EVERY_EXPERT.search(tensor.name):
@@ -243,8 +208,8 @@ class _GgufReader:
         return b""
 
 
-def _gguf_header(file: BinaryIO, size: int) -> tuple[bytes, list[int] | None]:
-    """Return the header of a GGUF file and the offsets of samples; without a header (b"", None)."""
+def _gguf_header(file: BinaryIO, size: int) -> tuple[bytes, list[_Tensor] | None]:
+    """Return the header of a GGUF file and its tensors; without a header (b"", None)."""
     reader, alignment = _GgufReader(file), 32
     found: list[tuple[int, str, list[int]]] = []
     try:
@@ -264,17 +229,17 @@ def _gguf_header(file: BinaryIO, size: int) -> tuple[bytes, list[int] | None]:
         return b"", None
     data_start = -(-reader.at // alignment) * alignment
     found.sort()
-    starts = [start for start, _, _ in found]
-    if data_start + max(starts, default=0) > size:  # the file was cut
+    starts = [data_start + start for start, _, _ in found]
+    if max(starts, default=data_start) > size:  # the file was cut
         return b"", None
-    offsets: list[int] = []
-    for (start, name, shape), end in zip(found, [*starts[1:], size - data_start], strict=False):
-        n = _samples_of(_Tensor(name, shape, start, end), has_experts=True)
-        offsets += _spread(data_start + start, data_start + end, n)
-    return os.pread(file.fileno(), reader.at, 0), offsets
+    known = [
+        _Tensor(name, shape, start, end)
+        for (_, name, shape), start, end in zip(found, starts, [*starts[1:], size], strict=False)
+    ]
+    return os.pread(file.fileno(), reader.at, 0), known
 
 
-def _spread(start: int, end: int, n: int) -> list[int]:
+def _spread(start: int, end: int, n: int) -> Iterator[int]:
     """Return `n` evenly spread offsets from `start` to the last sample before `end`."""
     last = max(start, end - SAMPLE_BYTES)
-    return [start + (last - start) * i // max(1, n - 1) for i in range(n)]
+    return (start + (last - start) * i // max(1, n - 1) for i in range(n))

@@ -79,6 +79,13 @@ def configured(
 
     Raises `ConfigError` for the first problem, or collects all in `noted`.
     """
+    return _configured(extra_config, noted, environment)[0]
+
+
+def _configured(
+    extra_config: Mapping[str, object], noted: list[str] | None, environment: Mapping[str, str]
+) -> tuple[CascadeConfig, Mapping[str, str]]:
+    """Do as `configured`, and also return the variables that are used, by their options."""
     for said in misspelt(environment):
         _log.warning("kvcascade: %s", said)
     given, variables = with_environment(extra_config, environment)
@@ -87,26 +94,28 @@ def configured(
     # A tier with a problem is missing in the list.
     for said in () if noted else unused([tier.type for tier in config.tiers], environment):
         _log.warning("kvcascade: %s", said)
-    return config
+    return config, variables
 
 
 def checked(
     extra_config: Mapping[str, object],
-    machine: Machine,
+    machine: Machine | None,
     noted: list[str] | None = None,
     workers: int = 1,
     engines: int = 1,
 ) -> CascadeConfig:
     """Return the configuration after checking values, names, and whether it fits the machine.
 
-    `workers`: number of workers of an engine. `engines`: number of engines that start with it on
-    this machine. Raises `ConfigError` for the first problem, or collects all in `noted`.
+    `machine`: None if only values and names are to be checked. `workers`: number of workers of an
+    engine. `engines`: number of engines that start with it on this machine. Raises `ConfigError`
+    for the first problem, or collects all in `noted`.
     """
-    config = settled(configured(extra_config, noted), machine, workers)
-    _, variables = with_environment(extra_config, os.environ)
+    config, variables = _configured(extra_config, noted, os.environ)
     with naming_variables(variables, noted):
         check_names(config, noted)
-        check_machine(config, machine, noted, engines)
+        if machine is not None:
+            config = settled(config, machine, workers)
+            check_machine(config, machine, noted, engines)
     return config
 
 
@@ -131,15 +140,16 @@ def tier_options(tier: Mapping[str, Any]) -> dict[str, Any]:
 
 def checked_tier(
     options: Mapping[str, Any],
-    machine: Machine,
+    machine: Machine | None,
     key: str = f"secondary_tiers.{TIER_NAME}",
     noted: list[str] | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> CascadeConfig:
     """Return the options of `KVCascadeTier` as a configuration; its CPU tier stands for vLLM's.
 
-    Variables of the environment complete them. `key`: place of the options, for messages. Raises
-    `ConfigError` for the first problem, or collects all in `noted`.
+    Variables of the environment complete them. `machine`: None if only values and names are to be
+    checked. `key`: place of the options, for messages. Raises `ConfigError` for the first problem,
+    or collects all in `noted`.
     """
     about = {name: options[name] for name in TIER_ABOUT if name in options}
     nvme = {name: options[name] for name in options if name not in (*TIER_ABOUT, "locality")}
@@ -153,7 +163,8 @@ def checked_tier(
         with naming_variables(variables, found):
             config = parse(given, known_names(), found)
             check_names(config, found)
-            check_nvme(config, machine, found)
+            if machine is not None:
+                check_nvme(config, machine, found)
     finally:
         for problem in found:
             with noting(noted):

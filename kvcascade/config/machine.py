@@ -11,7 +11,8 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -39,6 +40,10 @@ DEVICES_IF_NONE = 8
 GPU_FOLDERS = (Path("/proc/driver/nvidia/gpus"), Path("/sys/class/kfd/kfd/topology/nodes"))
 """Folders with one entry per GPU of the machine, in containers too. The second one, of AMD, also
 lists processors, whose `simd_count` is 0."""
+FREE_ATTEMPTS = 10
+FREE_POLL_S = 0.005
+"""Number of attempts to lock an arena, and seconds between two. Workers of one engine look at the
+same moment, and each locks it for microseconds."""
 NAMESPACE_FILE = "namespace.json"
 """A folder that holds this file is a namespace of an NVMe tier."""
 RECORD_FILE = Path(".kvcascade", "path.json")
@@ -109,7 +114,7 @@ class Machine:
 
         Those that a live engine holds do not count: no other engine takes them over.
         """
-        found = [path for path in folder.glob(KEPT_ARENAS) if _is_free(path)]
+        found = [path for path in folder.glob(KEPT_ARENAS) if is_free(path)]
         return sum(path.lstat().st_blocks * 512 for path in found)
 
     def writable(self, folder: Path) -> bool:
@@ -522,19 +527,27 @@ def _written(size: AnySize, count: int) -> str:
     return f"{size} = {human(count)}" if is_share else str(size)
 
 
-def _is_free(arena: Path) -> bool:
-    """Return True if no live process holds an arena of this user. Locks it for a moment."""
+def is_free(arena: Path, wait: Callable[[float], None] = time.sleep) -> bool:
+    """Return True if no live process holds an arena of this user. Locks it for a moment.
+
+    `wait` waits for a number of seconds. The lock may be held by another process that asks this.
+    """
     try:
         fd = os.open(arena, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for attempt in range(FREE_ATTEMPTS):
+            if attempt:
+                wait(FREE_POLL_S)
+            with suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
     except OSError:
         return False
     finally:
         os.close(fd)
-    return True
+    return False
 
 
 def _has_compute_units(properties: Path) -> bool:

@@ -60,6 +60,11 @@ class Connector:
         return self.kv_connector_extra_config.get("spec_name") == SPEC_NAME
 
     @property
+    def is_ours(self) -> bool:
+        """Return True if the connector runs our spec, or vLLM's own with a tier of ours."""
+        return self.is_cascade or bool(self.tiers)
+
+    @property
     def tiers(self) -> dict[str, Mapping[str, Any]]:
         """Return our tiers inside vLLM's own spec, by their place."""
         extra = self.kv_connector_extra_config
@@ -72,6 +77,11 @@ class Connector:
         }
 
 
+def has_ours(engine: Any) -> bool:
+    """Return True if an engine, an `EngineArgs` or a `VllmConfig`, has a connector of ours."""
+    return any(each.is_ours for each in _connectors(own(engine, "kv_transfer_config")))
+
+
 def check_early(engine: Any) -> None:
     """Raise `ConfigError` if kvcascade will refuse this engine, an `EngineArgs` or a `VllmConfig`.
 
@@ -79,7 +89,7 @@ def check_early(engine: Any) -> None:
     would count as missing.
     """
     connectors = list(_connectors(own(engine, "kv_transfer_config")))
-    ours = [each for each in connectors if each.is_cascade or each.tiers]
+    ours = [each for each in connectors if each.is_ours]
     if not ours:
         return
     _check_options(ours, own(engine, "parallel_config") or engine)
@@ -137,28 +147,36 @@ def _as_config(engine: Any) -> Any:
 def _check_options(ours: Sequence[Connector], parallel: Any) -> None:
     """Raise one `ConfigError` with all problems of our options, a line each."""
     problems: list[str] = []
+    machine: Machine | None = Machine()
+    with _as_far_as_known():
+        machine = machine if _engines(parallel) else None
     for each in ours:
         if each.is_cascade:
             with _as_far_as_known(), noting(problems):
-                _check_cascade(each.kv_connector_extra_config, parallel, problems)
+                _check_cascade(each.kv_connector_extra_config, parallel, machine, problems)
         for key, tier in each.tiers.items():
             with _as_far_as_known(), noting(problems):
-                checked_tier(tier_options(tier), Machine(), key, problems)
+                checked_tier(tier_options(tier), machine, key, problems)
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def _check_cascade(extra: Mapping[str, Any], parallel: Any, problems: list[str]) -> None:
-    refuse_platform()
-    with _as_far_as_known():
-        sweep_arenas(extra)
+def _check_cascade(
+    extra: Mapping[str, Any], parallel: Any, machine: Machine | None, problems: list[str]
+) -> None:
+    """Check the options of our spec; `machine`: None if no engine of this start will run here."""
     workers = _workers(parallel)
-    settings = checked(extra, Machine(), problems, workers, _engines(parallel))
+    if machine is not None:
+        refuse_platform()
+        with _as_far_as_known():
+            sweep_arenas(extra)
+    settings = checked(extra, machine, problems, workers, _engines(parallel))
     with _as_far_as_known():
         if not problems and generation.adapter() == generation.SEED:
             refuse_records(settings)
-    with _as_far_as_known():
-        refuse_separate_ranks(parallel, workers)
+    if machine is not None:
+        with _as_far_as_known():
+            refuse_separate_ranks(parallel, workers)
 
 
 def _refuse_roles(connectors: Sequence[Connector]) -> None:
@@ -183,11 +201,14 @@ def _workers(parallel: Any) -> int:
 def _engines(parallel: Any) -> int:
     """Return how many engines of this start will need memory of this machine; 1 if not known.
 
-    Of several engines, the first one counts all. They wait for each other before they load the
-    model, so none has taken its memory by then.
+    0 in a process that only answers requests: each engine checks its own machine. Of several
+    engines, the first one counts all. They wait for each other before they load the model, so none
+    has taken its memory by then.
     """
-    is_elsewhere = own(parallel, "data_parallel_backend") == "ray"
-    if is_elsewhere or own(parallel, "data_parallel_rank_local"):
+    if own(parallel, "data_parallel_backend") == "ray":
+        # Ray starts the engines where it likes. Only an engine has the number of its workers.
+        return 0 if own(parallel, "world_size") is None else 1
+    if own(parallel, "data_parallel_rank_local"):
         return 1
     local: int | None = own(parallel, "data_parallel_size_local")
     if local is None and own(parallel, "data_parallel_rank") is None:
@@ -196,7 +217,7 @@ def _engines(parallel: Any) -> int:
             parallel, "data_parallel_multi_port_external_lb"
         )
         local = None if spans_hosts or is_balanced else own(parallel, "data_parallel_size")
-    return max(1, local or 1)
+    return 1 if local is None else local
 
 
 @contextmanager

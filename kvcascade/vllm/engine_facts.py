@@ -12,8 +12,10 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from ..identity import have_files_changed, other_models, prefers_mistral_files
@@ -58,6 +60,12 @@ _MODEL_OPTIONS = (
 """Options that change what a block contains, beside weights and the model's configuration."""
 _ATTENTION_OPTIONS = ("backend", "backend_per_kind", "indexer_kv_dtype")
 """Attention options that the user sets; the backend that vLLM chose is a fact of `packing`."""
+_KERNEL_OPTIONS = ("moe_backend", "linear_backend", "linear_backend_per_quant")
+"""Kernel options that the user sets. Some kernels quantise activations, and others do not."""
+_QUERY_OPTIONS = ("use_prefill_query_quantization", "disable_flashinfer_q_quantization")
+"""Attention options about the precision of queries, and so of what the next layers store."""
+_DEFAULTS = (None, False, "auto")
+"""Values of such options that vLLM has by itself."""
 _GENERATION_OPTIONS = ("attn_temperature_tuning",)
 """Options of the generation config that change blocks: Llama 4 scales queries of late positions."""
 _NUMBERS = (
@@ -128,16 +136,21 @@ def has_several_connectors(transfer: Any) -> bool:
 
 def _local_of_a_caller(name: str, fits: Callable[[Any], bool]) -> Any | None:
     """Return the nearest local variable of this name up the stack whose value fits."""
-    frame = inspect.currentframe()
-    frame = frame.f_back if frame is not None else None  # the function that asks
-    for _ in range(MAX_FRAMES):
-        frame = frame.f_back if frame is not None else None
-        if frame is None:
-            return None
-        candidate = frame.f_locals.get(name)
+    own = 2  # this function's frame, and that of the function that asks
+    for each in islice(frames_up(inspect.currentframe(), MAX_FRAMES + own), own, None):
+        candidate = each.f_locals.get(name)
         if candidate is not None and fits(candidate):
             return candidate
     return None
+
+
+def frames_up(frame: FrameType | None, limit: int) -> Iterator[FrameType]:
+    """Yield the frame and those up the stack, at most `limit`."""
+    for _ in range(limit):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
 
 
 def model_facts(config: Any) -> dict[str, str]:
@@ -168,6 +181,8 @@ def model_facts(config: Any) -> dict[str, str]:
             _options(getattr(config, "attention_config", None), _ATTENTION_OPTIONS)
         ),
         **_facts_if_set(model),
+        **_unusual(getattr(config, "kernel_config", None), _KERNEL_OPTIONS),
+        **_unusual(getattr(config, "attention_config", None), _QUERY_OPTIONS),
     }
 
 
@@ -183,6 +198,12 @@ def _facts_if_set(model: Any) -> dict[str, str]:
         named[_QUANTIZATION_FILE] = overrides.get(_QUANTIZATION_FILE)
     named[_SCALES_FILE] = getattr(media, _SCALES_FILE, None)
     return facts | {name: _digest(_content(value)) for name, value in named.items() if value}
+
+
+def _unusual(config: Any, names: Sequence[str]) -> dict[str, str]:
+    """Return options that are not vLLM's default; other fingerprints stay as they were."""
+    found = {name: getattr(config, name, None) for name in names}
+    return {name: _digest(value) for name, value in found.items() if value not in _DEFAULTS}
 
 
 def _content(value: object) -> str:

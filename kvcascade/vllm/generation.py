@@ -16,10 +16,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import ConfigError
+from ..logs import get_logger
+
+_log = get_logger(__name__)
 
 _BASE = "vllm.v1.kv_offload"
 _RELEASE = re.compile(r"[0-9.]+(\.post[0-9]+)?(\+.*)?")
 """Versions of releases, such as 0.32.1 and 0.32.1+cpu; 0.33.0rc1 and 0.33.0.dev7 are none."""
+_AFTER_RELEASE = re.compile(r"\d+\.\d+\.[1-9]\d*(\.dev|a|b|rc)")
+"""Versions of builds after a release, such as 0.32.1rc1.dev7."""
+_NUMBERS = re.compile(r"(\d+)\.(\d+)")
+_UNKNOWN = (0, 0)
 
 
 # The adapter.
@@ -113,13 +120,46 @@ def _offers(module: str, *names: str) -> bool:
     return all(hasattr(found, name) for name in names)
 
 
-# The version number, where the names are the same.
+# The version number, where the names are the same. Where it says too little, the answer is the one
+# that cannot lead to wrong bytes.
 
 
-def vllm_version() -> tuple[int, ...]:
-    """Return major and minor version of the installed vLLM; (0, 0) if it does not say."""
-    parts = _full_version().split(".")[:2]
-    return tuple(int(part) if part.isdigit() else 0 for part in parts)
+def vllm_version() -> tuple[int, int]:
+    """Return major and minor version of the installed vLLM; (0, 0) if it does not say.
+
+    A build from source may be named "dev", or "0.1.dev9" if it knows no release.
+    """
+    found = _NUMBERS.match(_full_version())
+    version = (int(found[1]), int(found[2])) if found else _UNKNOWN
+    return version if version >= (0, GENERATIONS[-1].first) else _UNKNOWN
+
+
+def _may_be(first: int, last: int | None = None) -> bool:
+    """Return True if the installed vLLM may behave like a version from 0.first to 0.last.
+
+    Without `last`, any version from 0.first on is meant. A build that is no release may also behave
+    like the version before, or like the one after if its patch number is above 0. A build of an
+    unknown version may behave like any.
+    """
+    oldest = newest = vllm_version()
+    full = _full_version()
+    if oldest == _UNKNOWN:
+        _warn_of_unknown(full)
+        return True
+    if _AFTER_RELEASE.match(full):
+        newest = (newest[0], newest[1] + 1)
+    elif not _RELEASE.fullmatch(full):
+        oldest = (oldest[0], oldest[1] - 1)
+    return newest >= (0, first) and (last is None or oldest <= (0, last))
+
+
+@cache
+def _warn_of_unknown(version: str) -> None:
+    _log.warning(
+        "kvcascade: vLLM's version is %r, which is that of no release; kvcascade takes the faults "
+        "of all supported releases for possible",
+        version,
+    )
 
 
 def version_of_blocks() -> str:
@@ -127,8 +167,9 @@ def version_of_blocks() -> str:
 
     Other builds count with their whole version, because pages may change between two of them.
     """
-    version = _full_version()
-    return ".".join(map(str, vllm_version())) if _RELEASE.fullmatch(version) else version
+    version, number = _full_version(), vllm_version()
+    is_release = number != _UNKNOWN and _RELEASE.fullmatch(version)
+    return ".".join(map(str, number)) if is_release else version
 
 
 def _full_version() -> str:
@@ -137,7 +178,7 @@ def _full_version() -> str:
 
 def seeds_hashes_with_a_constant() -> bool:
     """Return whether sha256 block hashes are the same in every process without PYTHONHASHSEED."""
-    return vllm_version() >= (0, 29)
+    return not _may_be(0, 28)
 
 
 def offers_states_once() -> bool:
@@ -145,7 +186,7 @@ def offers_states_once() -> bool:
 
     Earlier versions offer blocks of states again, like all others.
     """
-    return vllm_version() >= (0, 29)
+    return _may_be(29)
 
 
 def offers_the_last_token() -> bool:
@@ -154,12 +195,12 @@ def offers_the_last_token() -> bool:
     Those versions count it as computed when the request ends (`num_tokens_after_batch =
     req.num_tokens`). Earlier versions store nothing at the end; later ones leave that token out.
     """
-    return (0, 26) <= vllm_version() <= (0, 29)
+    return _may_be(26, 29)
 
 
 def schedules_block_holders_first() -> bool:
     """Return whether waiting requests that hold device blocks are scheduled before the others."""
-    return vllm_version() >= (0, 31)
+    return not _may_be(0, 30)
 
 
 def sees_blocks_of_other_connectors() -> bool:
@@ -167,7 +208,7 @@ def sees_blocks_of_other_connectors() -> bool:
 
     Earlier versions look only at blocks that our connector loads, or that a scheduled request has.
     """
-    return vllm_version() >= (0, 33)
+    return not _may_be(0, 32)
 
 
 # Names that some versions do not have.
@@ -188,11 +229,6 @@ def has_tiering_spec(name: str) -> bool:
         return factory is not None and factory.get_spec_cls({"spec_name": name}) is not None
     except (ImportError, AttributeError, ValueError):
         return False
-
-
-def counts_hits_by_source() -> bool:
-    """Return whether vLLM counts prefix-cache hits by the tier that supplied them (from 0.32)."""
-    return offered("vllm.v1.metrics.cache_hit_source", "CacheHitSource") is not None
 
 
 @cache

@@ -10,13 +10,14 @@ is not parsed yet), a later process of the same engine finds it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
 from ..assembly.named import SPEC_NAME
 from ..identity import note_files, other_models
-from .early_checks import attributes, check_early, own
+from .early_checks import attributes, check_early, has_ours, own
+from .engine_facts import frames_up
 from .generation import offered
 
 MAX_FRAMES = 12
@@ -27,7 +28,7 @@ def register() -> None:
     """Entry point in `vllm.general_plugins`. Raises `ConfigError` if the configuration is wrong."""
     frame = inspect.currentframe()
     engine = _find_engine(frame)
-    if engine is not None:
+    if engine is not None and has_ours(engine):
         for model in _models(engine):
             note_files(*model)
         if not _is_beside_engines(frame):
@@ -47,7 +48,7 @@ def _register_spec() -> None:
 
 def _find_engine(frame: FrameType | None) -> Any | None:
     """Return the `EngineArgs` or `VllmConfig` of the engine that a frame up the stack makes."""
-    for each in _frames(frame):
+    for each in frames_up(frame, MAX_FRAMES):
         for name in ("vllm_config", "self"):
             engine = each.f_locals.get(name)
             extra = own(own(engine, "kv_transfer_config"), "kv_connector_extra_config")
@@ -78,13 +79,4 @@ def _is_beside_engines(frame: FrameType | None) -> bool:
 
     The engines check, and may have taken their memory already.
     """
-    return any(each.f_locals.get("client_config") for each in _frames(frame))
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield the frame and those up the stack, up to the limit."""
-    for _ in range(MAX_FRAMES):
-        if frame is None:
-            return
-        yield frame
-        frame = frame.f_back
+    return any(each.f_locals.get("client_config") for each in frames_up(frame, MAX_FRAMES))

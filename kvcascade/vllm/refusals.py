@@ -17,8 +17,6 @@ from .kv_layers import group_specs, numbered_groups, specs_by_layer
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
-"""Addresses of a first node that is on the same host as all others."""
-
 
 def refuse_platform() -> None:
     """Raise `ConfigError` if vLLM runs on devices that no copier supports.

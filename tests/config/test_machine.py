@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from support.users import unprivileged
 
 from kvcascade.assembly.path_parts import path_options
 from kvcascade.config.machine import (
+    FREE_ATTEMPTS,
     Disk,
     Machine,
     Memory,
@@ -22,6 +24,7 @@ from kvcascade.config.machine import (
     check_machine,
     check_nvme,
     cpu_capacity,
+    is_free,
     nvme_capacity,
     nvme_held_bytes,
     settled,
@@ -102,6 +105,25 @@ def message(config: Any, machine: Machine) -> str:
     assert text.endswith(".") and ". " not in text.replace("/.. ", "") and "\n" not in text
     assert ";" in text, f"a remedy follows the problem: {text}"
     return text
+
+
+def test_an_arena_that_another_worker_looks_at_is_free(tmp_path: Path) -> None:
+    """The workers of an engine check at the same moment, and each locks the arena for a moment."""
+    arena = tmp_path / "kvcascade-kept-0"
+    arena.touch()
+    for attempts in (1, FREE_ATTEMPTS - 1, FREE_ATTEMPTS):
+        waits: list[float] = []
+        with arena.open("rb") as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+
+            def wait(seconds: float, waits: list[float] = waits, n: int = attempts) -> None:
+                waits.append(seconds)
+                if len(waits) == n:
+                    fcntl.flock(other, fcntl.LOCK_UN)
+
+            assert is_free(arena, wait) == (attempts < FREE_ATTEMPTS)
+        assert len(waits) == min(attempts, FREE_ATTEMPTS - 1)
+    assert not is_free(tmp_path / "gone", waits.append)
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,40 @@ def test_another_attention_backend_is_another_namespace(field: str, value: Any) 
     assert fingerprint(config) != fingerprint(BASE)
 
 
+KERNELS = [
+    ("kernel_config", "moe_backend", "auto", ["marlin", "flashinfer_trtllm"]),
+    ("kernel_config", "linear_backend", "auto", ["marlin", "flashinfer_cutlass"]),
+    ("kernel_config", "linear_backend_per_quant", None, [{"nvfp4_w4a16": "humming"}, {"fp8": "b"}]),
+    ("attention_config", "use_prefill_query_quantization", False, [True]),
+    ("attention_config", "disable_flashinfer_q_quantization", False, [True]),
+]
+
+
+@pytest.mark.parametrize(("part", "name", "default", "others"), KERNELS)
+def test_a_kernel_that_quantises_otherwise_is_another_namespace(
+    part: str, name: str, default: Any, others: list[Any]
+) -> None:
+    """By default it is vLLM's choice, as with a version that lacks the option."""
+    config, found = engine(), {fingerprint(BASE)}
+    setattr(config, part, Stub(backend=None, **{name: default}))
+    assert fingerprint(config) in found
+    for value in others:
+        setattr(config, part, Stub(backend=None, **{name: value}))
+        found.add(fingerprint(config))
+    assert len(found) == 1 + len(others)
+
+
+@pytest.mark.parametrize(("part", "name", "default", "others"), KERNELS)
+def test_vllm_has_the_default_that_is_left_out(
+    part: str, name: str, default: Any, others: list[Any]
+) -> None:
+    """Another one would begin every cache anew."""
+    kind = {"kernel_config": "KernelConfig", "attention_config": "AttentionConfig"}[part]
+    made = getattr(pytest.importorskip("vllm.config"), kind)()
+    assert getattr(made, name, default) == default
+    assert default not in others
+
+
 def test_a_function_that_overrides_is_the_same_at_the_next_start() -> None:
     """`hf_overrides` may be one; each process has it at another address."""
 
@@ -531,6 +565,19 @@ class TestNamespaceFacts:
         assert self.facts(engine(**trusting))["remote_code"].startswith("files:")
         assert "remote_code" not in self.facts(engine(**trusting), weights_id="mine")
 
+    def test_a_file_that_cannot_be_read_shares_nothing_and_the_log_has_the_remedy(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (Path(self.model) / "pytorch_model.bin").symlink_to("nowhere")
+        common = pytest.importorskip("kvcascade.vllm.scheduler_side")
+        facts = self.facts(engine())
+        assert not self.is_shared(engine()) and self.is_shared(engine(), weights_id="mine")
+        caplog.clear()
+        given = parse({"tiers": [{"type": "cpu", "capacity": "1GiB"}]})
+        common.warn_of_privacy(given, engine(), facts, self.model)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "set weights_id" in caplog.text
+
     def test_weights_in_a_download_directory_are_those_of_the_namespace(
         self, tmp_path: Path
     ) -> None:
@@ -557,6 +604,7 @@ class TestNamespaceFacts:
         [
             *((release, "0.33") for release in ("0.33.0", "0.33.2+cpu", "0.33.1.post1")),
             *((other, other) for other in ("0.33.0rc1", "0.33.1.dev7+g1a2b3c", "0.33.0rc2.dev5")),
+            *((other, other) for other in ("dev", "0.1.0+g1a2b3c")),
         ],
     )
     def test_only_releases_of_one_minor_version_share(

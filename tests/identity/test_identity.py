@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -13,21 +14,21 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvcascade.errors import ConfigError
 from kvcascade.identity import (
     _PARTS_OF_MODELS,
     code_identity,
     have_files_changed,
     is_shareable,
     note_files,
+    prefers_mistral_files,
     weights_identity,
 )
 from kvcascade.weight_digest import (
     SAMPLE_BYTES,
     SAMPLES_PER_TENSOR,
-    _layout,
+    _offsets,
+    _safetensors_header,
     _samples,
-    _tensor_offsets,
 )
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -113,8 +114,7 @@ def test_a_few_words_that_were_trained_are_noticed(name: str, width: int, model:
 
 
 def test_dense_models_of_text_and_images_keep_their_identity(tmp_path: Path) -> None:
-    """They have neither experts nor convolutions but that of an embedding, so the rules for these
-    must not begin their caches anew."""
+    """They have neither experts nor convolutions but that of an embedding."""
     (tmp_path / "config.json").write_text('{"hidden_size": 512}')
     shapes = {
         "model.embed_tokens.weight": (100, 512),
@@ -127,7 +127,7 @@ def test_dense_models_of_text_and_images_keep_their_identity(tmp_path: Path) -> 
         for name, shape in shapes.items()
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    golden = "9750efd88a170ead1a78b537c064c4c7a1492f313ff38ab285551583318f25f4"
+    golden = "f56bcd81fedf21d0e9c104d82b67fdbf37a74e00a968ce242bae97e5d823e274"
     assert identity(tmp_path) == f"files:{golden}"
 
 
@@ -144,30 +144,29 @@ def test_dense_models_of_text_and_images_keep_their_identity(tmp_path: Path) -> 
 def test_one_retrained_expert_is_noticed(name: str, shape: tuple[int, ...], model: Path) -> None:
     """Of fused experts, each one has a slice of one tensor."""
     numbers = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
-    other = {"mlp.experts.0.w1": np.ones((8, 8), np.float32)} if "gate." in name else {}
-    save_file({name: numbers, **other}, model / "model.safetensors")
+    save_file({name: numbers}, model / "model.safetensors")
     before = identity(model)
     for expert in range(shape[0]):
         if shape[0] > 100 and expert % 97:
             continue
         changed = numbers.copy()
         changed[expert] += 1
-        save_file({name: changed, **other}, model / "model.safetensors")
+        save_file({name: changed}, model / "model.safetensors")
         assert identity(model) != before, expert
 
 
-@pytest.mark.parametrize("is_apart", [False, True])
+@pytest.mark.parametrize("beside", ["nothing", "experts", "a file of experts"])
 @pytest.mark.parametrize("n", [10, 256, 384, 16_000])
-def test_each_number_of_a_router_is_noticed(n: int, is_apart: bool, model: Path) -> None:
-    """Also in a file of its own, and whatever its name is: the model has experts."""
+def test_each_number_of_a_router_is_noticed(n: int, beside: str, model: Path) -> None:
+    """And of any other small tensor, in each model: a name need not say that it is a router."""
     experts = {"mlp.experts.0.w1": np.ones((64, 64), np.float32)}
     numbers = np.zeros(n, np.float32)
+    if beside == "a file of experts":
+        save_file(experts, model / "experts.safetensors")
 
     def with_numbers(changed: np.ndarray) -> str:
-        tensors = {"mlp.correction": changed}
-        if is_apart:
-            save_file(experts, model / "experts.safetensors")
-        save_file(tensors if is_apart else {**tensors, **experts}, model / "model.safetensors")
+        tensors = {"mlp.correction": changed, **(experts if beside == "experts" else {})}
+        save_file(tensors, model / "model.safetensors")
         return identity(model)
 
     before = with_numbers(numbers)
@@ -182,10 +181,11 @@ def test_a_model_of_many_experts_is_not_read_whole(model: Path) -> None:
     names = ("mlp.experts.7.up.weight", "mlp.shared_experts.up.weight", "self_attn.q_proj.weight")
     tensors = {name: np.zeros((200, 100), np.float32) for name in names}
     save_file(tensors, model / "model.safetensors")
-    layout = _layout(model / "model.safetensors")
-    assert layout is not None
-    found = _tensor_offsets(layout, (model / "model.safetensors").stat().st_size, has_experts=True)
-    assert found is not None and len(found) == 3 * SAMPLES_PER_TENSOR
+    path = model / "model.safetensors"
+    with path.open("rb") as file:
+        _, found = _safetensors_header(file, path.stat().st_size)
+    assert found is not None
+    assert len([*_offsets(found, path.stat().st_size)]) == 3 * SAMPLES_PER_TENSOR
 
 
 def test_a_changed_configuration_is_another_model(model: Path) -> None:
@@ -469,10 +469,76 @@ def test_a_hub_name_without_a_local_copy_is_never_shared() -> None:
     assert not is_shareable(weights_identity("not a/valid/name", None, is_real=True))
 
 
-def test_unreadable_weights_are_one_clear_sentence(model: Path) -> None:
-    (model / "gone.safetensors").symlink_to(model / "nowhere")
-    with pytest.raises(ConfigError, match="cannot be read to identify its weights.*weights_id"):
-        identity(model)
+UNREAD = ("gone.safetensors", "pytorch_model.bin", "m-Q4.gguf", "trainer_state.json", "mod.py")
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_file_that_cannot_be_read_makes_a_model_private(
+    name: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a part of the weights, so it must neither be left out nor stop the engine."""
+    said: list[str] = []
+    warning = "kvcascade.identity._log.warning"
+    monkeypatch.setattr(warning, lambda text, *about: said.append(text % about))
+    (model / name).symlink_to(model / "nowhere")
+    assert not is_shareable(identity(model))
+    assert len(said) == 1 and name in said[0]
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_folder_with_the_name_of_a_file_does_not_count(name: str, model: Path) -> None:
+    before = identity(model)
+    (model / name).mkdir()
+    assert identity(model) == before
+    (model / "model.safetensors").unlink()
+    assert not is_shareable(identity(model)), "it is no weights"
+
+
+def test_code_that_cannot_be_read_is_never_shared(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither is code of a hub's cache that cannot be searched: it may have been run."""
+    (tmp_path / "modeling_own.py").symlink_to("nowhere")
+    found = [code_of(f"{tmp_path}--modeling_own.Model", model)]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    unsearchable_cache(tmp_path, "org/code")
+    found.append(code_of("org/code--modeling_own.Model", model))
+    assert all(word is not None and not is_shareable(word) for word in found)
+
+
+def unsearchable_cache(hub: Path, model: str) -> None:
+    """Make a cache in which the folder of a model's commits is no folder."""
+    cached = hub / f"models--{model.replace('/', '--')}"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(COMMIT)
+    (cached / "snapshots").touch()
+
+
+def test_a_cache_that_cannot_be_searched_stops_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    unsearchable_cache(tmp_path, "org/name")
+    note_files("org/name")
+    assert not have_files_changed("org/name")
+    assert not is_shareable(weights_identity("org/name", None, is_real=True))
+    assert prefers_mistral_files("org/name", None, None), "the load format tells them apart"
+
+
+def test_a_download_directory_below_an_unknown_home_stops_no_start() -> None:
+    place = "~nobody-of-this-name/models"
+    note_files("org/name", None, place)
+    assert not is_shareable(weights_identity("org/name", None, True, place))
+
+
+def test_a_name_that_is_no_text_is_part_of_the_identity(model: Path) -> None:
+    before = identity(model)
+    for name in (b"\xff.json", b"\xfe.json"):
+        path = os.fsencode(model) + b"/" + name
+        with open(path, "wb") as file:
+            file.write(b"{}")
+        assert identity(model) != before
+        before = identity(model)
 
 
 def test_weights_in_files_that_are_not_known_are_never_shared(tmp_path: Path) -> None:
@@ -502,9 +568,10 @@ def test_a_folder_that_cannot_be_read_stops_no_start(
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "glob", refuse)
+    monkeypatch.setattr(os, "listdir", refuse)
     note_files(str(model))
     assert not have_files_changed(str(model))
+    assert not is_shareable(identity(model)), "weights may lie there"
 
 
 def test_no_other_model_is_loaded_from_a_subfolder() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import vllm.plugins
 from support import small_models
+from vllm import platforms
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCore
@@ -236,6 +237,34 @@ def test_engines_elsewhere_need_no_memory_here(
 ) -> None:
     memory(monkeypatch, 200 * GIB)
     start(engine)
+
+
+NOWHERE = {"type": "nvme", "path": "/proc/kvcascade", "capacity": "1TiB"}
+RAY = {"data_parallel_backend": "ray", "data_parallel_size": 2}
+
+
+@pytest.mark.parametrize("backend", [{}, RAY])
+def test_a_machine_that_only_answers_requests_needs_nothing_of_the_tiers(
+    backend: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engines run elsewhere, and each of them checks its own machine."""
+    memory(monkeypatch, GIB)
+    monkeypatch.setattr(type(platforms.current_platform), "device_type", "tpu")
+    no_engine = backend or {"data_parallel_size_local": 0}
+    tiers = [*LARGE["tiers"], NOWHERE]
+    for extra in (CASCADE | {"tiers": tiers}, tiering(path="/proc/kvcascade", capacity="1TiB")):
+        start(of_args(extra, **no_engine))
+    for wrong in ({"type": "cpu", "capacty": 1}, {"type": "cpu", "policy": "no.such.policy"}):
+        with pytest.raises(ConfigError):
+            start(of_args(CASCADE | {"tiers": [wrong]}, **no_engine))
+
+
+def test_an_engine_that_ray_started_checks_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its options are those of the head, which may run no engine."""
+    memory(monkeypatch, GIB)
+    for local in (0, 2):
+        with pytest.raises(ConfigError, match="more memory"):
+            start(of_engine(LARGE, parallel=RAY | {"data_parallel_size_local": local}))
 
 
 def test_one_of_several_api_servers_leaves_the_checks_to_the_engines(

@@ -6,6 +6,7 @@ by which the real releases differ.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -86,6 +87,60 @@ def test_others_are_refused_in_one_sentence(version: str, tmp_path: Path) -> Non
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("kvcascade.errors.ConfigError: kvcascade does not support")
     assert f"vLLM {version}," in last and f"install vLLM {supported()}." in last
+
+
+GATES = (
+    "seeds_hashes_with_a_constant",
+    "offers_states_once",
+    "offers_the_last_token",
+    "schedules_block_holders_first",
+    "sees_blocks_of_other_connectors",
+)
+ANSWERS = {
+    "0.25.1": (0, 0, 0, 0, 0),
+    "0.28.1": (0, 0, 1, 0, 0),
+    "0.29.0": (1, 1, 1, 0, 0),
+    "0.30.0": (1, 1, 0, 0, 0),
+    "0.32.1": (1, 1, 0, 1, 0),
+    "0.33.0": (1, 1, 0, 1, 1),
+    "0.33.2.post1+cpu": (1, 1, 0, 1, 1),
+    "1.0.0": (1, 1, 0, 1, 1),
+    # Before the release that is named, so perhaps without what it brought.
+    "0.30.0rc1": (1, 1, 1, 0, 0),
+    "0.30.0.dev3+g1a2b3c": (1, 1, 1, 0, 0),
+    "0.33.0rc1": (1, 1, 0, 1, 0),
+    "0.33rc1": (1, 1, 0, 1, 0),
+    # After the release that is named, so perhaps with what the next one brought.
+    "0.25.1rc1": (0, 0, 1, 0, 0),
+    "0.28.1rc2.dev3+g12": (0, 1, 1, 0, 0),
+    "0.33.1.dev7": (1, 1, 0, 1, 1),
+    # Of no known release.
+    "dev": (0, 1, 1, 0, 0),
+    "": (0, 1, 1, 0, 0),
+    "0.1.dev9+gabc": (0, 1, 1, 0, 0),
+    "0.15.1": (0, 1, 1, 0, 0),
+}
+ASK = """
+import json, vllm
+from kvcascade.vllm import generation
+found, numbers = {}, {}
+for version in %r:
+    vllm.__version__ = version
+    found[version] = [int(getattr(generation, gate)()) for gate in %r]
+    numbers[version] = generation.vllm_version()
+print(json.dumps([found, numbers]))
+"""
+
+
+def test_a_version_that_says_too_little_gets_the_careful_answers(tmp_path: Path) -> None:
+    """A build from source has no version of a release, or none at all."""
+    tree(tmp_path, "0.33.0")
+    done = run(ASK % (list(ANSWERS), GATES), tmp_path)
+    found, numbers = json.loads(done.stdout)
+    assert {version: tuple(answers) for version, answers in found.items()} == ANSWERS
+    assert numbers["dev"] == numbers[""] == numbers["0.1.dev9+gabc"] == [0, 0]
+    assert numbers["0.28.1rc2.dev3+g12"] == [0, 28]
+    assert len([line for line in done.stderr.splitlines() if "'dev'" in line]) == 1
 
 
 def test_no_vllm_at_all(tmp_path: Path) -> None:

@@ -224,6 +224,18 @@ def test_configurations_of_other_specs_are_left_alone() -> None:
     load_with(vllm_config=SimpleNamespace(kv_transfer_config=None))
 
 
+def test_files_of_engines_without_us_are_not_looked_at(tmp_path: Path) -> None:
+    """Whatever a look at them raises would stop engines that do not use kvcascade."""
+    weights = tmp_path / "model.safetensors"
+    for extra, is_noted in (({}, False), ({"connectors": [7]}, False), (GOOD, True)):
+        weights.write_bytes(b"old")
+        engine = holder(extra)
+        engine.model = str(tmp_path)
+        load_with(self=engine)
+        weights.write_bytes(b"newer")
+        assert have_files_changed(str(tmp_path)) == is_noted
+
+
 def test_an_object_that_asks_itself_for_ever_does_no_harm() -> None:
     class Wrapper:
         def __getattr__(self, name: str) -> Any:

@@ -46,9 +46,16 @@ def run(out: Path, keep: bool, as_json: bool) -> None:
     finish(ExitCode.PROBLEMS if found["problems"] else ExitCode.OK)
 
 
+def _counts_hits_by_source() -> bool:
+    """Return whether vLLM counts prefix-cache hits by the tier that supplied them (from 0.32)."""
+    from ....vllm.generation import offered
+
+    return offered("vllm.v1.metrics.cache_hit_source", "CacheHitSource") is not None
+
+
 def _run(out: Path, keep: bool) -> dict[str, Any]:
     """Run, print and save; return the saved document."""
-    from ....vllm.generation import counts_hits_by_source, has_tiering_spec
+    from ....vllm.generation import has_tiering_spec
     from ...commands.bench.bench_report import Reporter
     from ..remote_server import remote_tier
     from ..server import TIERING, ServerProcess, environment_of, is_on_cpu, served_model
@@ -67,7 +74,7 @@ def _run(out: Path, keep: bool) -> dict[str, Any]:
         kv,
         shape,
         on_cpu=on_cpu,
-        with_tiering=has_tiering_spec(TIERING) and counts_hits_by_source(),
+        with_tiering=has_tiering_spec(TIERING) and _counts_hits_by_source(),
     )
     environment = environment_of(on_cpu=on_cpu)
     reporter = Reporter()
