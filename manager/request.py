@@ -154,7 +154,7 @@ class RequestEnds:
         request.deferred.clear()
         used, request.keys = request.keys, {}
         if request.touched:
-            used = {h: used.get(h, False) for h in request.touched} | used
+            used = dict.fromkeys(request.touched, False) | used
             request.touched.clear()
         if not used:
             return

@@ -192,8 +192,9 @@ class CascadeManager(OffloadingManager):
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Note the keys, to count them once; called at every step of a request up to 0.30."""
-        touched = dict.fromkeys(cast(Collection[BlockHash], keys))
-        self._request_of(req_context).touched.update(touched)
+        touched = self._request_of(req_context).touched
+        for key in cast(Collection[BlockHash], keys):
+            touched[key] = None
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
