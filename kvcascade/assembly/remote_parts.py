@@ -115,9 +115,7 @@ def _node(setup: RemoteSetup, memory: SlotMemory, feed: RemoteFeed) -> NodeKeepe
     assert duplicate is not None, "an arena is a file"
 
     def start() -> Connection:
-        known = msgspec.structs.replace(
-            setup, was_reset=feed.has_reset, was_read=feed.known is not None
-        )
+        known = msgspec.structs.replace(setup, was_reset=feed.has_reset, memory=feed.node_memory)
         return launch(known, duplicate(), REMOTE_MODULE)
 
     return NodeKeeper(start, feed.take, decode=from_remote_node.decode)

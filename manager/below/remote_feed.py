@@ -52,9 +52,8 @@ class RemoteFeed(TierFeed):
         self.has_blocks = False
         """True once this engine may have blocks."""
         self._began = began
-        self.known: int | None = None
-        """Greatest mark that was heard of; None until a node has read the counter of the namespace.
-        Any thread may read it."""
+        self.known = 0
+        """Greatest mark that was heard of."""
         self._newest: int | None = None
         """Mark of a reset by another host that was not taken in yet; None: there was none."""
         self._is_resetting = False
@@ -65,6 +64,11 @@ class RemoteFeed(TierFeed):
     def latency_s(self) -> float:
         """Time of a request to the server that moves no payload; 0 while it is unknown."""
         return self._last.latency_s or 0.0
+
+    @property
+    def node_memory(self) -> bytes:
+        """What the next node has to know of the one before. Any thread."""
+        return self._last.memory
 
     @property
     def lookups_rest(self) -> bool:
@@ -115,22 +119,23 @@ class RemoteFeed(TierFeed):
     def take(self, note: Any) -> None:
         self.is_up = note is not None
         if note is None:
-            known = RemoteNote(None, latency_s=self._last.latency_s)
-            self._before, self._last = self._of_nodes(), known
+            last = self._last
+            self._before = self._of_nodes()
+            self._last = RemoteNote(None, latency_s=last.latency_s, memory=last.memory)
         elif isinstance(note, RemoteNote):
             self._take_in(note)
 
     def _take_in(self, note: RemoteNote) -> None:
         if _openings(note) > _openings(self._last):
             self.note_failure()
-        latency_s = note.latency_s or self._last.latency_s
-        self._last = msgspec.structs.replace(note, latency_s=latency_s)
+        last = self._last
+        self._last = msgspec.structs.replace(
+            note, latency_s=note.latency_s or last.latency_s, memory=note.memory or last.memory
+        )
         for verb, samples_s in note.samples_s.items():
             self.calls_s[verb].extend(samples_s)
-        if note.mark is None:
-            return
-        self.known = max(self.known or 0, note.mark)
-        if self._is_resetting:
+        self.known = max(self.known, note.mark or 0)
+        if note.mark is None or self._is_resetting:
             return
         is_late = note.mark > self._began - CLOCK_SKEW_TICKS
         if self._newest is not None:

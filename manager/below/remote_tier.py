@@ -210,7 +210,7 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
         self._forget()
         self._events.clear()
         self.feed.begin_reset(is_new=is_new)
-        known = self.feed.known or 0
+        known = self.feed.known
         self._begin_reset(lambda ticket: RemoteResetJob(ticket, mark, is_new, known))
 
     def _after_reset(self, done: ResetDone) -> None:

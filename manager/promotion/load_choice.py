@@ -196,7 +196,9 @@ class LoadChoice:
         self, level: int, block_hashes: Sequence[BlockHash], worth: Worth, now_s: float
     ) -> None:
         """Read a few blocks of a slow tier for which no request waits."""
-        room = max(0, self._room.left(self._room.budget()))
+        room = self._room.left(self._room.budget())
+        if room <= 0:
+            return
         for block_hash in block_hashes[: min(room, worth.probe_blocks(level, now_s))]:
             if block_hash not in self._promoter.pending:
                 self._promoter.begin(block_hash, level, is_probe=True)

@@ -14,6 +14,7 @@ from support.remote_twin import RemoteTwin
 from kvcascade.config.remote import WriteWhen
 from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST
 from kvcascade.handlers.node.path_wire import NodeReady
+from kvcascade.handlers.node.remote.remote_node import LIFE_LIMIT_S
 from kvcascade.handlers.node.remote.remote_wire import RemoteNote
 from kvcascade.manager.below.port import Put
 from kvcascade.tiers.base import BlockHash, BlockOutcome
@@ -442,7 +443,13 @@ class TestNode:
 
     def test_the_next_node_is_told_what_there_was(self, rig: RemoteTierRig) -> None:
         feed = rig.tier.feed
-        assert feed.known == 0 and not feed.has_reset
+        for memory in (b"seen", b""):
+            rig.twin.memory = lambda known=memory: known  # type: ignore[method-assign,misc]
+            rig.clock.advance(2.0)
+            rig.pump()
+            rig.client.die()
+            assert feed.node_memory == b"seen"
+        assert not feed.has_reset
         rig.tier.pass_on(77)
         rig.pump()
         assert not feed.has_reset, "the reset is another host's"
@@ -458,6 +465,9 @@ class TestNode:
             rig.node.work()
             rig.clock.advance(1.0)
         assert told.count(NodeReady()) == 5
+        rig.clock.advance(LIFE_LIMIT_S)
+        rig.node.work()
+        assert told.count(NodeReady()) == 5, "the call may never return"
         rig.pump()
         told.clear()
         rig.clock.advance(60.0)

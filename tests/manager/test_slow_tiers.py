@@ -7,6 +7,7 @@ from support.cascade import BLOCK_SIZE, Cascade, key
 
 from kvcascade.manager.counters import Reason
 from kvcascade.manager.flow import ManagerOptions
+from kvcascade.manager.promotion.claims import PromotionRoom
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash
 
@@ -205,3 +206,14 @@ def test_without_its_window_nothing_of_a_prefix_is_read() -> None:
     assert request.too_slow == {1, 2}
     assert not rig.manager.counters.links[0].promoted_blocks
     assert rig.manager.counters.recomputed_blocks[Reason.NOT_WORTH] == len(TAIL)
+
+
+def test_a_probe_for_which_there_is_no_room_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig([], (FAST_S, SLOW_S))
+    with monkeypatch.context() as full:
+        full.setattr(PromotionRoom, "left", lambda room, budget: 0)
+        assert rig.serve(Request())[0] == 0
+    assert rig.manager.counters.promotion_probes == 0
+    rig.manager.end_step()
+    assert rig.serve(Request())[0] == 0
+    assert rig.manager.counters.promotion_probes == 1

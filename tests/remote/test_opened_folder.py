@@ -174,33 +174,42 @@ def test_what_was_opened_and_never_read_is_known_too(share: Share, engine: Remot
 
 @pytest.fixture
 def next_engine(share: Share, engine: RemoteEngine) -> Iterator[RemoteEngine]:
-    """The engine of the next process; the one before has read the counter."""
+    """The engine of the next process; it knows what the one before saw."""
     fill(engine)
     made = open_object_store(share.folder.as_uri(), 10.0, 10.0)
-    made.resume()
+    made.resume(engine.memory())
     yield made
     made.close()
 
 
-@pytest.mark.parametrize("leaves_folder", [True, False])
-@pytest.mark.parametrize("call", ["put", "renew", "counter", "advance"])
+@pytest.mark.parametrize("place", ["missing", "empty", "of another engine"])
+@pytest.mark.parametrize("call", CALLS)
 def test_the_next_process_writes_to_no_other_folder(
-    share: Share, next_engine: RemoteEngine, call: str, leaves_folder: bool
+    share: Share, next_engine: RemoteEngine, call: str, place: str
 ) -> None:
-    share.unmount(leaves_folder=leaves_folder)
+    share.unmount(leaves_folder=place != "missing")
+    if place == "of another engine":
+        other = open_object_store(share.folder.as_uri(), 10.0, 10.0)
+        assert other.counter(COUNTER, 1001, LIMIT_S).value == 1001
+        other.close()
+    local = share.local_files()
     assert CALLS[call](next_engine) is IO_ERROR
     assert next_engine.explain(LIMIT_S) is Cause.OTHER_FOLDER
-    assert share.at.exists() is leaves_folder and not share.local_files()
+    assert share.at.exists() is (place != "missing") and share.local_files() == local
     share.mount(has_other_numbers=True)
-    assert next_engine.counter(COUNTER, 5, LIMIT_S).value == 1000
     assert CALLS[call](next_engine) in (OK, RemoteOutcome.EXISTS)
     assert next_engine.explain(LIMIT_S) is None
 
 
-def test_the_next_process_knows_the_folder_from_its_counter_on(
+def test_the_next_process_begins_a_counter_that_the_folder_lost(
     share: Share, next_engine: RemoteEngine
 ) -> None:
-    assert next_engine.counter(COUNTER, 5, LIMIT_S).value == 1000
-    share.unmount(leaves_folder=True)
-    assert next_engine.put(names(1, 5), [an_object(5)], LIMIT_S) == [IO_ERROR]
-    assert not share.local_files()
+    shutil.rmtree(share.folder / COUNTER)
+    assert next_engine.explain(LIMIT_S) is None
+    assert next_engine.counter(COUNTER, 2000, LIMIT_S).value == 2000
+
+
+def test_an_engine_that_opened_nothing_has_no_memory(engine: RemoteEngine) -> None:
+    assert not engine.memory()
+    fill(engine)
+    assert engine.memory()

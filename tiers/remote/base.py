@@ -295,11 +295,12 @@ class RemoteEngine(ABC):
     def advance(self, name: str, at_least: int, limit_s: float) -> CounterAnswer:
         """Raise a counter to a value that it never had, and that is `at_least` or more."""
 
-    def resume(self) -> None:  # noqa: B027 - only folders have something to do
-        """Go on where an engine of an ended process stopped, which has read the counter.
+    def memory(self) -> bytes:
+        """Return what the engine of the next process has to know, see `resume`."""
+        return b""
 
-        Call it before all others. A folder without a counter is not the one that it used.
-        """
+    def resume(self, memory: bytes) -> None:  # noqa: B027 - most engines need no memory
+        """Go on where the engine of an ended process stopped. Call it before all others."""
 
     @abstractmethod
     def close(self) -> None:

@@ -353,6 +353,10 @@ class RemoteStore:
             {verb: lane.breaker.openings for verb, lane in lanes.items()},
         )
 
+    def engine_memory(self) -> bytes:
+        """Return what the engine of the next process has to know."""
+        return self._link.engine.memory()
+
     def close(self, limit_s: float) -> bool:
         """Begin nothing any more, wait for calls under way, and close the engine.
 

@@ -36,8 +36,8 @@ def serve(connection: socket.socket, arena_fd: int) -> None:
     memory = map_file(arena_fd, setup.arena_offset + setup.arena_slots * setup.slot_bytes)
     options = parse_remote(At(setup.key), json.loads(setup.options))
     engine, seal = open_remote_engine(options, os.environ)
-    if setup.was_read:
-        engine.resume()
+    if setup.memory:
+        engine.resume(setup.memory)
     objects = ObjectFormat(setup.fingerprint, setup.payload_bytes, seal)
     arena = memory[setup.arena_offset :]
     look = partial(finding_of, engine, options)

@@ -7,6 +7,7 @@ server was told, so a scheduler whose node dies before that repeats it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,9 +30,10 @@ from .remote_wire import (
 
 NOTE_INTERVAL_S = 1.0
 """Shortest time between two notes whose totals alone differ."""
-LIFE_INTERVAL_S = 10.0
-"""Time between two signs of life while a reset waits for the server. A silent node would be ended,
-and the next one would wait in its place."""
+LIFE_INTERVAL_S, LIFE_LIMIT_S = 10.0, 300.0
+"""Time between two signs of life while a reset waits for the server, and time after which there are
+none. A silent node is ended, and the next one waits in its place. That helps only against a call
+that never returns."""
 
 _OF_REMOTE = {
     RemoteOutcome.OK: BlockOutcome.OK,
@@ -72,6 +74,8 @@ class RemoteNode:
         """Time at which each job came that was not answered, by ticket."""
         self._resets: list[int] = []
         """Tickets of resets of which the server was not told yet."""
+        self._reset_s = -math.inf
+        """Time of the last of them."""
         self._noted = RemoteNote(None)
         self._noted_s = self._shown_s = clock()
 
@@ -87,6 +91,7 @@ class RemoteNode:
             case RemoteResetJob():
                 self._store.reset(message.mark, is_new=message.is_new, known=message.known)
                 self._resets.append(message.ticket)
+                self._reset_s = self._clock()
 
     def work(self) -> None:
         """Answer what ended, and report changes. Call it after orders, ends, and now and then."""
@@ -97,14 +102,19 @@ class RemoteNode:
                 self._tell(ResetDone(ticket, state.own_mark))
             self._resets.clear()
             self._noted = RemoteNote(None)  # the scheduler ignored notes until now
-        if self._resets and self._clock() - self._shown_s >= LIFE_INTERVAL_S:
-            self._shown_s = self._clock()
-            self._tell(NodeReady())
+        if self._resets:
+            self._show_life()
         self._note(state)  # before the answers, so that no one asks a server that rests
         for ended in all_ended:
             self._ended(ended)
 
     # -- inside --------------------------------------------------------------------------------
+
+    def _show_life(self) -> None:
+        now_s = self._clock()
+        if now_s - self._shown_s >= LIFE_INTERVAL_S and now_s - self._reset_s < LIFE_LIMIT_S:
+            self._shown_s = now_s
+            self._tell(NodeReady())
 
     def _ask(self, order: AskJob) -> None:
         keys = [BlockHash(key) for request in order.requests for key in request]
@@ -163,7 +173,13 @@ class RemoteNode:
             )
             for verb, totals in counters.verbs.items()
         }
-        return RemoteNote(_mark(state), verbs, dict(counters.unsent), counters.lookup_s)
+        return RemoteNote(
+            _mark(state),
+            verbs,
+            dict(counters.unsent),
+            counters.lookup_s,
+            memory=self._store.engine_memory(),
+        )
 
 
 def _mark(state: RemoteState) -> int | None:

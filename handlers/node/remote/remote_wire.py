@@ -36,8 +36,8 @@ class RemoteSetup(msgspec.Struct, frozen=True, array_like=True, tag=96):
     arena_slots: int
     was_reset: bool = False
     """True if the engine was reset since its start."""
-    was_read: bool = False
-    """True if an earlier node of the engine has read the counter of the namespace."""
+    memory: bytes = b""
+    """Last memory of an earlier node, see `RemoteEngine.memory`."""
 
 
 class AskJob(msgspec.Struct, frozen=True, array_like=True, tag=97):
@@ -88,6 +88,8 @@ class RemoteNote(msgspec.Struct, frozen=True, array_like=True, tag=98):
     """Moving average of requests that move no payload; None before the first one was answered."""
     samples_s: dict[str, list[float]] = {}
     """Seconds of each call since the last note, by verb."""
+    memory: bytes = b""
+    """What the next node has to know, see `RemoteEngine.memory`."""
 
 
 RemoteOrder = AskJob | FetchJob | PutJob | RemoteResetJob

@@ -156,8 +156,8 @@ def open_object_store(
         def open_folder() -> Any:
             with suppress(OSError):  # waits for a share without the interpreter lock
                 folder.path.stat()
-            if folder.awaits_counter:
-                folder.check()  # a missing folder is not made anew
+            if folder.is_known:
+                folder.check()  # nothing is made in another one
             opened = stores.LocalStore(str(folder.path), mkdir=True)
             folder.note_opened()
             return opened
@@ -268,7 +268,17 @@ class ObjectStoreEngine(RemoteEngine):
     def renew(
         self, names: Sequence[str], objects: Sequence[RemoteObject], limit_s: float
     ) -> list[RemoteOutcome]:
-        return self._each(self._renew, [*zip(names, objects, strict=True)], limit_s)
+        def renew(item: tuple[str, RemoteObject]) -> RemoteOutcome:
+            name, made = item
+            outcome, found = self._asked(lambda: self._head(name))
+            if outcome is RemoteOutcome.ABSENT:
+                return self._put(item)
+            if found is None:
+                return outcome
+            kept = self._keep(name, [made.header, made.payload], found)
+            return RemoteOutcome.EXISTS if kept is RemoteOutcome.OK else kept
+
+        return self._each(renew, [*zip(names, objects, strict=True)], limit_s)
 
     def remove(self, names: Sequence[str], limit_s: float) -> list[RemoteOutcome]:
         def remove(name: str) -> RemoteOutcome:
@@ -367,7 +377,6 @@ class ObjectStoreEngine(RemoteEngine):
     def explain(self, limit_s: float) -> Cause | None:
         try:
             if self._folder is not None:
-                self._folder.check_writable()
                 self._head(_EXPLAINED)
             else:  # the answer to a HEAD has no body, and with it no reason
                 self._obstore.get(self._store, _EXPLAINED)
@@ -376,9 +385,12 @@ class ObjectStoreEngine(RemoteEngine):
             return next((cause for word, cause in _CAUSES.items() if word in text), None)
         return None
 
-    def resume(self) -> None:
+    def memory(self) -> bytes:
+        return b"" if self._folder is None else self._folder.memory()
+
+    def resume(self, memory: bytes) -> None:
         if self._folder is not None:
-            self._folder.awaits_counter = True
+            self._folder.resume(memory)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -434,24 +446,10 @@ class ObjectStoreEngine(RemoteEngine):
         name, made = item
         return self._create(name, [made.header, made.payload])
 
-    def _renew(self, item: tuple[str, RemoteObject]) -> RemoteOutcome:
-        name, made = item
-        outcome, found = self._asked(lambda: self._head(name))
-        if outcome is RemoteOutcome.ABSENT:
-            return self._put(item)
-        if found is None:
-            return outcome
-        kept = self._keep(name, [made.header, made.payload], found)
-        return RemoteOutcome.EXISTS if kept is RemoteOutcome.OK else kept
-
     def _create(self, name: str, data: Any) -> RemoteOutcome:
-        def create() -> None:
-            store = self._store
-            if self._folder is not None:
-                self._folder.check_writable()
-            self._obstore.put(store, name, data, mode="create", use_multipart=False)
-
-        outcome = self._tried(create)
+        outcome = self._tried(
+            lambda: self._obstore.put(self._store, name, data, mode="create", use_multipart=False)
+        )
         # A bucket that does not exist is "not found" to a write.
         return RemoteOutcome.DENIED if outcome is RemoteOutcome.ABSENT else outcome
 

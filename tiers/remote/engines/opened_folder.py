@@ -10,12 +10,16 @@ import os
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import msgspec
+
 from ..base import COUNTER_DIGITS
 
 READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """Flags for files of a share, where anybody may have left a link or a pipe."""
 OTHER_FOLDER = "not the folder that was opened"
 """Words in the error of a folder that is missing, or another one than at the opening."""
+
+_Seen = tuple[tuple[int, int], dict[str, tuple[str, bytes]]]
 
 
 def folder_of_url(url: str) -> Path | None:
@@ -25,7 +29,7 @@ def folder_of_url(url: str) -> Path | None:
 
 
 class OpenedFolder:
-    """A folder, and what this process saw of it. Any thread.
+    """A folder, and what this process or the one before it saw of it. Any thread.
 
     It is the same folder if device and inode are those of its opening. A share that is mounted
     again may have other numbers. So a folder that holds a counter which was read before is the same
@@ -39,18 +43,19 @@ class OpenedFolder:
         """Device and inode; None until the folder is opened."""
         self._counters: dict[str, tuple[str, bytes]] = {}
         """File of each counter as it was read last, and its content."""
-        self.awaits_counter = False
-        """True if an earlier process used the folder, until a counter is read. Any folder may be
-        read then, and nothing is made in it."""
 
     def note_opened(self) -> None:
         """Remember the folder that is there now. Raises `OSError` if there is none."""
         self._numbers = self._numbers_now()
 
+    @property
+    def is_known(self) -> bool:
+        """True once it was opened, by this process or the one before it."""
+        return self._numbers is not None
+
     def note_counter(self, counter: str, file: str, content: bytes = b"") -> None:
         """Remember a file of a counter that was read; `file` is relative to the folder."""
         self._counters[counter] = file, content
-        self.awaits_counter = False
 
     def check(self) -> None:
         """Raise `OSError` unless this is the folder that was opened.
@@ -64,15 +69,18 @@ class OpenedFolder:
             raise OSError(OTHER_FOLDER) from None
         if numbers == self._numbers:
             return
-        holds_counter = any(self._holds(*each) for each in [*self._counters.values()])
-        if not (holds_counter or self.awaits_counter):
+        if not any(self._holds(*each) for each in [*self._counters.values()]):
             raise OSError(OTHER_FOLDER)
         self._numbers = numbers
 
-    def check_writable(self) -> None:
-        """Raise `OSError` while it is unknown whether this is the folder of an earlier process."""
-        if self.awaits_counter:
-            raise OSError(OTHER_FOLDER)
+    def memory(self) -> bytes:
+        """Return what was seen of the folder, for `resume` in the next process."""
+        seen = self._numbers, dict(self._counters)
+        return msgspec.msgpack.encode(seen) if self._numbers else b""
+
+    def resume(self, memory: bytes) -> None:
+        """Recognize the folder that an ended process opened."""
+        self._numbers, self._counters = msgspec.msgpack.decode(memory, type=_Seen)
 
     def _numbers_now(self) -> tuple[int, int]:
         found = os.stat(f"{self.path}/")  # the slash lets an automounter mount the share
