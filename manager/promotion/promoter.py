@@ -202,9 +202,10 @@ class Promoter:
                 if job.is_orphan:  # a later promotion may read the same blocks
                     continue
                 for block_hash in job.hashes:
-                    pending = self.pending[block_hash]
-                    pending.is_late = True
-                    self._miss(block_hash, pending, Reason.DEADLINE)
+                    pending = self.pending.get(block_hash)
+                    if pending is not None:
+                        pending.is_late = True
+                        self._miss(block_hash, pending, Reason.DEADLINE)
             self.late_s = min(self.late_s, queue.next_due_s())
 
     def orphan(self) -> list[Transfer]:
@@ -305,11 +306,12 @@ class Promoter:
             status.ref_cnt = 0
             arrived.append(block_hash)
             slots.append(status.block_id)
-            pending = pop(block_hash)
-            origin[status.block_id] = pending.tier
-            for request in pending.waiters:
-                request.pending.discard(block_hash)
-                self._holds.pin(request, block_hash, status)
+            pending = pop(block_hash, None)
+            if pending is not None:
+                origin[status.block_id] = pending.tier
+                for request in pending.waiters:
+                    request.pending.discard(block_hash)
+                    self._holds.pin(request, block_hash, status)
         if ended.tier == 1:
             top.dirt.set_settled(slots)
         else:  # a block from a deeper tier is hot now: eviction writes it to tier 1
