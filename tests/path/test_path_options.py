@@ -115,6 +115,17 @@ def test_a_full_disk_needs_no_record_of_another_min_share() -> None:
     assert record.min_shares == {node.welcome.folder: 1 << 20}
 
 
+@pytest.mark.parametrize("share", [-1, 1 << 63, (1 << 64) - 1])
+def test_a_min_share_that_no_record_can_hold_is_refused(share: int) -> None:
+    rig = PathRig()
+    node = RigNode(rig, min_share_bytes=share)
+    (refused,) = node.refused
+    assert node.welcome is None and str(share) in refused.text
+    assert RigNode(rig, min_share_bytes=(1 << 63) - 1).welcome is not None
+    rig.close()
+    rig.start()
+
+
 def test_a_full_disk_makes_no_weaker_promise() -> None:
     rig = PathRig(durability="process")
     rig.close()

@@ -20,8 +20,9 @@ from .....config.sizes import MAX_BYTES, human
 from .....errors import ConfigError, CorruptionError, NoSpaceError, os_errors
 from ....policies import order_class
 from ...disk.filesystem import FileSystem
+from ...namespace import DESCRIPTION
 from ..path_messages import PathOptions
-from .namespace.namespace_home import homes_under
+from .namespace.namespace_home import homes_under, read_description
 from .path_capacity import BUDGET_LOCK
 
 PATH_FOLDER = ".kvcascade"
@@ -208,12 +209,17 @@ def check_mounted(fs: FileSystem, roots: Sequence[Path]) -> None:
 def _check_parts(fs: FileSystem, roots: Sequence[Path]) -> None:
     """Raise `ConfigError` if a folder is another part of the tier than its place says.
 
-    Of a tier with a record, directories that only a later path has are no part.
+    Of a tier with a record, directories that only a later path has are no part. Raises
+    `CorruptionError` or `FormatError` for a later part whose description is damaged.
     """
     is_recorded = fs.exists(roots[0] / PATH_FOLDER / PATH_FILE)
     first = _homes(fs, roots[0])
     for part, root in enumerate(roots):
-        for name, document in _homes(fs, root).items():
+        homes = _homes(fs, root)
+        for name in sorted(first.keys() - homes.keys()):
+            if fs.exists(root / name / DESCRIPTION):
+                read_description(fs, root / name)  # it is damaged, or `homes` had it
+        for name, document in homes.items():
             found = document.get("part"), document.get("parts")
             is_part = not document or found == (part, len(roots))
             if not is_part and (name in first or not is_recorded):
