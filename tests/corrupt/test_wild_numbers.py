@@ -58,6 +58,14 @@ def test_a_record_of_a_path_with_such_a_number_is_damaged(
         load_record(FS, tmp_path)
 
 
+def test_a_record_of_a_path_with_a_deep_field_of_a_later_version_is_damaged(tmp_path: Path) -> None:
+    save_record(FS, tmp_path, PathRecord((str(tmp_path),), PathOptions(111222)))
+    later = f'"later": {DEEP}{DEEP.replace("[", "]")}, "version"'
+    replace_in(tmp_path / PATH_FOLDER / PATH_FILE, '"version"', later)
+    with pytest.raises(CorruptionError, match="path.json is damaged"):
+        load_record(FS, tmp_path)
+
+
 @numbers(*NO_INTEGERS)
 def test_a_recorded_capacity_with_such_a_number_is_none(number: str, tmp_path: Path) -> None:
     save_record(FS, tmp_path, PathRecord((str(tmp_path),), PathOptions(111222)))

@@ -255,6 +255,16 @@ def test_flipped_bits_cost_blocks_or_are_refused(tmp_path: Path, seed: int) -> N
         table.abandon()
 
 
+@pytest.mark.parametrize("epoch", [(1 << 63) - 1, (1 << 64) - 1])
+def test_an_epoch_that_no_record_can_hold_is_damaged(tmp_path: Path, epoch: int) -> None:
+    table = lmdb_at(tmp_path / "blocks")
+    with table._env.begin(write=True, db=table._meta) as txn:
+        txn.put(b"epoch", epoch.to_bytes(8, "little"))
+    table.close()
+    with pytest.raises(CorruptionError, match=f"{epoch}.*remove the directory"):
+        lmdb_at(tmp_path / "blocks")
+
+
 def damage_entry(table: LmdbBlockTable, key: bytes) -> None:
     with table._env.begin(write=True, db=table._blocks) as txn:
         value = bytearray(txn.get(key, b""))
@@ -272,6 +282,44 @@ def test_a_list_of_blocks_goes_on_after_damaged_entries(tmp_path: Path, limit: i
     while batch := table.keys_after(found[-1] if found else b"", limit):
         found += [key for key, _ in batch]
     assert found == [KEYS[at] for at in (1, 5, 6, 7, 8, 10)]
+    table.close()
+
+
+def test_keys_out_of_order_are_damage_and_no_endless_list(tmp_path: Path) -> None:
+    table = lmdb_at(tmp_path / "blocks")
+    table.apply(Changes(0, [(key, slot, slot) for slot, key in enumerate(KEYS)]))
+    for key in KEYS:
+        damage_entry(table, key)
+    assert table.keys_after(b"", 1) == []
+    table.close()
+    data = tmp_path / "blocks" / "data.mdb"
+    data.write_bytes(data.read_bytes().replace(KEYS[-1], KEYS[0][1:] + b"\1"))
+    table = lmdb_at(tmp_path / "blocks")
+    with pytest.raises(CorruptionError, match="out of order"):
+        table.keys_after(b"", 3)
+    with pytest.raises(CorruptionError, match="out of order"):
+        scanned(table)
+    table.abandon()
+
+
+def test_a_list_reads_many_damaged_entries_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = lmdb_at(tmp_path / "blocks")
+    keys = [at.to_bytes(36, "big") for at in range(SLOTS)]
+    table.apply(Changes(0, [(key, slot, slot) for slot, key in enumerate(keys)]))
+    for key in keys[:-1]:
+        damage_entry(table, key)
+    limits: list[int] = []
+    batch_after = table._batch_after
+
+    def counted(key: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+        limits.append(limit)
+        return batch_after(key, limit)
+
+    monkeypatch.setattr(table, "_batch_after", counted)
+    assert table.keys_after(b"", 1) == [(keys[-1], Entry(SLOTS - 1, SLOTS - 1))]
+    assert len(limits) == 1
     table.close()
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +20,7 @@ from kvcascade.tiers.nvme.path.writer.path_options import (
     PATH_FOLDER,
     differences,
     load_record,
+    save_record,
 )
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of, plan_namespace
 from kvcascade.tiers.nvme.segments.chains import CHAINS
@@ -108,6 +113,17 @@ def test_a_full_disk_needs_no_record_of_another_min_share() -> None:
     record = load_record(rig.fs, ROOT)
     assert record is not None, "the next engine records it"
     assert record.min_shares == {node.welcome.folder: 1 << 20}
+
+
+@pytest.mark.parametrize("share", [-1, 1 << 63, (1 << 64) - 1])
+def test_a_min_share_that_no_record_can_hold_is_refused(share: int) -> None:
+    rig = PathRig()
+    node = RigNode(rig, min_share_bytes=share)
+    (refused,) = node.refused
+    assert node.welcome is None and str(share) in refused.text
+    assert RigNode(rig, min_share_bytes=(1 << 63) - 1).welcome is not None
+    rig.close()
+    rig.start()
 
 
 def test_a_full_disk_makes_no_weaker_promise() -> None:
@@ -213,6 +229,38 @@ def test_a_damaged_record_of_the_path_names_the_file() -> None:
     rig.fs.damage(ROOT / PATH_FOLDER / PATH_FILE, 0, b"[")
     with pytest.raises(CorruptionError, match="path.json is damaged"):
         rig.start()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda data: codecs.BOM_UTF8 + data,
+        lambda data: data.decode().encode("utf-16"),
+        lambda data: data.replace(b'"removed_day": "', b'"removed_day": " \\n'),
+    ],
+)
+def test_a_record_that_an_editor_has_written_is_read(write: Callable[[bytes], bytes]) -> None:
+    rig = PathRig()
+    record = load_record(rig.fs, ROOT)
+    assert record is not None
+    record.removed_day = b"day"
+    save_record(rig.fs, ROOT, record)
+    path = ROOT / PATH_FOLDER / PATH_FILE
+    former = rig.fs.read(path, 1 << 20)
+    assert write(former) != former
+    rig.fs.replace(path, write(former))
+    assert load_record(rig.fs, ROOT) == record
+
+
+@pytest.mark.parametrize("value", [True, 0.5, [1], {"a": 1}])
+def test_an_option_of_a_later_version_is_ignored(value: Any) -> None:
+    rig = PathRig()
+    path = ROOT / PATH_FOLDER / PATH_FILE
+    document = json.loads(rig.fs.read(path, 1 << 20))
+    document["options"]["later"] = value
+    rig.fs.replace(path, json.dumps(document).encode())
+    record = load_record(rig.fs, ROOT)
+    assert record is not None and record.options == rig.options
 
 
 @pytest.mark.parametrize("ends", ["close", "kill"])

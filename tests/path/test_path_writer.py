@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from bisect import bisect
+from collections import deque
+
 import pytest
-from support.path_rig import PathRig, RigNode, key_of, slots_in
+from support.path_rig import BLOCK_BYTES, PathRig, RigNode, key_of, slots_in
 
 from kvcascade.tiers.nvme.path.path_messages import (
     ALREADY_SLOT,
@@ -11,9 +15,12 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Bad,
     Committed,
     Epoch,
+    Hello,
     KeysListed,
     ListKeys,
+    NamespaceSpec,
     Read,
+    Refused,
     RefusedWhy,
     Removed,
     Reset,
@@ -176,6 +183,33 @@ def test_other_versions_and_other_paths_are_refused() -> None:
     refused = RigNode(rig, paths=["/path", "/other"]).refused[0]
     assert refused.why is RefusedWhy.PATHS
     assert "/path" in refused.text and "/other" in refused.text
+
+
+def test_fields_of_any_depth_end_no_writer() -> None:
+    """Some can be read and not be written again, because that takes more of the stack."""
+    rig = PathRig()
+    deepest = bisect(range(100_000), False, key=lambda depth: not is_readable(nested(depth)))
+    for depth in range(deepest - 40, deepest + 1):
+        spec = NamespaceSpec("model", nested(depth), b"{}", BLOCK_BYTES)
+        client = next(rig.numbers)
+        rig.inboxes[client] = deque()
+        rig.writer.connect(client)
+        rig.send(client, Hello(PROTOCOL, "node", ("/path",), spec, rig.options))
+        rig.step(2)
+        assert len(rig.take(client, Refused)) == 1
+    assert RigNode(rig).welcome is not None
+
+
+def nested(depth: int) -> bytes:
+    return b'{"a":' + b"[" * depth + b"]" * depth + b"}"
+
+
+def is_readable(data: bytes) -> bool:
+    try:
+        json.loads(data)
+    except RecursionError:
+        return False
+    return True
 
 
 def test_a_killed_writer_s_successor_has_everything() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import re
@@ -13,11 +14,12 @@ from typing import Any
 import msgspec
 import pytest
 from support.executors import SteppingExecutor
-from support.path_rig import BLOCK_BYTES, PathRig, RigNode, slots_in
+from support.path_rig import BLOCK_BYTES, ROOT, PathRig, RigNode, slots_in
 
 from kvcascade.errors import ConfigError, CorruptionError, TierIOError
 from kvcascade.tiers.endurance import BUCKET_S, DAY_S
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.namespace import DESCRIPTION
 from kvcascade.tiers.nvme.path.block_table import BlockTable
 from kvcascade.tiers.nvme.path.lmdb_block_table import open_block_table
 from kvcascade.tiers.nvme.path.path_messages import Ask, Committed, Reset, SegmentsRemoved
@@ -132,6 +134,23 @@ def test_folders_of_a_tier_in_another_list_are_refused_and_keep_their_blocks(giv
     rig.roots = roots
     rig.start()
     assert RigNode(rig).held(blocks) == blocks
+
+
+@pytest.mark.parametrize("part", [5, "x", None, [0]])
+def test_a_later_folder_with_a_damaged_part_is_refused_and_named(part: object) -> None:
+    rig = PathRig(roots=(ROOT, ROOT.with_name("more")))
+    node = RigNode(rig)
+    assert node.welcome is not None and node.store([1, 2]) == [Committed.OK] * 2
+    rig.close()
+    folder = rig.roots[1] / node.welcome.folder
+    former = rig.fs.read(folder / DESCRIPTION, 1 << 20)
+    damaged = json.dumps({**json.loads(former), "part": part}).encode()
+    rig.fs.replace(folder / DESCRIPTION, damaged)
+    with pytest.raises(CorruptionError, match=re.escape(str(folder))):
+        rig.start()
+    rig.fs.replace(folder / DESCRIPTION, former)
+    rig.start()
+    assert RigNode(rig).held([1, 2]) == [1, 2]
 
 
 def test_what_was_stored_with_less_durability_is_synced_before_power_is_promised() -> None:

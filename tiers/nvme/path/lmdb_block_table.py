@@ -56,6 +56,10 @@ CHECK_SEED = 0
 ENTRY_BYTES = 16
 SCAN_BATCH = 16_384
 """Entries read in one transaction of a scan."""
+LIST_BATCH = 1024
+"""Fewest entries read in one transaction of a list: a table may have only damaged ones."""
+MAX_EPOCH = 1 << 62
+"""A larger epoch is damaged: no namespace has so many resets."""
 _BLOCKS, _SLOTS, _META = b"blocks", b"slots", b"meta"
 _FORMAT, _IDENTITY, _EPOCH = b"format", b"identity", b"epoch"
 _COMMIT, _CHANGES, _TOTALS, _DAY = b"commit", b"changes", b"totals", b"day"
@@ -118,6 +122,8 @@ class LmdbBlockTable:
             if txn.get(_IDENTITY) != identity:
                 raise CorruptionError(damaged(self.path, "it belongs to another namespace"))
             self.epoch = _number(txn.get(_EPOCH))
+            if self.epoch > MAX_EPOCH:
+                raise CorruptionError(damaged(self.path, f"its epoch is {self.epoch}"))
             self.commit_number = _number(txn.get(_COMMIT))
             self.totals = _pair(txn.get(_TOTALS))
             txn.put(_EPOCH, _U64.pack(self.epoch))
@@ -143,10 +149,11 @@ class LmdbBlockTable:
     def keys_after(self, key: bytes, limit: int) -> list[tuple[bytes, Entry]]:
         """See `BlockTable`."""
         found: list[tuple[bytes, Entry]] = []
-        while not found and (batch := self._batch_after(key, limit)):  # else all are damaged
+        at_once = max(limit, LIST_BATCH)
+        while not found and (batch := self._batch_after(key, at_once)):  # else all are damaged
             key = batch[-1][0]
             parsed = ((k, _parse_entry(k, value)) for k, value in batch)
-            found = [(k, entry) for k, entry in parsed if entry is not None]
+            found = list(islice(((k, entry) for k, entry in parsed if entry is not None), limit))
         return found
 
     def last_changes(self) -> Journal | None:
@@ -250,11 +257,14 @@ class LmdbBlockTable:
     # -- inside --------------------------------------------------------------------------------
 
     def _batch_after(self, key: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+        """Return the entries that follow `key`. Raises `CorruptionError` if the last does not."""
         with self._damage_named(), self._env.begin(db=self._blocks) as txn:
             cursor = txn.cursor()
-            return (
-                list(islice(cursor, limit)) if cursor.set_range(key + b"\0" if key else b"") else []
-            )
+            is_there = cursor.set_range(key + b"\0" if key else b"")
+            batch = list(islice(cursor, limit)) if is_there else []
+        if batch and batch[-1][0] <= key:  # going on from it would never end
+            raise CorruptionError(damaged(self.path, "its keys are out of order"))
+        return batch
 
     def _write_meta(self, txn: lmdb.Transaction[bytes], journal: Journal | None) -> None:
         if journal is not None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from .....config.sizes import MAX_BYTES
 from .....errors import (
     ConfigError,
     CorruptionError,
@@ -119,6 +120,10 @@ class PathNamespaces:
         Raises a `KVCascadeError`, or `BeingOpenedError` while it is not open yet.
         """
         spec = hello.namespace
+        if not 0 <= spec.min_share_bytes <= MAX_BYTES:  # no record could hold it
+            raise ConfigError(
+                f"min_share is {spec.min_share_bytes} bytes; it may be 0 to {MAX_BYTES}"
+            )
         key = key_of(spec)
         name = key.name_among(self.space.own_names)
         namespace = self.space.namespaces.get(name)

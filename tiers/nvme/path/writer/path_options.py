@@ -7,7 +7,7 @@ the strongest holds.
 from __future__ import annotations
 
 import json
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isclose
@@ -16,12 +16,13 @@ from typing import Annotated, Any
 
 import msgspec
 
-from .....config.sizes import human
+from .....config.sizes import MAX_BYTES, human
 from .....errors import ConfigError, CorruptionError, NoSpaceError, os_errors
 from ....policies import order_class
 from ...disk.filesystem import FileSystem
+from ...namespace import DESCRIPTION
 from ..path_messages import PathOptions
-from .namespace.namespace_home import homes_under
+from .namespace.namespace_home import homes_under, read_description
 from .path_capacity import BUDGET_LOCK
 
 PATH_FOLDER = ".kvcascade"
@@ -36,7 +37,7 @@ DRIFTING = ("capacity_bytes", "min_free_bytes")
 SAME_SIZE_SHARE = 0.01
 NOT_A_RECORD = (msgspec.MsgspecError, ValueError, RecursionError)
 """Errors of a document that is damaged."""
-Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 """Number that a message to a node can carry."""
 
 
@@ -45,10 +46,11 @@ class _Document(msgspec.Struct):
 
     version: int
     paths: tuple[str, ...]
-    options: dict[str, Number | str | None]
+    options: dict[str, Any]
+    """By name. Those of later versions may have any value."""
     min_shares: dict[str, Number]
     epochs: dict[str, Number]
-    removed_day: bytes = b""
+    removed_day: str = ""
 
 
 @dataclass(slots=True)
@@ -84,15 +86,19 @@ def load_record(fs: FileSystem, root: Path) -> PathRecord | None:
             return None
         data = fs.read(path, MAX_RECORD_BYTES)
     try:
-        document = msgspec.json.decode(data, type=_Document)
+        # People edit the file: `json` also reads a byte order mark and UTF-16.
+        document = msgspec.convert(json.loads(data), _Document)
         if document.version != PATH_RECORD_VERSION:
             raise ValueError
+        names = PathOptions.__struct_fields__
+        known = {name: value for name, value in document.options.items() if name in names}
+        options = msgspec.convert(known, dict[str, Number | str | None])
         return PathRecord(
             document.paths,
-            msgspec.convert(document.options, PathOptions),
+            msgspec.convert(options, PathOptions),
             document.min_shares,
             document.epochs,
-            document.removed_day,
+            b64decode(document.removed_day),
         )
     except NOT_A_RECORD:
         raise CorruptionError(
@@ -203,12 +209,17 @@ def check_mounted(fs: FileSystem, roots: Sequence[Path]) -> None:
 def _check_parts(fs: FileSystem, roots: Sequence[Path]) -> None:
     """Raise `ConfigError` if a folder is another part of the tier than its place says.
 
-    Of a tier with a record, directories that only a later path has are no part.
+    Of a tier with a record, directories that only a later path has are no part. Raises
+    `CorruptionError` or `FormatError` for a later part whose description is damaged.
     """
     is_recorded = fs.exists(roots[0] / PATH_FOLDER / PATH_FILE)
     first = _homes(fs, roots[0])
     for part, root in enumerate(roots):
-        for name, document in _homes(fs, root).items():
+        homes = _homes(fs, root)
+        for name in sorted(first.keys() - homes.keys()):
+            if fs.exists(root / name / DESCRIPTION):
+                read_description(fs, root / name)  # it is damaged, or `homes` had it
+        for name, document in homes.items():
             found = document.get("part"), document.get("parts")
             is_part = not document or found == (part, len(roots))
             if not is_part and (name in first or not is_recorded):

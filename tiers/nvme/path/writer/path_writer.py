@@ -258,6 +258,10 @@ class PathWriter:
         except KVCascadeError as error:
             self._refuse(client, message, why_refused(error), str(error))
             return
+        except RecursionError:
+            text = "the namespace's fields have too many lists in lists"
+            self._refuse(client, message, RefusedWhy.NAMESPACE, text)
+            return
         client.namespace, client.wants_events = namespace, message.wants_events
         client.is_reader, client.has_metrics = message.is_reader, message.has_metrics
         self._upkeep_at_s = self._clock()  # the figures follow the `Welcome`
