@@ -128,7 +128,7 @@ def refuse_other_connectors(has_others: bool) -> None:
         raise ConfigError(
             "kv_connector: before the release of vLLM 0.33, another connector in a MultiConnector "
             "may overwrite blocks while they are stored, so that later requests would get wrong "
-            "tokens; leave the other connectors out, or install a release from 0.33.0 on"
+            "tokens; leave the other connectors out, or install vLLM 0.33.0 or a later release"
         )
 
 
@@ -187,8 +187,8 @@ def refuse_answers(extra_config: Mapping[str, Any]) -> None:
         raise ConfigError(
             "offload_prompt_only: vLLM 0.26 to 0.29, and perhaps a build shortly before or after "
             "them, stores the last token of an answer, which is never computed, so that the next "
-            "turn of a conversation would get wrong tokens; leave it out, or install a release "
-            "from 0.30.0 on"
+            "turn of a conversation would get wrong tokens; leave it out, or install vLLM "
+            "0.30.0 or a later release"
         )
 
 
