@@ -268,7 +268,7 @@ def _read_json(model: str, revision: str | None, name: str) -> dict[str, object]
     folder = Path(model) if os.path.isdir(model) else _cached_snapshot(model, revision)
     try:
         found = json.loads((folder / name).read_text("utf-8")) if folder is not None else {}
-    except (FileNotFoundError, ValueError, RecursionError):
+    except (FileNotFoundError, IsADirectoryError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -327,12 +327,15 @@ def _matching(folder: Path, patterns: Sequence[str]) -> set[Path]:
 
 
 def _parts_of(file: Path) -> list[Path]:
-    """Return the files that vLLM loads for one: of GGUF all parts, and the encoders of media."""
+    """Return the files that vLLM loads for one: of GGUF all parts, and the encoders of media.
+
+    Raises `OSError` if the folder of a GGUF file cannot be listed.
+    """
     if file.suffix != ".gguf":
         return [file]
-    found = {file, *file.parent.glob("*mmproj*.gguf")}
+    found = {file, *_matching(file.parent, ["*mmproj*.gguf"])}
     part = _GGUF_PART.fullmatch(file.name)
-    for each in file.parent.glob("*.gguf") if part is not None else ():
+    for each in _matching(file.parent, ["*.gguf"]) if part is not None else ():
         other = _GGUF_PART.fullmatch(each.name)
         if part is not None and other is not None and other.groups() == part.groups():
             found.add(each)

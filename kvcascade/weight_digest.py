@@ -15,13 +15,15 @@ import os
 import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 from zipfile import BadZipFile, ZipFile
 
 SAMPLES_PER_TENSOR = 3
 MAX_ROWS = 1 << 18
-"""Limit on the samples of an embedding, of which each row has one."""
+"""Limit on the samples of an embedding, of which each row has one. Rows lie along the last
+dimension: tables of positions have others before it."""
 MAX_SLICES = 1024
 """Limit on the samples of a tensor of at least three dimensions, of which each slice of the first
 one has a sample; also of the rows of other tensors that hold a part of every expert."""
@@ -162,11 +164,11 @@ def _offsets(tensors: Sequence[_Tensor] | None, size: int) -> Iterator[int]:
 def _samples_of(tensor: _Tensor) -> int:
     """Return the number of samples of a tensor."""
     rows = tensor.shape[0] if tensor.shape else 0
-    if _is_embedding(tensor.name):
-        return max(min(rows, MAX_ROWS), SAMPLES_PER_TENSOR)
     whole = -(-(tensor.end - tensor.start) // SAMPLE_BYTES)
     n = SAMPLES_PER_TENSOR
-    if len(tensor.shape) > 2:
+    if _is_embedding(tensor.name):
+        n = max(n, min(prod(tensor.shape[:-1] or tensor.shape), whole, MAX_ROWS))
+    elif len(tensor.shape) > 2:
         n = max(n, min(rows, whole, MAX_SLICES))
     if not _ONE_EXPERT.search(tensor.name):
         if whole <= MAX_WHOLE_BYTES // SAMPLE_BYTES:

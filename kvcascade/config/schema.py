@@ -68,8 +68,8 @@ VLLM_KEYS: Mapping[str, tuple[Reader, str]] = {
     ),
     "offload_prompt_only": (
         flag,
-        "Offload the blocks of prompts only, as in vLLM. False is refused with vLLM 0.26 to 0.29: "
-        "they store the last token of an answer before it is computed.",
+        "Offload the blocks of prompts only, as in vLLM. False is refused with vLLM 0.26 to 0.29 "
+        "and builds next to them: they store the last token of an answer before it is computed.",
     ),
     "self_describing_kv_events": (flag, "Add token ids and more to KV events, as in vLLM."),
     "sync_load_budget_bytes": (whole(0, sizes.MAX_BYTES), "As in vLLM, from 0.33 on."),

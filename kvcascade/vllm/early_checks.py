@@ -77,11 +77,6 @@ class Connector:
         }
 
 
-def has_ours(engine: Any) -> bool:
-    """Return True if an engine, an `EngineArgs` or a `VllmConfig`, has a connector of ours."""
-    return any(each.is_ours for each in _connectors(own(engine, "kv_transfer_config")))
-
-
 def check_early(engine: Any) -> None:
     """Raise `ConfigError` if kvcascade will refuse this engine, an `EngineArgs` or a `VllmConfig`.
 

@@ -23,8 +23,8 @@ _log = get_logger(__name__)
 _BASE = "vllm.v1.kv_offload"
 _RELEASE = re.compile(r"[0-9.]+(\.post[0-9]+)?(\+.*)?")
 """Versions of releases, such as 0.32.1 and 0.32.1+cpu; 0.33.0rc1 and 0.33.0.dev7 are none."""
-_AFTER_RELEASE = re.compile(r"\d+\.\d+\.[1-9]\d*(\.dev|a|b|rc)")
-"""Versions of builds after a release, such as 0.32.1rc1.dev7."""
+_AFTER_RELEASE = re.compile(r"\d+\.\d+(\.[1-9]\d*|\.\d+\.post\d+)(\.dev|a|b|rc)")
+"""Versions of builds after a release, such as 0.32.1rc1.dev7 and 0.32.0.post1.dev7."""
 _NUMBERS = re.compile(r"(\d+)\.(\d+)")
 _UNKNOWN = (0, 0)
 
@@ -138,7 +138,7 @@ def _may_be(first: int, last: int | None = None) -> bool:
     """Return True if the installed vLLM may behave like a version from 0.first to 0.last.
 
     Without `last`, any version from 0.first on is meant. A build that is no release may also behave
-    like the version before, or like the one after if its patch number is above 0. A build of an
+    like the version before, or like the one after if it was made after a release. A build of an
     unknown version may behave like any.
     """
     oldest = newest = vllm_version()
@@ -162,18 +162,21 @@ def _warn_of_unknown(version: str) -> None:
     )
 
 
-def version_of_blocks() -> str:
+def version_of_blocks() -> str | None:
     """Return what of vLLM's version is part of a fingerprint: major and minor of a release.
 
     Other builds count with their whole version, because pages may change between two of them.
+    Return None for a version without a number: any build from source may be named "dev".
     """
     version, number = _full_version(), vllm_version()
+    if not _NUMBERS.match(version):
+        return None
     is_release = number != _UNKNOWN and _RELEASE.fullmatch(version)
     return ".".join(map(str, number)) if is_release else version
 
 
 def _full_version() -> str:
-    return str(getattr(import_module("vllm"), "__version__", "0.0"))
+    return str(getattr(import_module("vllm"), "__version__", "")).removeprefix("v")
 
 
 def seeds_hashes_with_a_constant() -> bool:

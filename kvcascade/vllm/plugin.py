@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 from ..assembly.named import SPEC_NAME
 from ..identity import note_files, other_models
-from .early_checks import attributes, check_early, has_ours, own
+from .early_checks import attributes, check_early, own
 from .engine_facts import frames_up
 from .generation import offered
 
@@ -28,9 +29,11 @@ def register() -> None:
     """Entry point in `vllm.general_plugins`. Raises `ConfigError` if the configuration is wrong."""
     frame = inspect.currentframe()
     engine = _find_engine(frame)
-    if engine is not None and has_ours(engine):
-        for model in _models(engine):
-            note_files(*model)
+    if engine is not None:
+        # Also for an engine without us: vLLM runs no plugin again for later engines of its process.
+        with suppress(Exception):  # vLLM may do without the file that raised it
+            for model in _models(engine):
+                note_files(*model)
         if not _is_beside_engines(frame):
             check_early(engine)
     _register_spec()

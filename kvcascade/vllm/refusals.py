@@ -126,9 +126,9 @@ def refuse_other_connectors(has_others: bool) -> None:
     """
     if has_others and not generation.sees_blocks_of_other_connectors():
         raise ConfigError(
-            "kv_connector: up to vLLM 0.32, another connector in a MultiConnector may overwrite "
-            "blocks while they are stored, so that later requests would get wrong tokens; leave "
-            "the other connectors out, or install vLLM 0.33"
+            "kv_connector: before the release of vLLM 0.33, another connector in a MultiConnector "
+            "may overwrite blocks while they are stored, so that later requests would get wrong "
+            "tokens; leave the other connectors out, or install vLLM 0.33.0 or a later release"
         )
 
 
@@ -185,9 +185,10 @@ def refuse_answers(extra_config: Mapping[str, Any]) -> None:
     """
     if generation.offers_the_last_token() and _stores_answers(extra_config):
         raise ConfigError(
-            "offload_prompt_only: vLLM 0.26 to 0.29 stores the last token of an answer, which is "
-            "never computed, so that the next turn of a conversation would get wrong tokens; "
-            "leave it out, or install vLLM 0.30 or newer"
+            "offload_prompt_only: vLLM 0.26 to 0.29, and perhaps a build shortly before or after "
+            "them, stores the last token of an answer, which is never computed, so that the next "
+            "turn of a conversation would get wrong tokens; leave it out, or install vLLM "
+            "0.30.0 or a later release"
         )
 
 

@@ -15,6 +15,7 @@ from kvcascade.config.schema import parse
 from kvcascade.identity import note_files
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.vllm import engine_facts
+from kvcascade.vllm.generation import vllm_version
 
 
 class Stub:
@@ -157,6 +158,8 @@ def test_vllm_has_the_default_that_is_left_out(
     """Another one would begin every cache anew."""
     kind = {"kernel_config": "KernelConfig", "attention_config": "AttentionConfig"}[part]
     made = getattr(pytest.importorskip("vllm.config"), kind)()
+    if vllm_version() >= (0, 33):  # older ones lack some of these options
+        assert hasattr(made, name), "it has another name now"
     assert getattr(made, name, default) == default
     assert default not in others
 
@@ -275,6 +278,7 @@ def test_a_named_file_counts_by_its_content(name: str, tmp_path: Path) -> None:
         "VLLM_HUMMING_INPUT_QUANT_CONFIG",
         "VLLM_MARLIN_INPUT_DTYPE",
         "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+        "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
         "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
         "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16",
         "VLLM_CPU_INT4_W4A8",
@@ -604,7 +608,8 @@ class TestNamespaceFacts:
         [
             *((release, "0.33") for release in ("0.33.0", "0.33.2+cpu", "0.33.1.post1")),
             *((other, other) for other in ("0.33.0rc1", "0.33.1.dev7+g1a2b3c", "0.33.0rc2.dev5")),
-            *((other, other) for other in ("dev", "0.1.0+g1a2b3c")),
+            ("0.1.0+g1a2b3c", "0.1.0+g1a2b3c"),
+            ("v0.33.0", "0.33"),
         ],
     )
     def test_only_releases_of_one_minor_version_share(
@@ -614,6 +619,26 @@ class TestNamespaceFacts:
         pytest.importorskip("vllm")
         monkeypatch.setattr("vllm.__version__", version)
         assert self.facts(engine())["vllm"] == fact
+
+    @pytest.mark.parametrize("version", ["dev", ""])
+    def test_a_build_whose_version_has_no_number_shares_nothing(
+        self, version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Any build from source may have it. `weights_id` vouches for the build, too."""
+        pytest.importorskip("vllm")
+        common = pytest.importorskip("kvcascade.vllm.scheduler_side")
+        assert self.is_shared(engine())
+        monkeypatch.setattr("vllm.__version__", version)
+        facts = self.facts(engine())
+        assert not self.is_shared(engine()) and self.is_shared(engine(), weights_id="mine")
+        assert not self.is_shared(None) and self.is_shared(None, weights_id="mine")
+        mine, other = (self.facts(engine(), weights_id=word)["vllm"] for word in ("mine", "other"))
+        assert mine != other
+        given = parse({"tiers": [{"type": "cpu", "capacity": "1GiB"}]})
+        caplog.clear()
+        common.warn_of_privacy(given, engine(), facts, self.model)
+        lines = [each.getMessage() for each in caplog.records if "weights_id" in each.getMessage()]
+        assert len(lines) == 1 and "vLLM" in lines[0]
 
     def test_one_line_for_each_reason(self, caplog: pytest.LogCaptureFixture) -> None:
         common = pytest.importorskip("kvcascade.vllm.scheduler_side")

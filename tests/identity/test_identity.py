@@ -113,6 +113,30 @@ def test_a_few_words_that_were_trained_are_noticed(name: str, width: int, model:
         assert identity(model) != before, row
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "places"),
+    [
+        ("vision.class_embedding", (1, 1, 1024), [(0, 0, 200)]),
+        ("embeddings.token_type_embeddings.weight", (2, 4096), [(1, 1000)]),
+        ("vit.pos_embed", (1, 577, 1024), [(0, 1), (0, 100), (0, 576)]),
+        ("embed.position_table", (2, 300, 64), [(0, 1), (1, 150)]),
+        ("embed_tokens.weight_scale", (100_000,), [(1,), (50_001,), (99_998,)]),
+    ],
+)
+def test_other_embeddings_that_changed_in_part_are_noticed(
+    name: str, shape: tuple[int, ...], places: list[tuple[int, ...]], model: Path
+) -> None:
+    """A row of a table of positions, and any number of a small embedding."""
+    table = np.zeros(shape, np.float32)
+    save_file({name: table}, model / "model.safetensors")
+    before = identity(model)
+    for place in places:
+        changed = table.copy()
+        changed[place] = 1
+        save_file({name: changed}, model / "model.safetensors")
+        assert identity(model) != before, place
+
+
 def test_dense_models_of_text_and_images_keep_their_identity(tmp_path: Path) -> None:
     """They have neither experts nor convolutions but that of an embedding."""
     (tmp_path / "config.json").write_text('{"hidden_size": 512}')
@@ -127,7 +151,7 @@ def test_dense_models_of_text_and_images_keep_their_identity(tmp_path: Path) -> 
         for name, shape in shapes.items()
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    golden = "f56bcd81fedf21d0e9c104d82b67fdbf37a74e00a968ce242bae97e5d823e274"
+    golden = "786ca0f43b831461dd8c4811ff31ed46de1ab392fde727947f4bc49f2a8e594b"
     assert identity(tmp_path) == f"files:{golden}"
 
 
@@ -332,6 +356,22 @@ def test_files_that_vllm_loads_with_a_gguf_file_count(name: str, tmp_path: Path)
     assert identity(first) == before, "files of other models"
 
 
+def test_a_gguf_file_in_a_folder_that_cannot_be_listed_is_never_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another part may be there, and another one the next time."""
+
+    def refuse(folder: object) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    first = tmp_path / "m-00001-of-00002.gguf"
+    first.write_bytes(gguf(1, 1, 1))
+    assert is_shareable(identity(first))
+    for lister in ("listdir", "scandir"):
+        monkeypatch.setattr(os, lister, refuse)
+    assert not is_shareable(identity(first))
+
+
 def test_weights_in_a_subfolder_count(model: Path) -> None:
     """Kimi-Audio has its encoder there, with a configuration of its own."""
     alone, found = identity(model), set()
@@ -504,6 +544,11 @@ def test_code_that_cannot_be_read_is_never_shared(
     unsearchable_cache(tmp_path, "org/code")
     found.append(code_of("org/code--modeling_own.Model", model))
     assert all(word is not None and not is_shareable(word) for word in found)
+
+
+def test_a_folder_with_the_name_of_a_configuration_does_not_count(model: Path) -> None:
+    (model / "video_preprocessor_config.json").mkdir()
+    assert code_identity(str(model), None, None) is None
 
 
 def unsearchable_cache(hub: Path, model: str) -> None:

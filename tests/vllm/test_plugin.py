@@ -224,16 +224,49 @@ def test_configurations_of_other_specs_are_left_alone() -> None:
     load_with(vllm_config=SimpleNamespace(kv_transfer_config=None))
 
 
-def test_files_of_engines_without_us_are_not_looked_at(tmp_path: Path) -> None:
-    """Whatever a look at them raises would stop engines that do not use kvcascade."""
-    weights = tmp_path / "model.safetensors"
-    for extra, is_noted in (({}, False), ({"connectors": [7]}, False), (GOOD, True)):
-        weights.write_bytes(b"old")
-        engine = holder(extra)
-        engine.model = str(tmp_path)
-        load_with(self=engine)
-        weights.write_bytes(b"newer")
-        assert have_files_changed(str(tmp_path)) == is_noted
+FORKED_LATER = """
+import os, sys
+from pathlib import Path
+from types import SimpleNamespace
+from kvcascade.identity import have_files_changed
+from kvcascade.vllm import plugin
+weights = Path(sys.argv[1], "model.safetensors")
+weights.write_bytes(b"old")
+def load(self):
+    plugin.register()
+transfer = SimpleNamespace(kv_connector="NixlConnector", kv_connector_extra_config={})
+load(SimpleNamespace(model=sys.argv[1], kv_transfer_config=transfer))
+if os.fork() == 0:
+    print(have_files_changed(sys.argv[1]), flush=True)
+    weights.write_bytes(b"newer")
+    print(have_files_changed(sys.argv[1]), flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_files_are_noted_for_an_engine_that_follows_one_without_us(tmp_path: Path) -> None:
+    """vLLM runs plugins only for the first engine of a process. The second one is forked."""
+    command = [sys.executable, "-c", FORKED_LATER, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == ["False", "True"]
+
+
+@pytest.mark.parametrize("extra", [{}, {"connectors": [7]}, GOOD])
+@pytest.mark.parametrize("error", [ValueError, NotADirectoryError, RuntimeError])
+def test_nothing_that_a_look_at_the_files_raises_stops_a_start(
+    extra: dict[str, Any], error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*model: str | None) -> None:
+        asked.append(model)
+        raise error
+
+    asked: list[tuple[str | None, ...]] = []
+    monkeypatch.setattr(plugin, "note_files", fail)
+    engine = holder(extra)
+    engine.model = "org/name"
+    load_with(self=engine)
+    assert asked == [("org/name", None, None)]
 
 
 def test_an_object_that_asks_itself_for_ever_does_no_harm() -> None:
