@@ -36,6 +36,7 @@ from ..tiers.nvme.path.presence_file import map_presence
 from ..tiers.nvme.path.presence_table import PresenceTable
 from ..tiers.nvme.path.writer.namespace.namespace_home import spec_of
 from ..tiers.nvme.path.writer.path_plan import plan_namespace
+from ..tiers.policies import order_class
 from .named import admission_rule
 from .path_parts import make_folders, path_options
 
@@ -145,7 +146,15 @@ def open_node_tier(name: str, options: NvmeTierOptions, engine: EngineFacts) -> 
     facts = TierFacts(name, "NVME", block_bytes, plan.slots)
     feed = NodeFeed(facts, _map_presence, mapper, monotonic, with_events=engine.with_events)
     node = _node(options, asked, engine, feed.take)
-    port = NodeTier(node, feed, facts, monotonic, stall_s=engine.stall_s, paths=len(options.path))
+    port = NodeTier(
+        node,
+        feed,
+        facts,
+        monotonic,
+        stall_s=engine.stall_s,
+        wants_chains=order_class(options.policy).wants_chains,
+        paths=len(options.path),
+    )
     opened = OpenTier(port, node, mapper, admission_rule(options.admission))
     try:
         _join(opened, name)

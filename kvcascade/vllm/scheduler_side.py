@@ -22,7 +22,7 @@ logger = get_logger(__name__)
 
 _CODE = "remote_code"
 """Fact about code that a model takes from another repository."""
-_VERSION = "vllm"
+_BUILD = "vllm"
 """Fact about the build of vLLM."""
 
 STOP_S = 2.0
@@ -76,7 +76,7 @@ def namespace_facts(
     `shape`: facts about blocks and parallelism from the generation's own configuration.
     """
     version = version_of_blocks() or settings.weights_id or private_identity()
-    facts = {_VERSION: version, "label": settings.label, **shape}
+    facts = {_BUILD: version, "label": settings.label, **shape}
     facts |= packing.machine_facts()
     if engine_config is None:
         return facts | {"weights": settings.weights_id or private_identity()}
@@ -111,14 +111,14 @@ def warn_of_privacy(
     private = {} if engine_config is None else _private(settings, engine_config)
     reasons = list(private.values())
     unknown = {name for name, fact in facts.items() if not is_shareable(fact)} - private.keys()
-    if _VERSION in unknown:
+    if _BUILD in unknown:
         reasons.append("the build of the installed vLLM cannot be identified; set weights_id")
     if _CODE in unknown:
         reasons.append(
             f"the code that {model!r} takes from another repository cannot be identified; "
             "set weights_id"
         )
-    if unknown - {_CODE, _VERSION}:
+    if unknown - {_CODE, _BUILD}:
         reasons.append(f"the weights of {model!r} cannot be identified; set weights_id")
     if engine_facts.hashes_change_at_restart(engine_config):
         reasons.append(

@@ -167,11 +167,13 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
         clock: Callable[[], float],
         *,
         stall_s: float = STALLED_S,
+        wants_chains: bool = False,
         paths: int = 1,
     ) -> None:
         """`client` has `feed` take the node's notes. `clock` returns monotonic seconds.
 
-        `stall_s`: time limit for stalled reads in seconds. `paths`: number of the tier's paths.
+        `stall_s`: time limit for stalled reads in seconds. `wants_chains`: the policy of the tier
+        uses chains. `paths`: number of the tier's paths.
         """
         super().__init__(client, feed, facts, clock)
         flow = NodeFlow(client, feed, clock, facts.block_bytes)
@@ -179,6 +181,7 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
         self.reads = NodeReads(flow, stall_s)
         self.writes = NodeWrites(flow, most, has_one_path=paths == 1)
         self._coming = self.writes.coming
+        self._wants_chains = wants_chains
         self._watch = EnduranceWatch(facts.name, self.feed.day_totals, clock)
 
     # -- keys ------------------------------------------------------------------------------
@@ -205,9 +208,13 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
 
         The use of the blocks in `counted` was counted when they were stored or loaded.
         """
-        stored: list[bytes] = [key for key in keys if key in counted]
-        used: list[bytes] = [key for key in keys if key not in counted]
-        for note in (Touch(stored, is_settle=True), Touch(used)):
+        if self._wants_chains:
+            notes = [Touch(list(keys), is_chain=True)]
+        else:
+            stored: list[bytes] = [key for key in keys if key in counted]
+            used: list[bytes] = [key for key in keys if key not in counted]
+            notes = [Touch(stored, is_settle=True), Touch(used)]
+        for note in notes:
             if note.keys:
                 self._client.tell(note)
 

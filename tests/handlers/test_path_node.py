@@ -492,7 +492,7 @@ def test_uses_and_bytes_read_are_reported(rig: NodesRig, node: NodeTwin) -> None
     node.tier.get(2, 1, keys(3), [8, 9, 10])
     end(node)
     node.tick(2.0)
-    told, settled = (keys(3), False), (keys(2), True)
+    told, settled = (keys(3), False, False), (keys(2), False, True)
     assert rig.twin.uses == [told, settled, told], "a read is a use, too"
     assert rig.twin.read_bytes == 3 * BLOCK and len(heard(rig, Read)) == 1
     assert len(heard(rig, Touch)) == 3

@@ -170,7 +170,7 @@ def test_uses_of_a_request_reach_the_writer_in_order() -> None:
     rig.store(2, 1)
     rig.jobs.finish_request(keys(3), {key(1), key(2)})
     rig.nodes.pump()
-    assert rig.nodes.twin.uses == [([key(1), key(2)], True), ([key(0)], False)]
+    assert rig.nodes.twin.uses == [([key(1), key(2)], False, True), ([key(0)], False, False)]
 
 
 def test_a_request_that_ends_before_its_store_is_reported_after_it() -> None:
@@ -182,7 +182,7 @@ def test_a_request_that_ends_before_its_store_is_reported_after_it() -> None:
     assert rig.nodes.twin.uses == [], "the outcome was not collected"
     rig.end()
     rig.nodes.pump()
-    assert rig.nodes.twin.uses == [([key(1), key(2)], True), ([key(0)], False)]
+    assert rig.nodes.twin.uses == [([key(1), key(2)], False, True), ([key(0)], False, False)]
 
 
 class Counted(list[BlockHash]):
@@ -237,7 +237,7 @@ def test_stores_that_the_node_does_not_take_wait_for_their_turn() -> None:
     assert rig.nodes.twin.uses == [], "the store of its block has not ended"
     rig.jobs.drain()
     rig.nodes.pump()
-    assert rig.nodes.twin.uses == [([key(last)], True)] and not rig.jobs.is_busy
+    assert rig.nodes.twin.uses == [([key(last)], False, True)] and not rig.jobs.is_busy
     results = rig.jobs.finished()
     assert len(results) == last + 2 and all(result.is_whole for result in results)
     assert rig.jobs.below.takes_puts, "the tier does not rest"

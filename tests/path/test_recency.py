@@ -82,6 +82,8 @@ class Namespace:
         self.store(self.rng.randint(1, 24))
         self.recency.touch(self.some())
         self.recency.settle(self.some())
+        chain = self.some()
+        self.recency.chain(chain, len(chain) + 2)
         if self.rng.random() < 0.2:
             self.remove()
         self.recency.coldest_age_s()

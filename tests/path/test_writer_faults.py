@@ -377,7 +377,7 @@ NONSENSE: list[FromNode] = [
     Release(int32([-1, 0, 2**31 - 1]), has_failed=True),
     Bad([key_of(9)], b"", uint64([1])),
     Bad([b""], int32([0]), uint64([1])),
-    Touch([b""]),
+    Touch([b""], is_chain=True),
     Touch([key_of(9)] * 3, is_settle=True),
     Read(-5),
     Ask(11, "stat", b"\xff"),

@@ -117,7 +117,7 @@ def drawn(rng: random.Random) -> msgspec.Struct:
             Commit(number(), number(), keys, numbers(), numbers()),
             Release(numbers(), rng.random() < 0.1),
             Bad(keys, numbers(), numbers()),
-            Touch(keys, rng.random() < 0.5),
+            Touch(keys, rng.random() < 0.5, rng.random() < 0.5),
             Read(number()),
             Ask(number(), rng.choice(("stat", "list", "take", "drop", "")), numbers()),
             Retire(rng.choice((0, PROTOCOL))),

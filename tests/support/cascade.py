@@ -113,6 +113,7 @@ class Cascade:
             facts,
             lambda: self.now_s,
             stall_s=options.promotion_deadline_s,
+            wants_chains=policy.wants_chains,
             paths=self._paths,
         )
         node.start()

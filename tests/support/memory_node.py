@@ -121,6 +121,8 @@ class MemoryNode:
     def tell(self, message: Any) -> None:
         """See `NodeClient`."""
         match message:
+            case Touch(keys, is_chain=True):
+                self._policy.note_chain([BlockHash(key) for key in keys])
             case Touch(keys, is_settle=True):
                 self._policy.settle([BlockHash(key) for key in keys])
             case Touch(keys):

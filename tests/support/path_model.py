@@ -229,7 +229,7 @@ class PathModel:
         node, _ = self.rng.choice(self.nodes)
         keys = [key_of(key) for key in sorted(self.rng.sample(range(KEYS), 6))]
         kind = self.rng.randrange(3)
-        self.rig.send(node.client, Touch(keys, kind == 2))
+        self.rig.send(node.client, Touch(keys, kind == 1, kind == 2))
 
     def _join(self) -> None:
         if len(self.nodes) + len(self.joining) < 6:

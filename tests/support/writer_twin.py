@@ -87,7 +87,7 @@ class WriterTwin:
         self.why: Why | None = None
         """No grant gets a slot, for this reason."""
         self.evicted = self.read_bytes = self.retirements = 0
-        self.uses: list[tuple[list[bytes], bool]] = []
+        self.uses: list[tuple[list[bytes], bool, bool]] = []
         self.fs, self.root, self.slots, self.options = fs, root, slots, options
         self._block_bytes, self._per_segment = block_bytes, per_segment
         self._clients: dict[int, bool | None] = {}
@@ -201,7 +201,7 @@ class WriterTwin:
             case Bad():
                 self._bad(message)
             case Touch():
-                self.uses.append((message.keys, message.is_settle))
+                self.uses.append((message.keys, message.is_chain, message.is_settle))
             case Read():
                 self.read_bytes += message.read_bytes
             case Reset():

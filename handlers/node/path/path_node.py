@@ -337,7 +337,7 @@ class PathNode:
         starts = range(0, len(touch.keys), MAX_KEYS_PER_MESSAGE)
         for start in reversed(starts):
             keys = touch.keys[start : start + MAX_KEYS_PER_MESSAGE]
-            self._send(Touch(keys, touch.is_settle))
+            self._send(Touch(keys, touch.is_chain, touch.is_settle))
 
     def _welcomed(self, welcome: Welcome) -> None:
         try:

@@ -177,6 +177,8 @@ class Touch(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """A use of blocks, in prefix order; unknown ones are ignored."""
 
     keys: list[bytes]
+    is_chain: bool = False
+    """True if these are all blocks of a request that ended, or a part of them."""
     is_settle: bool = False
     """True if one request stored these in parts: their order is corrected, and nothing used."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from ......errors import KVCascadeError
 from ......logs import get_logger
@@ -132,6 +133,10 @@ class NamespaceWriter:
     def touch(self, message: Touch) -> None:
         """Note uses of blocks."""
         found = self.presence.find_many(message.keys).tolist()
+        if message.is_chain and self.recency.wants_chains:
+            here = list(takewhile(self._holds, found))
+            self.recency.chain(here, len(message.keys))
+            return
         slots = list(dict.fromkeys(filter(self._holds, found)))
         if slots:
             self.recency.settle(slots) if message.is_settle else self.recency.touch(slots)

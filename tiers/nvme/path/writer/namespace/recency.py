@@ -82,6 +82,11 @@ class Recency:
             self._order_by_last_use()
         self._arrays.remove_others(kept=CHAINS)  # a plan counts the arrays of one policy
 
+    @property
+    def wants_chains(self) -> bool:
+        """True if the policy uses the blocks of ended requests."""
+        return self._order.wants_chains
+
     def expect(self, keys: Iterable[bytes]) -> None:
         """Announce blocks that will be stored, before room is made for them."""
         if self._order.expects:
@@ -106,6 +111,11 @@ class Recency:
         """Put blocks that were stored in parts into prefix order; this is no use."""
         with self._faults_noted():
             self._order.settle(self._named(slots)[::-1])
+
+    def chain(self, slots: Sequence[int], blocks: int) -> None:
+        """Note the end of a request of `blocks` blocks; `slots` ends before the first absent."""
+        with self._faults_noted():
+            self._order.chain(self._named(slots), blocks)
 
     def remove(self, slots: Sequence[int]) -> None:
         """Forget blocks that are gone for other reasons than eviction."""
