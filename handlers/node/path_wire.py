@@ -29,6 +29,9 @@ from ...tiers.nvme.path.path_messages import (
     Why,
 )
 
+LIFE_INTERVAL_S = 10.0
+"""Time between two signs of life while only a reset waits, see `NodeReady`."""
+
 _OUTCOMES = tuple(BlockOutcome)
 _CODES = {outcome: code for code, outcome in enumerate(_OUTCOMES)}
 

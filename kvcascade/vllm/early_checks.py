@@ -60,11 +60,6 @@ class Connector:
         return self.kv_connector_extra_config.get("spec_name") == SPEC_NAME
 
     @property
-    def is_ours(self) -> bool:
-        """Return True if the connector runs our spec, or vLLM's own with a tier of ours."""
-        return self.is_cascade or bool(self.tiers)
-
-    @property
     def tiers(self) -> dict[str, Mapping[str, Any]]:
         """Return our tiers inside vLLM's own spec, by their place."""
         extra = self.kv_connector_extra_config
@@ -84,7 +79,7 @@ def check_early(engine: Any) -> None:
     would count as missing.
     """
     connectors = list(_connectors(own(engine, "kv_transfer_config")))
-    ours = [each for each in connectors if each.is_ours]
+    ours = [each for each in connectors if each.is_cascade or each.tiers]
     if not ours:
         return
     _check_options(ours, own(engine, "parallel_config") or engine)

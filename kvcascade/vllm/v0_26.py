@@ -181,8 +181,7 @@ class CascadeManager(OffloadingManager):
         return CacheHitSource.HOST if source == "CPU" else CacheHitSource.DISK
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        if self._standstill is not None:
-            self._standstill.note_progress()
+        self._note_progress()
         request = self._request_of(req_context)
         slots = self._manager.prepare_load(cast(Collection[BlockHash], keys), request).slots
         return CascadeLoadStoreSpec(slots)  # type: ignore[arg-type]
@@ -199,8 +198,7 @@ class CascadeManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        if self._standstill is not None:
-            self._standstill.note_progress()
+        self._note_progress()
         hashes = cast(list[BlockHash], list(keys))
         output = self._manager.prepare_store(hashes, self._request_of(req_context))
         if output is None:
@@ -222,8 +220,7 @@ class CascadeManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        if self._standstill is not None:
-            self._standstill.note_progress()
+        self._note_progress()
         request = self._request_of(req_context)
         if self._cascade.recorder is not None:
             self._cascade.record(request, _prompt(request, req_context))
@@ -262,6 +259,10 @@ class CascadeManager(OffloadingManager):
 
     def shutdown(self) -> None:
         self._cascade.close()
+
+    def _note_progress(self) -> None:
+        if self._standstill is not None:
+            self._standstill.note_progress()
 
     def _request_of(self, context: ReqContext) -> Request:
         if context is self._context:

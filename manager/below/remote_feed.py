@@ -67,7 +67,7 @@ class RemoteFeed(TierFeed):
 
     @property
     def node_memory(self) -> bytes:
-        """What the next node has to know of the one before. Any thread."""
+        """Facts that the last node left for the next one. Any thread."""
         return self._last.memory
 
     @property

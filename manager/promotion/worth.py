@@ -258,17 +258,20 @@ class _Probes:
 
     def is_due(self, bytes_per_s: float, now_s: float) -> bool:
         """Return True if it is time for a probe."""
-        is_faster = bytes_per_s >= PROBE_FASTER * self._bytes_per_s
-        interval_s = PROBE_INTERVAL_S if is_faster else self._interval_s
+        interval_s = PROBE_INTERVAL_S if self._is_faster(bytes_per_s) else self._interval_s
         return now_s >= self._began_s + interval_s
 
     def begin(self, bytes_per_s: float, now_s: float) -> None:
         """Note a probe that begins now."""
-        is_faster = bytes_per_s >= PROBE_FASTER * self._bytes_per_s
+        is_faster = self._is_faster(bytes_per_s)
         has_paused = now_s >= self._began_s + 2 * PROBE_INTERVAL_MAX_S  # idle, or fast meanwhile
         longer_s = min(2 * self._interval_s, PROBE_INTERVAL_MAX_S)
         self._interval_s = PROBE_INTERVAL_S if is_faster or has_paused else longer_s
         self._began_s, self._bytes_per_s = now_s, bytes_per_s
+
+    def _is_faster(self, bytes_per_s: float) -> bool:
+        """Return True if the rate has grown much since the last probe."""
+        return bytes_per_s >= PROBE_FASTER * self._bytes_per_s
 
 
 class Worth:

@@ -39,6 +39,7 @@ from ....tiers.nvme.path.path_messages import (
     unpack_slots,
 )
 from ..path_wire import (
+    LIFE_INTERVAL_S,
     GetJob,
     JobDone,
     NodeReady,
@@ -53,8 +54,6 @@ NO_EPOCH = -1
 """Epoch of blocks that belong to none: two resets came after them."""
 READ_REPORT_INTERVAL_S = 1.0
 """Time between two reports of the bytes read."""
-LIFE_INTERVAL_S = 10.0
-"""Time between two signs of life while only a reset waits."""
 
 _OF_COMMITTED = {
     Committed.OK: BlockOutcome.OK,

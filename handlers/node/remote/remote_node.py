@@ -18,7 +18,7 @@ from ....tiers.nvme.path.path_messages import unpack_slots
 from ....tiers.remote.base import RemoteOutcome
 from ....tiers.remote.remote_counters import Verb
 from ....tiers.remote.remote_store import RemoteEnded, RemoteState, RemoteStore
-from ..path_wire import JobDone, NodeReady, PutJob, pack_outcomes
+from ..path_wire import LIFE_INTERVAL_S, JobDone, NodeReady, PutJob, pack_outcomes
 from .remote_wire import (
     AskJob,
     FetchJob,
@@ -30,10 +30,9 @@ from .remote_wire import (
 
 NOTE_INTERVAL_S = 1.0
 """Shortest time between two notes whose totals alone differ."""
-LIFE_INTERVAL_S, LIFE_LIMIT_S = 10.0, 300.0
-"""Time between two signs of life while a reset waits for the server, and time after which there are
-none. A silent node is ended, and the next one waits in its place. That helps only against a call
-that never returns."""
+LIFE_LIMIT_S = 300.0
+"""Time for which a node shows life while a reset waits for the server. A silent node is ended, and
+the next one waits in its place. That helps only against a call that never returns."""
 
 _OF_REMOTE = {
     RemoteOutcome.OK: BlockOutcome.OK,

@@ -89,7 +89,7 @@ class RemoteNote(msgspec.Struct, frozen=True, array_like=True, tag=98):
     samples_s: dict[str, list[float]] = {}
     """Seconds of each call since the last note, by verb."""
     memory: bytes = b""
-    """What the next node has to know, see `RemoteEngine.memory`."""
+    """Facts for the next node, see `RemoteEngine.memory`."""
 
 
 RemoteOrder = AskJob | FetchJob | PutJob | RemoteResetJob
