@@ -27,6 +27,9 @@ SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict \
 	--config-file tools/dev/site/mkdocs.yml
 QUICK := not engine and not lengthy and not slow and not soak
 
+# Each test starts hundreds of processes: they find bytecode, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help setup demo bench bench-gpu sanitize-gpu test test-quick test-vllm lint format soak
 .PHONY: docs figures wheel clean
 

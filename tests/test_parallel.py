@@ -6,7 +6,7 @@ import ast
 from importlib import import_module
 from types import SimpleNamespace
 
-from support.parallel import LENGTHY, is_shared, scope_of
+from support.parallel import ENGINES, LENGTHY, engine_files, is_shared, scope_of
 from support.project import ROOT, files
 
 STARTERS = {"support.engine_rig": {"Engine"}, "support.server_rig": {"Server", "server"}}
@@ -32,14 +32,15 @@ def test_files_that_start_engines_say_so() -> None:
             text = (ROOT / name).read_text(encoding="utf-8")
             starts = _starts_engines(ast.parse(text))
             seen += starts
-            if starts and "pytest.mark.engine" not in text:
+            if starts and name not in engine_files():
                 unmarked.append(name)
     assert seen and not unmarked
 
 
-def test_a_file_is_not_divided() -> None:
-    assert scope_of("tests/a/test_b.py::T::test_c[x@y]") == "tests/a/test_b.py"
-    assert scope_of("tests/a/test_b.py::test_c@engines") == "engines"
+def test_a_file_is_not_divided_and_one_process_has_all_engines() -> None:
+    assert scope_of("tests/nvme/test_twin.py::T::test_c[x::y]") == "tests/nvme/test_twin.py"
+    assert scope_of("tests/vllm/test_engine.py::test_c") == ENGINES
+    assert scope_of("tests/identity/test_engine_identity.py::test_c[1]") == ENGINES
 
 
 def test_the_processes_of_xdist_share_the_tests() -> None:

@@ -62,7 +62,7 @@ LIBRARY = {
 """Class of the library by policy."""
 TOLERANCE = {"arc": 0.001, "lirs": 0.01, "slru": 0.01}
 """Of the hit ratio; all others agree exactly."""
-PREFIX_REFERENCES = 6_000
+PREFIX_REFERENCES = 3_000
 S3FIFO_BLOCKS_MIN = 20
 SLRU_SEGMENTS = 4
 

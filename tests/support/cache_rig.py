@@ -8,14 +8,18 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from typer.testing import CliRunner
+from typer import testing
+from typer.main import get_command
 
 from kvcascade.tools.__main__ import app
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+# Otherwise each call would read the parameters of every command: most of the time of a test.
+testing.__dict__["_get_command"] = cache(get_command)
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Answer:
 
 def call(*arguments: object) -> Answer:
     """Run a command in this process."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    result = testing.CliRunner().invoke(app, [str(argument) for argument in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return Answer(result.exit_code, result.stdout, result.stderr)

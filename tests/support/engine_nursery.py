@@ -1,10 +1,10 @@
-"""A process that has imported vLLM already, and forks engines on request.
+"""A process that has imported vLLM already, and forks engines and servers on request.
 
 An engine is three processes, and each of them imports vLLM: that is most of the time of an engine
-test. Here vLLM is imported once per test run. The engine's processes are forked: the runner from
-the nursery, the engine core from the runner, the worker from the engine core. So the family of
-processes looks as usual. Servers (`server_rig.py`) and the engines of `make test-vllm` start
-each process anew, as users do.
+test. Here vLLM is imported once per test run. The engine's processes are forked: the runner or the
+server from the nursery, the engine core from it, the worker from the engine core. So the family of
+processes looks as usual. The first server of `test_serve.py` and the engines of `make test-vllm`
+start each process anew, as users do.
 
 Only the CPU platform may do that: libgomp and CUDA do not survive a fork once they were used, and
 nothing of the nursery has used them.
@@ -18,11 +18,12 @@ import importlib
 import json
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -30,14 +31,17 @@ from typing import IO, Any
 
 import psutil
 
-from kvcascade.tools.dev.server import is_on_cpu
+from kvcascade.tools.dev.server import COMMAND, is_on_cpu
 
 START, FORKED = "KVCASCADE_TEST_ENGINES", "forked"
 REQUEST_BYTES_MAX = 1 << 18
 STREAMS = 3
+SERVER = COMMAND[-1]
+"""Module of vLLM's server."""
 READ_AT_IMPORT = ("HF_", "LD_", "MKL_", "OMP_", "PYTHON", "TORCH", "TRANSFORMERS_", "XDG_", "HOME")
 """Beginnings of the names of variables that are read by an import, and not again."""
 PRELOADED = (
+    SERVER,
     "vllm.entrypoints.llm",
     "vllm.v1.engine.core",
     "vllm.v1.engine.llm_engine",
@@ -49,20 +53,43 @@ PRELOADED = (
 
 
 class Forked:
-    """A forked engine runner, with as much of `subprocess.Popen` as the rig needs."""
+    """A forked process, with as much of `subprocess.Popen` as the rigs need."""
 
-    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
+    returncode = None
+    """Only the nursery, which reaps it, learns that."""
+
+    def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.stdin = stdin
-        self.stdout = stdout
         self._process: psutil.Process | None = None
         if psutil.pid_exists(pid):
             self._process = psutil.Process(pid)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when it is gone; the nursery reaps it."""
+        """Return when it is gone. Raises `subprocess.TimeoutExpired`."""
+        try:
+            if self._process is not None:
+                self._process.wait(timeout)
+        except psutil.TimeoutExpired:
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0) from None
+
+    def poll(self) -> str | None:
+        """Return None while it runs."""
+        is_running = self._process is not None and self._process.is_running()
+        return None if is_running else "gone"
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal; it may be gone."""
         if self._process is not None:
-            self._process.wait(timeout)
+            self._process.send_signal(number)
+
+
+class ForkedRunner(Forked):
+    """A forked engine runner."""
+
+    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
+        super().__init__(pid)
+        self.stdin = stdin
+        self.stdout = stdout
 
 
 class Nursery:
@@ -86,19 +113,49 @@ class Nursery:
         """True if imports under this environment would find the same variables."""
         return _read_at_import(environment) == self._imported_under
 
-    def fork(self, environment: Mapping[str, str], folder: Path, log: IO[bytes]) -> Forked:
+    def fork(self, environment: Mapping[str, str], folder: Path, log: IO[bytes]) -> ForkedRunner:
         """A runner in a session of its own, with pipes for input and output."""
         input_read, input_write = os.pipe()
         output_read, output_write = os.pipe()
-        request = json.dumps({"environment": dict(environment), "folder": str(folder)}).encode()
-        assert len(request) <= REQUEST_BYTES_MAX
-        socket.send_fds(self._socket, [request], [input_read, output_write, log.fileno()])
+        pid = self._ask(environment, folder, None, [input_read, output_write, log.fileno()])
         os.close(input_read)
         os.close(output_write)
+        return ForkedRunner(pid, os.fdopen(input_write, "wb"), os.fdopen(output_read, "rb"))
+
+    def fork_server(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        stdout: IO[bytes],
+        **_: Any,
+    ) -> Forked:
+        """A server in a session of its own, with the arguments of `subprocess.Popen`."""
+        given = list(command[len(COMMAND) :])
+        with open(os.devnull, "rb") as nothing:
+            streams = [nothing.fileno(), stdout.fileno(), stdout.fileno()]
+            return Forked(self._ask(env, cwd, given, streams))
+
+    def _ask(
+        self,
+        environment: Mapping[str, str],
+        folder: Path,
+        arguments: Sequence[str] | None,
+        streams: list[int],
+    ) -> int:
+        """Return the number of a forked process. `arguments`: those of a server; None: a runner."""
+        asked = {
+            "environment": dict(environment),
+            "folder": str(folder),
+            "arguments": arguments,
+        }
+        request = json.dumps(asked).encode()
+        assert len(request) <= REQUEST_BYTES_MAX
+        socket.send_fds(self._socket, [request], streams)
         answer = self._socket.recv(REQUEST_BYTES_MAX)
         assert answer, "the process that forks engines is gone; its error is above"
-        stdin, stdout = os.fdopen(input_write, "wb"), os.fdopen(output_read, "rb")
-        return Forked(int(answer), stdin, stdout)
+        return int(answer)
 
     def _close(self) -> None:
         self._socket.close()
@@ -152,8 +209,8 @@ def _reap(*_: object) -> None:
         return
 
 
-def _become_runner(request: dict[str, Any], streams: list[int]) -> None:
-    """In the forked process: from here on it is what `python -m support.engine_runner` would be."""
+def _become(request: dict[str, Any], streams: list[int]) -> None:
+    """In the forked process: from here on it is a server, or `python -m support.engine_runner`."""
     from support import engine_runner
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -164,7 +221,11 @@ def _become_runner(request: dict[str, Any], streams: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
-    engine_runner.main()
+    if request["arguments"] is None:
+        engine_runner.main()
+        return
+    sys.argv[1:] = request["arguments"]
+    runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
 
 
 def main(number: int) -> None:
@@ -183,7 +244,7 @@ def main(number: int) -> None:
             for stream in streams:
                 os.close(stream)
             tests.send(str(pid).encode())
-    _become_runner(json.loads(request), streams)
+    _become(json.loads(request), streams)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import psutil
-from support.engine_nursery import Forked, can_fork, nursery
+from support.engine_nursery import ForkedRunner, can_fork, nursery
 from support.engine_runner import NETWORK
 from support.waiting import wait_until
 
@@ -74,7 +74,7 @@ def environment() -> dict[str, str]:
 
 def _runner(
     folder: Path, log: IO[bytes], more: Mapping[str, str]
-) -> subprocess.Popen[bytes] | Forked:
+) -> subprocess.Popen[bytes] | ForkedRunner:
     """`engine_runner.py` in a process of its own; forked where that is possible."""
     variables = {**environment(), **more}
     if can_fork() and nursery().fits(variables):

@@ -8,6 +8,7 @@ take long come first.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 ENGINES = "engines"
+ENGINE_MARK = "pytest.mark.engine"
 LENGTHY = (
     "bench/test_bare.py",
     "bench/test_command.py",
@@ -99,27 +101,36 @@ def is_shared(config: Any) -> bool:
 
 
 def sort_for_shares(items: list[pytest.Item]) -> None:
-    """Engines first, in one group; then the lengthy files; each in the order of collection."""
-    for item in items:
-        if item.get_closest_marker("engine"):
-            item.add_marker(pytest.mark.xdist_group(ENGINES))
+    """Engines first, then the lengthy files; each in the order of collection."""
     items.sort(key=_rank)
 
 
 def _rank(item: pytest.Item) -> int:
-    if item.get_closest_marker("engine"):
+    if scope_of(item.nodeid) == ENGINES:
         return 0
     return 1 if item.get_closest_marker("lengthy") else 2
 
 
+@cache
+def engine_files() -> frozenset[str]:
+    """Return the files with tests of real engines, relative to the root.
+
+    pytest-xdist would name the group of a test behind its name. It cannot with pytest 9.2, and says
+    nothing.
+    """
+    root = Path(__file__).parents[2]
+    found = ((path, path.read_text()) for path in root.glob("tests/*/test_*.py"))
+    return frozenset(str(path.relative_to(root)) for path, text in found if ENGINE_MARK in text)
+
+
 def scope_of(nodeid: str) -> str:
-    """Group of a test that has one, otherwise its file; a scope is run by one process."""
-    group = nodeid.rfind("@")
-    return nodeid[group + 1 :] if group > nodeid.rfind("]") else nodeid.split("::")[0]
+    """Return the share of a test: `ENGINES`, or its file. One process runs a share."""
+    file = nodeid.split("::")[0]
+    return ENGINES if file in engine_files() else file
 
 
 def scheduler(config: Any, log: Any) -> Any:
-    """The scheduler of pytest-xdist for groups, with a group for each file that has no other."""
+    """The scheduler of pytest-xdist for groups, with the shares of `scope_of`."""
     if config.getvalue("dist") != "loadgroup":
         return None
     made: Any = import_module("xdist.scheduler").LoadGroupScheduling(config, log)

@@ -114,7 +114,7 @@ class Text:
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens: list[int] = []
-        self.rows: list[list[np.ndarray[Any, Any]]] = [[] for _ in LAYERS]
+        self._rows = [bytearray() for _ in LAYERS]
         self._state = hashlib.blake2b(digest_size=ROW_BYTES)
         for token in tokens:
             self.append(token)
@@ -123,10 +123,15 @@ class Text:
         """One token more."""
         self.tokens.append(token)
         self._state.update(token.to_bytes(4, "big"))
-        for layer, rows in enumerate(self.rows):
+        for layer, rows in enumerate(self._rows):
             copy = self._state.copy()
             copy.update(bytes([layer]))
-            rows.append(np.frombuffer(copy.digest(), dtype=np.int8))
+            rows += copy.digest()
+
+    def rows(self, layer: int, end: int) -> np.ndarray[Any, Any]:
+        """The bytes of the first `end` tokens, of shape (end, ROW_BYTES)."""
+        found = bytes(self._rows[layer][: end * ROW_BYTES])
+        return np.frombuffer(found, np.int8).reshape(end, ROW_BYTES)
 
     @property
     def next_token(self) -> int:
@@ -381,22 +386,24 @@ class SchedulerRig:
             has_window = self._kind.window and layer == 1
             seen = max(0, start - self._kind.window + 1) if has_window else 0
             blocks = groups[layer if self._kind.is_hybrid else 0]
-            rows = np.stack(text.rows[layer][:end])
+            rows = text.rows(layer, end)
             if self._kind.has_state and layer == 1:
                 self._move_state(name, tensor, blocks, rows, start)
                 continue
-            for first in range(0, end, BLOCK_TOKENS):
-                last = min(first + BLOCK_TOKENS, end)
-                block = blocks[first // BLOCK_TOKENS]
-                if last <= seen and block == NULL_BLOCK:
-                    continue
-                assert block != NULL_BLOCK, f"{name}, layer {layer}, token {first} is nowhere"
-                have = tensor[block].numpy().reshape(-1, ROW_BYTES)
-                known = slice(max(seen - first, 0), max(0, min(last, start) - first))
-                assert np.array_equal(have[known], rows[first:last][known]), (
-                    f"wrong bytes: {name}, layer {layer}, tokens {known} after {first}"
-                )
-                have[known.stop : last - first] = rows[first + known.stop : last]
+            # A block that lies before the window altogether is not looked at.
+            tokens = np.arange(seen, end)
+            block_of = np.array(blocks)[tokens // BLOCK_TOKENS]
+            nowhere = tokens[block_of == NULL_BLOCK]
+            assert not nowhere.size, f"{name}, layer {layer}, token {nowhere[0]} is nowhere"
+            page = tensor.numpy().reshape(len(tensor), -1, ROW_BYTES)
+            place = block_of, tokens % BLOCK_TOKENS
+            n_known = max(0, start - seen)
+            known = tuple(part[:n_known] for part in place)
+            wrong = (page[known] != rows[seen:start]).any(axis=1)
+            assert not wrong.any(), (
+                f"wrong bytes: {name}, layer {layer}, token {seen + int(wrong.argmax())}"
+            )
+            page[tuple(part[n_known:] for part in place)] = rows[seen + n_known :]
         if end < request.num_tokens:
             return []
         if end == len(text.tokens):

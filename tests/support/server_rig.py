@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import zmq
 from prometheus_client.parser import text_string_to_metric_families
-from support.engine_rig import ENVIRONMENT, ROOT
+from support.engine_nursery import can_fork, nursery
+from support.engine_rig import environment
 
 from kvcascade.tools.dev.server import (
     GPU_OPTIONS,
@@ -35,11 +37,27 @@ def cascade_options(model: Path, extra: dict[str, Any], **options: Any) -> dict[
     }
 
 
+def _launcher() -> Callable[..., Any]:
+    is_possible = can_fork() and nursery().fits(environment())
+    return nursery().fork_server if is_possible else subprocess.Popen
+
+
 class Server:
     """A running server; leaving the context ends it and everything it started."""
 
-    def __init__(self, log: Path, model: Path, extra: dict[str, Any], **options: Any) -> None:
-        """`extra` is the cascade's configuration; `options` are more arguments."""
+    def __init__(
+        self,
+        log: Path,
+        model: Path,
+        extra: dict[str, Any],
+        *,
+        launch: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """`extra` is the cascade's configuration; `options` are more arguments.
+
+        `launch`: `subprocess.Popen` starts it as users do; by default it is forked if possible.
+        """
         events_port = free_port()
         events = {
             "enable_kv_cache_events": True,
@@ -49,7 +67,8 @@ class Server:
         self.process = ServerProcess(
             log,
             cascade_options(model, extra, kv_events_config=events, **options),
-            {**ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+            environment(),
+            launch=launch or _launcher(),
         )
         self._subscriber: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         self._subscriber.connect(f"tcp://127.0.0.1:{events_port}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import Popen
 from time import monotonic
 from typing import Any
 
@@ -108,7 +109,8 @@ def test_a_server_tells_what_it_holds(tmp_path: Path, model: Path) -> None:
         ],
     }
     router = Router()
-    with Server(tmp_path / "server.log", model, extra, num_gpu_blocks_override=80) as server:
+    blocks: dict[str, Any] = {"num_gpu_blocks_override": 80}
+    with Server(tmp_path / "server.log", model, extra, launch=Popen, **blocks) as server:
         first = [server.complete(prompt(0))]
         settle(server, everything_is_written)
         carried = _export_one_prompt(disk, tmp_path / "prompt.safetensors")
@@ -134,7 +136,7 @@ def test_a_server_tells_what_it_holds(tmp_path: Path, model: Path) -> None:
         assert "tokens_per_block=32" in opened[0]
 
     router = Router()
-    with Server(tmp_path / "again.log", model, extra, num_gpu_blocks_override=80) as server:
+    with Server(tmp_path / "again.log", model, extra, **blocks) as server:
         settle(server, everything_is_written)
         router.take(server)
         assert router.held["STORAGE"] == on_disk(disk), "what an earlier server left is announced"

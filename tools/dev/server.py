@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -201,15 +201,19 @@ class ServerProcess:
         options: Mapping[str, Any],
         environment: Mapping[str, str],
         command: Sequence[str] = COMMAND,
+        launch: Callable[..., Any] = subprocess.Popen,
     ) -> None:
-        """Start the server; `ready` waits until it answers. `options` are those of `arguments`."""
+        """Start the server; `ready` waits until it answers. `options` are those of `arguments`.
+
+        `launch` has the arguments of `subprocess.Popen`.
+        """
         self.log = log
         self.port = free_port()
         self._began_s = time.monotonic()
         served = {"host": "127.0.0.1", "port": self.port, "served_model_name": "model"}
         details = {"enable_prompt_tokens_details": True, "uvicorn_log_level": "warning"}
         with log.open("ab") as stream:
-            self._process = subprocess.Popen(
+            self._process = launch(
                 [*command, *arguments({**options, **served, **details})],
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
