@@ -9,6 +9,7 @@ from collections import deque
 import pytest
 from support.path_rig import BLOCK_BYTES, PathRig, RigNode, key_of, slots_in
 
+from kvcascade.tiers.nvme.path.frames import frame
 from kvcascade.tiers.nvme.path.path_messages import (
     ALREADY_SLOT,
     MAX_CHAIN_HEADS,
@@ -29,7 +30,9 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Stored,
     TierFigures,
     Touch,
+    Welcome,
     Why,
+    from_writer,
 )
 
 
@@ -214,6 +217,16 @@ def test_fields_of_any_depth_end_no_writer() -> None:
         rig.step(2)
         assert len(rig.take(client, Refused)) == 1
     assert RigNode(rig).welcome is not None
+
+
+def test_a_field_whose_name_has_no_encoding_ends_no_writer() -> None:
+    """A node may send it, and a description may be damaged so."""
+    rig = PathRig(120)
+    RigNode(rig, fields={"\ud800": 1}, label="model")
+    welcome = RigNode(rig, fields={"\udfff": 1}, label="model").welcome
+    assert welcome is not None
+    received = from_writer.decode(frame(welcome)[4:])
+    assert isinstance(received, Welcome) and "begins empty" in received.notes[0]
 
 
 def nested(depth: int) -> bytes:

@@ -393,6 +393,11 @@ def unpack_checksums(data: bytes) -> list[int]:
     return [] if len(data) % 8 else np.frombuffer(data, dtype="<u8").tolist()
 
 
+def sendable(text: str) -> str:
+    """Return text that a message can carry: a lone surrogate becomes a "?"."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def chain_of(keys: Sequence[bytes], fresh: int, tokens: int) -> Chain:
     """Return the message for the keys of a prompt; see `Chain` for the rest."""
     heads = b"".join(key[:HEAD_BYTES].ljust(HEAD_BYTES, b"\0") for key in keys[:MAX_CHAIN_HEADS])
