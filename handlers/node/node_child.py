@@ -32,6 +32,8 @@ STARTS_PER_DAY = 200
 MAX_PAUSE_S = 1800.0
 """Longest pause after a start that brought nothing. After `STARTS_PER_MINUTE` starts without an
 answered job, the pause doubles with each further one."""
+LONG_LIFE_S = 300.0
+"""Life after which the end of a process makes no pause longer. It may have waited for a server."""
 
 
 class Child(Protocol):
@@ -156,9 +158,15 @@ class StartLimits:
         self.fruitless += 1
         self.starts += 1
 
-    def forget_last(self) -> None:
-        """Do not count the last start: its process has answered, and an interrupt ended it."""
-        if self._starts_s:
+    def note_end(self, now_s: float, *, was_interrupted: bool) -> None:
+        """Do not count the last start if its process lived for `LONG_LIFE_S`, or if it had answered
+        a job and an interrupt ended it."""
+        if not self._starts_s:
+            return
+        if now_s - self._starts_s[-1] >= LONG_LIFE_S:
+            self._starts_s.pop()
+            self.fruitless = max(0, self.fruitless - 1)
+        elif was_interrupted and not self.fruitless:
             self._starts_s.pop()
 
     @property

@@ -367,9 +367,8 @@ class NodeKeeper:
                 return
         if stream.error is not None:
             _log.error("the process that moves blocks cannot be understood: %s", stream.error)
-        if stream.was_interrupted and not self._limits.fruitless:
-            stream.was_interrupted = False  # first: an interrupt may come here, too
-            self._limits.forget_last()
+        was_interrupted, stream.was_interrupted = stream.was_interrupted, False
+        self._limits.note_end(self._clock(), was_interrupted=was_interrupted)
         connection.socket.close()
         self._stream = None
         lost, self._jobs = self._jobs, {}

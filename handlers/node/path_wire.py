@@ -4,7 +4,7 @@ The node is the process that moves the blocks of one engine and talks to the wri
 Both ends run the same version of the program. Jobs name blocks by key and by arena slot; arena
 slots are sent as the bytes of an int32 array. What the writer says about blocks is passed on as it
 came (`Removed`, `Stored`, `KeysListed`, `Epoch`, `TierFigures`), and so are `ListKeys`, `Chain` and
-`Touch`, of which the node splits long ones.
+`Touch`, of which the node splits or cuts long ones.
 """
 
 from __future__ import annotations

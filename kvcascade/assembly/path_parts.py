@@ -27,7 +27,7 @@ from ..config.sizes import Bytes
 from ..errors import ConfigError, os_errors
 from ..tiers.nvme.disk.filesystem import FileSystem
 from ..tiers.nvme.namespace import DESCRIPTION, is_namespace_name
-from ..tiers.nvme.path.path_messages import NamespaceSpec, PathOptions
+from ..tiers.nvme.path.path_messages import NamespaceSpec, PathOptions, sendable
 from ..tiers.nvme.path.writer.namespace.namespace_home import read_description
 from ..tiers.nvme.path.writer.path_options import PathRecord, load_record
 from ..tiers.policies import known_names, order_class
@@ -138,7 +138,7 @@ def described(
             "name another namespace"
         )
     return NamespaceSpec(
-        str(found.get("label", "")),
+        sendable(str(found.get("label", ""))),
         json.dumps(found["fields"]).encode(),
         json.dumps(found.get("about", {})).encode(),
         size,

@@ -30,7 +30,8 @@ def register() -> None:
     frame = inspect.currentframe()
     engine = _find_engine(frame)
     if engine is not None:
-        # Also for an engine without us: vLLM runs no plugin again for later engines of its process.
+        # Also for an engine without us: vLLM runs no plugin again for later engines of its process,
+        # and they may have the same model.
         with suppress(Exception):  # vLLM may do without the file that raised it
             for model in _models(engine):
                 note_files(*model)
@@ -54,8 +55,7 @@ def _find_engine(frame: FrameType | None) -> Any | None:
     for each in frames_up(frame, MAX_FRAMES):
         for name in ("vllm_config", "self"):
             engine = each.f_locals.get(name)
-            extra = own(own(engine, "kv_transfer_config"), "kv_connector_extra_config")
-            if isinstance(extra, Mapping):
+            if "kv_transfer_config" in attributes(engine):  # None in an engine without a connector
                 return engine
     return None
 

@@ -19,6 +19,7 @@ from kvcascade.handlers.node import node_keeper as limits
 from kvcascade.handlers.node.node_child import Connection
 from kvcascade.handlers.node.node_keeper import NodeKeeper, NodeStream, close_at_exit
 from kvcascade.handlers.node.path_wire import JobDone, NodeReady, PutJob, to_node
+from kvcascade.handlers.node.remote.remote_node import LIFE_LIMIT_S
 from kvcascade.tiers.nvme.path.frames import RECEIVES_PER_CALL, FrameReader, WireError, frame
 
 
@@ -465,6 +466,17 @@ def test_a_node_that_is_killed_now_and_then_is_started_for_years(stage: Stage) -
         for _ in range(2):  # another one is started, it says that it is ready
             stage.keeper.poll()
     stage.serve()
+
+
+def test_nodes_that_wait_long_for_a_server_follow_each_other_without_rests(stage: Stage) -> None:
+    """A share hangs for days, and the node of a remote tier ends once it has shown life for long
+    enough."""
+    for _ in range(2 * start_limits.STARTS_PER_DAY):
+        stage.clock.advance(LIFE_LIMIT_S)
+        stage.children[-1].die()
+        for _ in range(2):  # another one is started, it says that it is ready
+            stage.keeper.poll()
+        assert stage.keeper.is_up
 
 
 @pytest.mark.parametrize("is_mute", [True, False], ids=["not ready", "ready"])

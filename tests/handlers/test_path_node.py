@@ -554,20 +554,35 @@ def test_uses_of_more_blocks_than_a_message_holds_keep_their_order(
 
 @pytest.mark.parametrize("policy", ["lru", "prefix"])
 def test_a_long_request_leaves_from_its_end(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
-    """No policy takes the messages of one request for several requests."""
-    monkeypatch.setattr(path_node, "MAX_KEYS_PER_MESSAGE", 3)
-    capacity = capacity_of(4, 4, BLOCK, policy=policy)
+    """`prefix` has learnt that prompts of two blocks come back, and those of ten do not. It would
+    keep the last two blocks if they came as a request."""
+    monkeypatch.setattr(path_node, "MAX_KEYS_PER_MESSAGE", 10)
+    capacity = capacity_of(40, 4, BLOCK, policy=policy)
     rig = NodesRig(PathOptions(capacity, policy=policy, segment_bytes=4 * BLOCK), is_real=True)
-    node = rig.add()
+    node = rig.add(slots=160)
     node.tier.maintain()
-    put(node, range(8))
-    assert end(node).outcomes == [OK] * 8
-    node.tier.note_request(keys(8), ())
-    node.tier.maintain()
+    for first in range(1000, 9000, 100):
+        for numbers in range(first, first + 2), range(first + 2, first + 12):
+            put(node, numbers)
+            assert len(end(node).outcomes) == len(numbers)
+            node.tier.note_request([key(number) for number in numbers], ())
+        node.tier.note_request(keys(first - 500, first - 498), ())
+    put(node, range(22))
+    assert end(node).outcomes == [OK] * 22
+    node.tier.note_request(keys(22), ())
     rig.pump()
     (namespace,) = rig.core.namespaces.values()
-    coldest_first = [namespace.presence.find(key(number)) for number in reversed(range(8))]
-    assert namespace.recency.victims(8) == coldest_first
+    slots = [namespace.presence.find(key(number)) for number in reversed(range(22))]
+    assert [slot for slot in namespace.recency.victims(160) if slot in slots] == slots
+
+
+def test_a_request_is_cut_to_the_longest_chain(
+    rig: NodesRig, node: NodeTwin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(path_node, "MAX_CHAIN_HEADS", 3)
+    node.engine.tell(Touch(list(keys(5)), is_chain=True))
+    rig.pump()
+    assert rig.twin.uses == [(keys(3), True, False)]
 
 
 def test_jobs_of_a_node_that_died_failed_and_its_reset_goes_to_the_next(

@@ -9,6 +9,7 @@ import random
 import resource
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -299,6 +300,24 @@ def test_keys_out_of_order_are_damage_and_no_endless_list(tmp_path: Path) -> Non
         table.keys_after(b"", 3)
     with pytest.raises(CorruptionError, match="out of order"):
         scanned(table)
+    table.abandon()
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 100])
+def test_a_list_with_one_damaged_key_ends(tmp_path: Path, limit: int) -> None:
+    """A list goes on from the last key of a part, which may be the damaged one."""
+    table = lmdb_at(tmp_path / "blocks")
+    table.apply(Changes(0, [(key, slot, slot) for slot, key in enumerate(KEYS)]))
+    table.close()
+    data = tmp_path / "blocks" / "data.mdb"
+    data.write_bytes(data.read_bytes().replace(KEYS[5], b"\xff" + KEYS[5][1:]))
+    table = lmdb_at(tmp_path / "blocks")
+    lasts = [b""]
+    with suppress(CorruptionError):
+        while batch := table.keys_after(lasts[-1], limit):
+            lasts.append(batch[-1][0])
+            assert lasts[-1] > lasts[-2]
+    assert lasts[1:]
     table.abandon()
 
 

@@ -21,7 +21,7 @@ WIDE = 120
 """Segments of a path that has room for two namespaces and more."""
 COLD, WARM = range(0, 40), range(100, 180)
 """Blocks of two namespaces."""
-READS = 4
+READS = 3
 """Times that a writer reads the description of each namespace at its start."""
 
 

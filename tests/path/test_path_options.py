@@ -232,6 +232,21 @@ def test_a_damaged_record_of_the_path_names_the_file() -> None:
 
 
 @pytest.mark.parametrize(
+    "damage", [{"paths": ["/old\ud800name"]}, {"options": {"policy": "\ud800"}}]
+)
+def test_a_record_with_text_that_no_message_can_carry_is_damaged(damage: dict[str, Any]) -> None:
+    """A refusal names the paths, and a welcome has the options."""
+    rig = PathRig()
+    rig.close()
+    document = json.loads(rig.fs.read(ROOT / PATH_FOLDER / PATH_FILE, 1 << 20))
+    options = {**document["options"], **damage.get("options", {})}
+    data = json.dumps({**document, **damage, "options": options}).encode()
+    rig.fs.replace(ROOT / PATH_FOLDER / PATH_FILE, data)
+    with pytest.raises(CorruptionError, match="path.json is damaged"):
+        rig.start()
+
+
+@pytest.mark.parametrize(
     "write",
     [
         lambda data: codecs.BOM_UTF8 + data,

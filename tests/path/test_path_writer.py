@@ -9,8 +9,11 @@ from collections import deque
 import pytest
 from support.path_rig import BLOCK_BYTES, PathRig, RigNode, key_of, slots_in
 
+from kvcascade.tiers.nvme.path.frames import frame
 from kvcascade.tiers.nvme.path.path_messages import (
     ALREADY_SLOT,
+    MAX_CHAIN_HEADS,
+    MAX_KEYS_PER_MESSAGE,
     PROTOCOL,
     Bad,
     Committed,
@@ -27,7 +30,9 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Stored,
     TierFigures,
     Touch,
+    Welcome,
     Why,
+    from_writer,
 )
 
 
@@ -83,6 +88,20 @@ def test_a_grant_whose_own_blocks_are_evicted_for_it_gets_all_its_slots() -> Non
     rig.step(3)
     (answer,) = node.grants()
     assert answer.why is Why.GRANTED and sorted(slots_in(answer)) == list(range(8))
+
+
+@pytest.mark.parametrize("blocks", [8, MAX_KEYS_PER_MESSAGE + 1, MAX_CHAIN_HEADS])
+def test_the_end_of_a_request_is_a_use_of_its_blocks(blocks: int) -> None:
+    """`prefix` gets all blocks of a request in one message, which may be longer than others."""
+    rig = PathRig(policy="prefix")
+    node = RigNode(rig)
+    assert node.store(list(range(8))) == [Committed.OK] * 8
+    (namespace,) = rig.writer.namespaces.values()
+    slots = namespace.presence.find_many([key_of(key) for key in range(8)]).tolist()
+    stored_at = namespace.recency.last_used_s(slots)
+    rig.step(seconds=5000.0)
+    rig.send(node.client, Touch([key_of(key) for key in range(blocks)], is_chain=True))
+    assert namespace.recency.last_used_s(slots) == [time_s + 5000 for time_s in stored_at]
 
 
 def test_the_least_recently_used_leave() -> None:
@@ -198,6 +217,16 @@ def test_fields_of_any_depth_end_no_writer() -> None:
         rig.step(2)
         assert len(rig.take(client, Refused)) == 1
     assert RigNode(rig).welcome is not None
+
+
+def test_a_field_whose_name_has_no_encoding_ends_no_writer() -> None:
+    """A node may send it, and a description may be damaged so."""
+    rig = PathRig(120)
+    RigNode(rig, fields={"\ud800": 1}, label="model")
+    welcome = RigNode(rig, fields={"\udfff": 1}, label="model").welcome
+    assert welcome is not None
+    received = from_writer.decode(frame(welcome)[4:])
+    assert isinstance(received, Welcome) and "begins empty" in received.notes[0]
 
 
 def nested(depth: int) -> bytes:

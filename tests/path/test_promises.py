@@ -22,7 +22,13 @@ from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.namespace import DESCRIPTION
 from kvcascade.tiers.nvme.path.block_table import BlockTable
 from kvcascade.tiers.nvme.path.lmdb_block_table import open_block_table
-from kvcascade.tiers.nvme.path.path_messages import Ask, Committed, Reset, SegmentsRemoved
+from kvcascade.tiers.nvme.path.path_messages import (
+    Ask,
+    Committed,
+    RefusedWhy,
+    Reset,
+    SegmentsRemoved,
+)
 from kvcascade.tiers.nvme.path.writer.namespace.namespace_home import NOTE_USE_EVERY_S
 from kvcascade.tiers.nvme.path.writer.namespace.namespace_openings import BeingOpenedError
 from kvcascade.tiers.nvme.path.writer.path_namespaces import PathNamespaces
@@ -137,17 +143,24 @@ def test_folders_of_a_tier_in_another_list_are_refused_and_keep_their_blocks(giv
 
 
 @pytest.mark.parametrize("part", [5, "x", None, [0]])
-def test_a_later_folder_with_a_damaged_part_is_refused_and_named(part: object) -> None:
-    rig = PathRig(roots=(ROOT, ROOT.with_name("more")))
-    node = RigNode(rig)
-    assert node.welcome is not None and node.store([1, 2]) == [Committed.OK] * 2
+def test_a_later_folder_with_a_damaged_part_costs_its_own_model_alone(
+    part: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = PathRig(400, roots=(ROOT, ROOT.with_name("more")))
+    node, other = RigNode(rig), RigNode(rig, "other")
+    assert node.welcome is not None and node.store([1, 2]) == [OK, OK]
+    assert other.store([3]) == [OK]
     rig.close()
     folder = rig.roots[1] / node.welcome.folder
     former = rig.fs.read(folder / DESCRIPTION, 1 << 20)
     damaged = json.dumps({**json.loads(former), "part": part}).encode()
     rig.fs.replace(folder / DESCRIPTION, damaged)
-    with pytest.raises(CorruptionError, match=re.escape(str(folder))):
-        rig.start()
+    rig.start()
+    assert caplog.text.count(f"{folder}/{DESCRIPTION}") == 1
+    assert RigNode(rig, "other").held([3]) == [3]
+    (refused,) = RigNode(rig).refused
+    assert refused.why is RefusedWhy.NAMESPACE and str(folder) in refused.text
+    rig.close()
     rig.fs.replace(folder / DESCRIPTION, former)
     rig.start()
     assert RigNode(rig).held([1, 2]) == [1, 2]

@@ -20,6 +20,7 @@ from kvcascade.tiers.nvme.path.lmdb_block_table import (
     open_block_table,
 )
 from kvcascade.tiers.nvme.path.path_messages import (
+    MAX_CHAIN_HEADS,
     MAX_KEYS_PER_MESSAGE,
     NO_SLOT,
     PROTOCOL,
@@ -378,6 +379,8 @@ NONSENSE: list[FromNode] = [
     Bad([key_of(9)], b"", uint64([1])),
     Bad([b""], int32([0]), uint64([1])),
     Touch([b""], is_chain=True),
+    Touch([key_of(9)] * (MAX_CHAIN_HEADS + 1), is_chain=True),
+    Touch([key_of(9)] * (MAX_KEYS_PER_MESSAGE + 1)),
     Touch([key_of(9)] * 3, is_settle=True),
     Read(-5),
     Ask(11, "stat", b"\xff"),

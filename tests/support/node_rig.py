@@ -40,6 +40,7 @@ from kvcascade.tiers.nvme.path.presence_file import map_presence
 from kvcascade.tiers.nvme.path.writer.namespace.namespace_start import StartMeans
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 from kvcascade.tiers.nvme.path.writer.path_writer import PathWriter
+from kvcascade.tiers.policies import order_class
 
 from .clock import ManualClock
 from .executors import InlineExecutor
@@ -275,7 +276,13 @@ class NodeTwin:
         )
         self.engine = PumpedClient(self, feed.take)
         self.tier = NodeTier(
-            self.engine, feed, facts, rig.clock, stall_s=stall_s, paths=len(rig.roots)
+            self.engine,
+            feed,
+            facts,
+            rig.clock,
+            stall_s=stall_s,
+            wants_chains=order_class(rig.options.policy).wants_chains,
+            paths=len(rig.roots),
         )
 
     # -- the means of the node -------------------------------------------------------------------

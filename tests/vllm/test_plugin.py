@@ -88,6 +88,16 @@ def test_files_that_are_replaced_from_then_on_are_noticed(is_config: bool, tmp_p
     assert have_files_changed(str(tmp_path))
 
 
+def test_a_model_is_noted_for_a_later_engine_if_the_first_has_no_connector(tmp_path: Path) -> None:
+    """vLLM runs no plugin again in the processes that it forks."""
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"old")
+    load_with(self=SimpleNamespace(kv_transfer_config=None, model=str(tmp_path)))
+    assert not have_files_changed(str(tmp_path))
+    weights.write_bytes(b"newer")
+    assert have_files_changed(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     "part", ["whisper-large-v3/model.safetensors", "m-2-of-2.gguf", "mmproj.gguf"]
 )

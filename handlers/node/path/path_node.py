@@ -22,6 +22,7 @@ import msgspec
 
 from ....errors import KVCascadeError
 from ....tiers.nvme.path.path_messages import (
+    MAX_CHAIN_HEADS,
     MAX_KEYS_PER_MESSAGE,
     PROTOCOL,
     Chain,
@@ -333,11 +334,17 @@ class PathNode:
             self._means.send(message)
 
     def _use(self, touch: Touch) -> None:
-        """Send a use in parts. The first part goes last, because its keys are the most recent."""
+        """Send a use in parts. The first part goes last, because its keys are the most recent.
+
+        A chain is cut instead: a policy would take each part for a request of its own.
+        """
+        if touch.is_chain:
+            self._send(Touch(touch.keys[:MAX_CHAIN_HEADS], is_chain=True))
+            return
         starts = range(0, len(touch.keys), MAX_KEYS_PER_MESSAGE)
         for start in reversed(starts):
             keys = touch.keys[start : start + MAX_KEYS_PER_MESSAGE]
-            self._send(Touch(keys, touch.is_chain, touch.is_settle))
+            self._send(Touch(keys, is_settle=touch.is_settle))
 
     def _welcomed(self, welcome: Welcome) -> None:
         try:

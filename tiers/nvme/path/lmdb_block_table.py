@@ -149,11 +149,12 @@ class LmdbBlockTable:
     def keys_after(self, key: bytes, limit: int) -> list[tuple[bytes, Entry]]:
         """See `BlockTable`."""
         found: list[tuple[bytes, Entry]] = []
-        at_once = max(limit, LIST_BATCH)
-        while not found and (batch := self._batch_after(key, at_once)):  # else all are damaged
-            key = batch[-1][0]
+        at_once, after = max(limit, LIST_BATCH), key
+        while not found and (batch := self._batch_after(after, at_once)):  # else all are damaged
+            after = batch[-1][0]
             parsed = ((k, _parse_entry(k, value)) for k, value in batch)
             found = list(islice(((k, entry) for k, entry in parsed if entry is not None), limit))
+        self._check_follows(key, found)
         return found
 
     def last_changes(self) -> Journal | None:
@@ -262,9 +263,16 @@ class LmdbBlockTable:
             cursor = txn.cursor()
             is_there = cursor.set_range(key + b"\0" if key else b"")
             batch = list(islice(cursor, limit)) if is_there else []
-        if batch and batch[-1][0] <= key:  # going on from it would never end
-            raise CorruptionError(damaged(self.path, "its keys are out of order"))
+        self._check_follows(key, batch)
         return batch
+
+    def _check_follows(self, key: bytes, listed: Sequence[tuple[bytes, object]]) -> None:
+        """Raise `CorruptionError` if the last of these keys does not follow `key`.
+
+        A list goes on from its last key, so it would never end.
+        """
+        if listed and listed[-1][0] <= key:
+            raise CorruptionError(damaged(self.path, "its keys are out of order"))
 
     def _write_meta(self, txn: lmdb.Transaction[bytes], journal: Journal | None) -> None:
         if journal is not None:

@@ -27,7 +27,7 @@ from ..segments.chains import HEAD_BYTES
 PROTOCOL = 3
 """Version of these messages. A node and a writer of different versions refuse each other."""
 MAX_KEYS_PER_MESSAGE = 4096
-"""Longest list of keys in one message. Senders split longer lists."""
+"""Longest list of keys in one message, unless it is a chain. Senders split longer lists."""
 MAX_FRAME_BYTES = 8 << 20
 MAX_CHAIN_HEADS = 1 << 16
 """Most blocks of a prompt whose order is noted; longer prompts are cut."""
@@ -178,7 +178,7 @@ class Touch(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
     keys: list[bytes]
     is_chain: bool = False
-    """True if these are all blocks of a request that ended, or a part of them."""
+    """True if these are all blocks of a request that ended; at most `MAX_CHAIN_HEADS`."""
     is_settle: bool = False
     """True if one request stored these in parts: their order is corrected, and nothing used."""
 
@@ -391,6 +391,11 @@ def pack_checksums(checksums: Sequence[int]) -> bytes:
 def unpack_checksums(data: bytes) -> list[int]:
     """Decode the checksums of a message. A length that is no multiple of eight gives none."""
     return [] if len(data) % 8 else np.frombuffer(data, dtype="<u8").tolist()
+
+
+def sendable(text: str) -> str:
+    """Return text that a message can carry: a lone surrogate becomes a "?"."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def chain_of(keys: Sequence[bytes], fresh: int, tokens: int) -> Chain:

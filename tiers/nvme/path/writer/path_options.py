@@ -20,9 +20,8 @@ from .....config.sizes import MAX_BYTES, human
 from .....errors import ConfigError, CorruptionError, NoSpaceError, os_errors
 from ....policies import order_class
 from ...disk.filesystem import FileSystem
-from ...namespace import DESCRIPTION
 from ..path_messages import PathOptions
-from .namespace.namespace_home import homes_under, read_description
+from .namespace.namespace_home import homes_under
 from .path_capacity import BUDGET_LOCK
 
 PATH_FOLDER = ".kvcascade"
@@ -87,7 +86,9 @@ def load_record(fs: FileSystem, root: Path) -> PathRecord | None:
         data = fs.read(path, MAX_RECORD_BYTES)
     try:
         # People edit the file: `json` also reads a byte order mark and UTF-16.
-        document = msgspec.convert(json.loads(data), _Document)
+        found = json.loads(data)
+        json.dumps(found, ensure_ascii=False).encode()  # no message can carry a lone surrogate
+        document = msgspec.convert(found, _Document)
         if document.version != PATH_RECORD_VERSION:
             raise ValueError
         names = PathOptions.__struct_fields__
@@ -209,20 +210,16 @@ def check_mounted(fs: FileSystem, roots: Sequence[Path]) -> None:
 def _check_parts(fs: FileSystem, roots: Sequence[Path]) -> None:
     """Raise `ConfigError` if a folder is another part of the tier than its place says.
 
-    Of a tier with a record, directories that only a later path has are no part. Raises
-    `CorruptionError` or `FormatError` for a later part whose description is damaged.
+    Of a tier with a record, directories that only a later path has are no part. A damaged
+    description says nothing: `open_home` refuses its namespace alone.
     """
     is_recorded = fs.exists(roots[0] / PATH_FOLDER / PATH_FILE)
-    first = _homes(fs, roots[0])
-    for part, root in enumerate(roots):
-        homes = _homes(fs, root)
-        for name in sorted(first.keys() - homes.keys()):
-            if fs.exists(root / name / DESCRIPTION):
-                read_description(fs, root / name)  # it is damaged, or `homes` had it
+    by_part = [_homes(fs, root) for root in roots]
+    for part, (root, homes) in enumerate(zip(roots, by_part, strict=True)):
         for name, document in homes.items():
             found = document.get("part"), document.get("parts")
             is_part = not document or found == (part, len(roots))
-            if not is_part and (name in first or not is_recorded):
+            if not is_part and (name in by_part[0] or not is_recorded):
                 raise ConfigError(
                     f"path: {root / name} was made as part {found[0]} of {found[1]}, counted from "
                     f"0, and is given as part {part} of {len(roots)}; give the same list of paths "

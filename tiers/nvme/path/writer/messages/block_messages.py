@@ -13,6 +13,8 @@ from typing import Any
 from ......logs import get_logger
 from ...block_table import MAX_COMMIT_BLOCKS
 from ...path_messages import (
+    MAX_CHAIN_HEADS,
+    MAX_KEYS_PER_MESSAGE,
     NO_SLOT,
     Bad,
     Chain,
@@ -150,7 +152,8 @@ class BlockMessages:
     def _touch(self, client: Client, message: Touch) -> None:
         if client.is_reader:  # its reads are no uses
             return
-        if client.namespace is not None and is_within_limits(message.keys):
+        most = MAX_CHAIN_HEADS if message.is_chain else MAX_KEYS_PER_MESSAGE
+        if client.namespace is not None and is_within_limits(message.keys, most):
             client.namespace.touch(message)
 
     def _read(self, client: Client, message: Read) -> None:

@@ -44,7 +44,7 @@ from ....segments.format import (
 )
 from ....segments.segment_files import SegmentFiles
 from ...block_table import block_table_bytes
-from ...path_messages import NamespaceSpec, PathOptions
+from ...path_messages import NamespaceSpec, PathOptions, sendable
 from ..path_plan import SegmentPlan, fixed_bytes, plan_namespace, plan_segments
 
 BLOCKS, STATE, SEGMENTS = "blocks", "state", "segments"
@@ -151,10 +151,10 @@ def key_of(spec: NamespaceSpec) -> NamespaceKey:
 
 
 def spec_of(key: NamespaceKey, block_bytes: int, min_share_bytes: int = 0) -> NamespaceSpec:
-    """Return the identity as a node names it. A lone surrogate in the label becomes a "?"."""
-    label = key.label.encode("utf-8", "replace").decode()  # so that it can be sent
-    fields, about = json.dumps(dict(key.fields)), json.dumps(dict(key.about))
-    return NamespaceSpec(label, fields.encode(), about.encode(), block_bytes, min_share_bytes)
+    """Return the identity as a node names it."""
+    label, fields = sendable(key.label), json.dumps(dict(key.fields)).encode()
+    about = json.dumps(dict(key.about)).encode()
+    return NamespaceSpec(label, fields, about, block_bytes, min_share_bytes)
 
 
 def check_size(key: NamespaceKey) -> None:
@@ -211,7 +211,8 @@ def _news_of(name: str, key: NamespaceKey, there: Mapping[str, Mapping[str, Any]
     if not found:
         return ""
     alike = min(found, key=lambda other: (len(found[other]), other))
-    return f"{name} begins empty: it differs from {alike} in {', '.join(found[alike])}"
+    names = sendable(", ".join(found[alike]))
+    return f"{name} begins empty: it differs from {alike} in {names}"
 
 
 def check_same(home: NamespaceHome, key: NamespaceKey, block_bytes: int) -> None:
@@ -229,12 +230,16 @@ def open_home(
 ) -> NamespaceHome | None:
     """Open an existing namespace by the name of its directory; None if there is none.
 
-    Raises `FormatError` for a namespace of another version, and as `make_home` otherwise.
+    Raises `FormatError` if one of its directories has another version, and as `make_home`
+    otherwise.
     """
     folders = tuple(root / name for root in roots)
     if not fs.exists(folders[0] / DESCRIPTION):
         return None
     document = read_description(fs, folders[0])
+    for folder in folders[1:]:
+        if fs.exists(folder / DESCRIPTION):  # else the disk of this part was lost
+            read_description(fs, folder)
     size, capacity = document["slots_per_segment"], options.capacity_bytes
     try:
         plan = plan_segments(capacity, document["block_bytes"], len(roots), size, options.policy)

@@ -320,7 +320,7 @@ class NamespaceWriter:
         return [key for key, _ in gone]
 
 
-def is_within_limits(keys: Sequence[bytes]) -> bool:
-    """Return True if a message may have these keys."""
-    are_few = len(keys) <= MAX_KEYS_PER_MESSAGE
+def is_within_limits(keys: Sequence[bytes], most: int = MAX_KEYS_PER_MESSAGE) -> bool:
+    """Return True if a message of at most `most` keys may have these keys."""
+    are_few = len(keys) <= most
     return are_few and all(0 < len(key) <= MAX_KEY_BYTES for key in keys)

@@ -113,9 +113,14 @@ class Recency:
             self._order.settle(self._named(slots)[::-1])
 
     def chain(self, slots: Sequence[int], blocks: int) -> None:
-        """Note the end of a request of `blocks` blocks; `slots` ends before the first absent."""
+        """Note the end of a request of `blocks` blocks, which is a use of them.
+
+        `slots` ends before the first absent block.
+        """
+        slots = self._named(slots)
         with self._faults_noted():
-            self._order.chain(self._named(slots), blocks)
+            self._order.chain(slots, blocks)
+        self._usage.note_use(slots)
 
     def remove(self, slots: Sequence[int]) -> None:
         """Forget blocks that are gone for other reasons than eviction."""
