@@ -6,6 +6,7 @@ a `ConfigError` of one sentence that names the full key, the value and the allow
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -91,6 +92,8 @@ ELSEWHERE = {
 PATH_KEY = "path"
 """Key that stands for a complete list of tiers: a CPU tier, and an NVMe tier on this path."""
 DEFAULT_FLUSH_S = 20.0
+STOP_S = 2.0
+"""Seconds that an engine needs to stop, in addition to the time for writing dirty blocks."""
 MAX_TIERS = 8
 MAX_IO_THREADS = 64
 
@@ -372,6 +375,14 @@ class CascadeConfig:
     def nvme(self) -> tuple[NvmeTierOptions, ...]:
         """The NVMe tiers, below the first tier."""
         return tuple(tier for tier in self.tiers if isinstance(tier, NvmeTierOptions))
+
+    @property
+    def shutdown_timeout_s(self) -> int | None:
+        """vLLM's `--shutdown-timeout` that leaves time to write dirty blocks; None if none are."""
+        flush_s = self.shutdown_flush_s
+        if len(self.tiers) == 1 or flush_s == 0:
+            return None
+        return math.ceil((DEFAULT_FLUSH_S if flush_s is None else flush_s) + STOP_S)
 
     @property
     def below(self) -> tuple[BelowOptions, ...]:

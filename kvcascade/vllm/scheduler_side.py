@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from ..assembly.build import Cascade, Geometry, open_cascade
-from ..config.schema import DEFAULT_FLUSH_S, CascadeConfig
+from ..config.schema import STOP_S, CascadeConfig
 from ..identity import code_identity, is_shareable, private_identity, weights_identity
 from ..logs import get_logger, json_handler, wants_json
 from ..observe.tracing import TransferSpans
@@ -24,9 +23,6 @@ _CODE = "remote_code"
 """Fact about code that a model takes from another repository."""
 _BUILD = "vllm"
 """Fact about the build of vLLM."""
-
-STOP_S = 2.0
-"""Seconds that an engine needs to stop, in addition to the time for writing dirty blocks."""
 
 
 def log_beside_vllm() -> None:
@@ -136,7 +132,7 @@ def with_time_to_flush(
     settings: CascadeConfig, engine_config: Any | None
 ) -> tuple[CascadeConfig, str | None]:
     """Fit `shutdown_flush_s` to vLLM's shutdown timeout; also return a line to log if that is 0."""
-    given_s, needed_s = engine_facts.seconds_to_stop(engine_config), seconds_to_flush(settings)
+    given_s, needed_s = engine_facts.seconds_to_stop(engine_config), settings.shutdown_timeout_s
     if needed_s is None or given_s is None:
         return settings, None
     if given_s > 0:
@@ -148,14 +144,6 @@ def with_time_to_flush(
         "so dirty blocks are not written at shutdown; to have them written, start it with "
         f"--shutdown-timeout {needed_s}"
     )
-
-
-def seconds_to_flush(settings: CascadeConfig) -> int | None:
-    """Return the `--shutdown-timeout` that leaves time to write dirty blocks; None if none are."""
-    flush_s = settings.shutdown_flush_s
-    if len(settings.tiers) == 1 or flush_s == 0:
-        return None
-    return math.ceil((DEFAULT_FLUSH_S if flush_s is None else flush_s) + STOP_S)
 
 
 def open_scheduler_side(

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -156,20 +157,34 @@ LIGHT: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
 )
 
 
-@pytest.mark.parametrize(("words", "environment"), LIGHT)
-def test_help_and_completion_load_nothing_heavy(
-    words: tuple[str, ...], environment: dict[str, str]
-) -> None:
+def loaded_by(words: Sequence[str], heavy: Collection[str], **environment: str) -> str:
+    """Which of these modules a command loads, as a list."""
     code = (
         f"import atexit, sys; sys.argv = ['kvcascade', *{words!r}]\n"
-        f"loaded = lambda: print(sorted({set(HEAVY)!r} & sys.modules.keys()), file=sys.stderr)\n"
+        f"loaded = lambda: print(sorted({set(heavy)!r} & sys.modules.keys()), file=sys.stderr)\n"
         "atexit.register(loaded)\n"
         "from kvcascade.tools.__main__ import main; sys.exit(main())"
     )
     command = [sys.executable, "-c", code]
     more = {**os.environ, **environment}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=more)
-    assert done.stdout and done.stderr.splitlines()[-1] == "[]"
+    assert done.stdout
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("words", "environment"), LIGHT)
+def test_help_and_completion_load_nothing_heavy(
+    words: tuple[str, ...], environment: dict[str, str]
+) -> None:
+    assert loaded_by(words, HEAVY, **environment) == "[]"
+
+
+def test_a_configuration_is_made_and_checked_without_vllm(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    extra = {"spec_name": "CascadeOffloadingSpec", "path": str(tmp_path / "kv")}
+    config.write_text(json.dumps({"kv_connector_extra_config": extra}))
+    for words in (["config", "--path", "/mnt/kv"], ["check", str(config), "--json"]):
+        assert loaded_by(words, {"torch", "vllm"}) == "[]", words
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

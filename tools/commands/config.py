@@ -62,13 +62,15 @@ def config(
 
         kvcascade config --path /mnt/nvme/kv --json | kvcascade check -
     """
+    from ...config.schema import parse
+
     with answering(as_json):
         if as_yaml and as_json:
             raise CommandError("give --yaml or --json, not both", ExitCode.USAGE)
         if not path:
             path, cpu, disk = _asked(cpu, disk)
         transfer = transfer_config(path, cpu, disk, others or ())
-        needed_s = _seconds_to_stop(transfer["kv_connector_extra_config"])
+        needed_s = parse(transfer["kv_connector_extra_config"]).shutdown_timeout_s
         timeout_s = needed_s if has_shutdown_timeout() else None
         if as_json:
             emit("config", {"kv_transfer_config": transfer, "shutdown_timeout": timeout_s})
@@ -129,11 +131,3 @@ def _asked(cpu: str | None, disk: str | None) -> tuple[list[str], str | None, st
         print(file=sys.stderr)  # end the line of the question
         raise
     return [path], cpu, disk
-
-
-def _seconds_to_stop(extra: dict[str, Any]) -> int | None:
-    """Return the `--shutdown-timeout` that the options need. Raises `ConfigError`."""
-    from ...config.schema import parse
-    from ...vllm.scheduler_side import seconds_to_flush
-
-    return seconds_to_flush(parse(extra))

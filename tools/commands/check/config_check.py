@@ -31,7 +31,6 @@ from ....tiers.remote.base import RemoteEngine
 from ....tiers.remote.engines.opened_folder import folder_of_url
 from ....tiers.remote.remote_options import open_remote_engine
 from ....tiers.remote.remote_probe import finding_of, without_new_folders
-from ....vllm.scheduler_side import seconds_to_flush
 from .. import show
 from .transfer_config import Given, read_tiering
 
@@ -268,7 +267,7 @@ def _tell_of_stops(report: CheckReport, settings: CascadeConfig, machine: Machin
         return
     report.write_mode, report.write_mode_reason = str(chosen.mode), chosen.why
     report.stop_may_lose = chosen.may_lose
-    report.shutdown_timeout_s = seconds_to_flush(settings)
+    report.shutdown_timeout_s = settings.shutdown_timeout_s
 
 
 def _check_tiering(

@@ -23,7 +23,6 @@ from ....config.remote import RemoteTierOptions
 from ....config.schema import CpuTierOptions, NvmeTierOptions
 from ....errors import ConfigError, KVCascadeError
 from ....tiers.cpu.huge_pages import may_share_huge_pages
-from ....vllm.engine_facts import hashes_change_at_restart
 from ..check.config_check import ask_server
 from ..check.transfer_config import Given, read_config, read_tiering
 from ..command_line import ARENA_DIR
@@ -56,11 +55,11 @@ def look(config: Path | None) -> Facts:
         ask_server(wanted.remote, problems, warnings)
     arena_dir = wanted.arena_dir
     installed = installed_version(*ENGINES)
-    reason = None if installed is None else _vllm_problem()
+    reason, needs_seed = (None, False) if installed is None else _ask_vllm()
     return Facts(
         vllm=installed,
         vllm_problem=reason,
-        hash_seed_is_needed=bool(installed) and not reason and hashes_change_at_restart(None),
+        hash_seed_is_needed=needs_seed,
         gpus=machine.devices(),
         gpu_driver=_driver(),
         locked_memory_bytes=_limit(resource.RLIMIT_MEMLOCK),
@@ -160,11 +159,16 @@ def _driver() -> str | None:
     return None
 
 
-def _vllm_problem() -> str | None:
+def _ask_vllm() -> tuple[str | None, bool]:
+    """Return why the installed vLLM cannot be used, if so, and if it needs a fixed hash seed.
+
+    Loading it takes seconds.
+    """
+    from ....vllm.engine_facts import hashes_change_at_restart
     from ....vllm.precheck import check_spec
 
     try:
         check_spec({})
     except (KVCascadeError, ImportError, OSError) as error:
-        return str(error)
-    return None
+        return str(error), False
+    return None, hashes_change_at_restart(None)
