@@ -253,6 +253,9 @@ class CudaDeviceCopier(DeviceCopier):
         except Exception:  # wrong bytes must not be reported as stored or loaded
             logger.exception("copying job %d failed", job.job_id)
             job.has_failed = True
+        except BaseException:  # an interrupt: nothing of this job comes later
+            job.has_failed = job.is_handed_out = True
+            raise
         try:
             job.end.record(lane.last)
         except RuntimeError:  # the GPU is lost

@@ -201,6 +201,23 @@ def test_a_copy_that_cannot_be_enqueued_is_a_failed_job(
     assert not result.success and "copying job 1 failed" in caplog.text
 
 
+def test_a_job_that_an_interrupt_cuts_off_is_a_failed_job(
+    cuda: TwinCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: StagedCopier, *given: object) -> Work:
+        yield Operations(1, 0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(StagedCopier, "store", interrupted)
+    copier = simple_copier()
+    with pytest.raises(KeyboardInterrupt):
+        copier.submit_store(1, blocks_of(1), slots_of(1))
+        copier.get_finished()
+    copier.wait({1})
+    (result,) = copier.get_finished()
+    assert (result.job_id, result.success) == (1, False)
+
+
 @pytest.mark.parametrize("refused", ["wait_event", "enqueue"])
 def test_a_job_whose_events_were_never_recorded_is_a_failed_job(
     refused: str, cuda: TwinCuda, monkeypatch: pytest.MonkeyPatch
