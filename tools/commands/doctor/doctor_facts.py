@@ -164,10 +164,10 @@ def _ask_vllm() -> tuple[str | None, bool]:
 
     Loading it takes seconds.
     """
-    from ....vllm.engine_facts import hashes_change_at_restart
-    from ....vllm.precheck import check_spec
-
     try:
+        from ....vllm.engine_facts import hashes_change_at_restart
+        from ....vllm.precheck import check_spec
+
         check_spec({})
     except (KVCascadeError, ImportError, OSError) as error:
         return str(error), False
