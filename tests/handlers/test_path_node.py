@@ -614,3 +614,18 @@ def test_a_node_waits_while_the_writer_opens_its_namespace(rig: NodesRig) -> Non
     rig.twin.go_on()
     rig.pump()
     assert node.node.state is NodeState.FOLLOWING and len(heard(rig, Hello)) == 1
+
+
+def test_a_long_opening_that_fails_is_logged_with_its_reason_once(rig: NodesRig) -> None:
+    rig.twin.is_stalled = True
+    node = rig.add()
+    for _ in range(40):
+        node.inbox.append(StillOpening())
+        node.tick(1.0)
+    for _ in range(3):
+        node.inbox.append(Refused(RefusedWhy.FAILED, "look at the disk"))
+        node.tick(1.0)
+        node.inbox.append(StillOpening())
+        node.tick(1.0)
+    opening, reason = [m.text for m in node.told if isinstance(m, NodeNote)]
+    assert "opens the namespace" in opening and reason == "look at the disk"

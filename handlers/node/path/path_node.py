@@ -121,7 +121,8 @@ class JoinAttempts:
         self._began_s = now_s
         self._pause_s = JOIN_PAUSE_S
         self._link_pause_s = link_pause_s
-        self._was_noted = False
+        self._noted = ""
+        """Reason that was noted."""
 
     def served(self, now_s: float) -> JoinAttempts:
         """Return attempts that begin now, because a writer serves the node."""
@@ -141,11 +142,12 @@ class JoinAttempts:
         self.next_s = now_s + pause_s
         self._pause_s = 2 * pause_s
 
-    def last_long(self, now_s: float) -> bool:
-        """Return True once, when they go on for too long."""
-        if self._was_noted or now_s - self._began_s <= min(NOBODY_LIMIT_S, self._patience_s):
+    def should_note(self, text: str, now_s: float) -> bool:
+        """Return True once, when they go on for too long; also for how a long opening ends."""
+        is_news = not self._noted or text != self._noted == STILL_OPENING
+        if not is_news or now_s - self._began_s <= min(NOBODY_LIMIT_S, self._patience_s):
             return False
-        self._was_noted = True
+        self._noted = text
         return True
 
 
@@ -396,7 +398,7 @@ class PathNode:
 
     def _note_absence(self, text: str) -> None:
         """Say once why no writer serves this node, if that lasts."""
-        if self._attempts.last_long(self._clock()):
+        if self._attempts.should_note(text, self._clock()):
             self._means.tell(NodeNote(self.state, text))
 
     def _turn_off(self, text: str, *, is_misconfigured: bool) -> None:
