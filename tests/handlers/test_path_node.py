@@ -603,12 +603,18 @@ def test_jobs_of_a_node_that_died_failed_and_its_reset_goes_to_the_next(
     assert rig.twin.presence.epoch == 1 and not node.tier._resets_due
 
 
-def test_a_node_waits_while_the_writer_opens_its_namespace(rig: NodesRig) -> None:
+def waits_for_an_opening(rig: NodesRig) -> NodeTwin:
+    """A node whose namespace is being opened for longer than the log waits."""
     rig.twin.is_stalled = True
     node = rig.add()
     for _ in range(40):
         node.inbox.append(StillOpening())
         node.tick(1.0)
+    return node
+
+
+def test_a_node_waits_while_the_writer_opens_its_namespace(rig: NodesRig) -> None:
+    node = waits_for_an_opening(rig)
     texts = [m.text for m in node.told if isinstance(m, NodeNote)]
     assert len(texts) == 1 and "opens the namespace" in texts[0]
     rig.twin.go_on()
@@ -617,11 +623,7 @@ def test_a_node_waits_while_the_writer_opens_its_namespace(rig: NodesRig) -> Non
 
 
 def test_a_long_opening_that_fails_is_logged_with_its_reason_once(rig: NodesRig) -> None:
-    rig.twin.is_stalled = True
-    node = rig.add()
-    for _ in range(40):
-        node.inbox.append(StillOpening())
-        node.tick(1.0)
+    node = waits_for_an_opening(rig)
     for _ in range(3):
         node.inbox.append(Refused(RefusedWhy.FAILED, "look at the disk"))
         node.tick(1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from kvcascade.tools.dev.server import (
 )
 
 LOG_TAIL_CHARACTERS = 8000
+VOCABULARY = 1024
 
 
 def cascade_options(model: Path, extra: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -35,6 +37,12 @@ def cascade_options(model: Path, extra: dict[str, Any], **options: Any) -> dict[
         **options,
         "kv_transfer_config": offloading({"spec_name": "CascadeOffloadingSpec", **extra}),
     }
+
+
+def words(name: str, count: int) -> list[int]:
+    """Return tokens of a model with `VOCABULARY`; a name has always the same ones."""
+    source = random.Random(name)
+    return [source.randrange(3, VOCABULARY) for _ in range(count)]
 
 
 def _launcher() -> Callable[..., Any]:

@@ -158,7 +158,7 @@ LIGHT: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
 
 
 def loaded_by(words: Sequence[str], heavy: Collection[str], **environment: str) -> str:
-    """Which of these modules a command loads, as a list."""
+    """Return the names of these modules that a command loads, as a list in brackets."""
     code = (
         f"import atexit, sys; sys.argv = ['kvcascade', *{words!r}]\n"
         f"loaded = lambda: print(sorted({set(heavy)!r} & sys.modules.keys()), file=sys.stderr)\n"

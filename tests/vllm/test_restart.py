@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,14 +9,13 @@ from typing import Any
 
 import pytest
 from support.engine_rig import Engine, engine_options
-from support.server_rig import Server
+from support.server_rig import VOCABULARY, Server, words
 
 from kvcascade.observe.metrics import PREFIX
 from kvcascade.tools.dev.server import Completion, ServerProcess, served_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-VOCABULARY = 1024
 BLOCK_TOKENS, BLOCK_BYTES = 32, 4 * 32 * 2 * 128 * 4
 DOCUMENTS, DOCUMENT_BLOCKS, TAIL_TOKENS = 6, 15, 10
 REQUESTS, CLIENTS = 18, 8
@@ -28,18 +26,10 @@ DEVICE: dict[str, Any] = {
 }
 SMALL_CPU_BLOCKS = 2 * DOCUMENT_BLOCKS + 8
 WRITTEN_LIMIT_S = 180.0
-Prompt = list[int]
 
 
-def tokens(name: str, count: int) -> Prompt:
-    source = random.Random(name)
-    return [source.randrange(3, VOCABULARY) for _ in range(count)]
-
-
-DOCUMENT_TOKENS = [
-    tokens(f"document {i}", DOCUMENT_BLOCKS * BLOCK_TOKENS) for i in range(DOCUMENTS)
-]
-STORM = [DOCUMENT_TOKENS[i % DOCUMENTS] + tokens(f"end {i}", TAIL_TOKENS) for i in range(REQUESTS)]
+DOCUMENT_TOKENS = [words(f"document {i}", DOCUMENT_BLOCKS * BLOCK_TOKENS) for i in range(DOCUMENTS)]
+STORM = [DOCUMENT_TOKENS[i % DOCUMENTS] + words(f"end {i}", TAIL_TOKENS) for i in range(REQUESTS)]
 
 
 def cascade(path: Path, cpu_blocks: int) -> dict[str, Any]:

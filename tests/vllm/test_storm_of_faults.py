@@ -26,7 +26,7 @@ import psutil
 import pytest
 from support.cache_rig import call_outside, flip
 from support.engine_rig import Engine, engine_options
-from support.server_rig import Server
+from support.server_rig import VOCABULARY, Server, words
 from support.waiting import wait_until
 
 from kvcascade.tools.commands.command_line import ExitCode
@@ -36,7 +36,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.soak, pytest.mark.timeout(0)]
 
 FAULTS = int(os.environ.get("KVCASCADE_FAULTS", "60"))
 SEED = int(os.environ.get("KVCASCADE_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)
-VOCABULARY = 1024
 BLOCK_TOKENS, BLOCK_BYTES = 32, 4 * 32 * 2 * 128 * 4
 CONVERSATIONS, TURNS, ANSWER_TOKENS = 24, 8, 6
 FAVOURITES = 6
@@ -51,11 +50,6 @@ FLIPS = 12
 """Bytes that are damaged at a time."""
 NODES = ("path_main", "remote_main")
 Key = tuple[int, int]
-
-
-def words(name: str, count: int) -> list[int]:
-    source = random.Random(name)
-    return [source.randrange(3, VOCABULARY) for _ in range(count)]
 
 
 def prompt(key: Key) -> list[int]:
@@ -176,7 +170,7 @@ def _cancel(port: int, tokens: list[int], lines: int) -> None:
 
 @dataclass
 class Faults:
-    """What fails; each leaves the servers running."""
+    """Faults of a run. Each leaves the servers running."""
 
     storm: Storm
     disk: Path

@@ -144,7 +144,7 @@ class JoinAttempts:
 
     def should_note(self, text: str, now_s: float) -> bool:
         """Return True once, when they go on for too long; also for how a long opening ends."""
-        is_news = not self._noted or text != self._noted == STILL_OPENING
+        is_news = self._noted in ("", STILL_OPENING) and text != self._noted
         if not is_news or now_s - self._began_s <= min(NOBODY_LIMIT_S, self._patience_s):
             return False
         self._noted = text
