@@ -288,12 +288,14 @@ class BelowChain(Below):
         resting = asking = 0
         for tier, port, may_hold in self._finders:
             answer = may_hold(key, media, owner)
-            if answer > 0:
-                if not port.rests(1):
-                    return tier
-                resting, owner = resting or tier, None
-            elif answer:
+            if not answer:
+                continue
+            if answer == ASKING:
                 asking = ASKING
+            elif port.rests(1):
+                resting, owner = resting or tier, None
+            else:
+                return tier
         return resting or asking
 
     def is_gone(self, key: BlockHash) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -174,12 +173,12 @@ class _Remaining(NamedTuple):
     """Monotonic time from which a read has the whole deadline again."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Question:
+class _Question(NamedTuple):
     """A question about blocks of one request."""
 
     ends_s: float
     """Time at which the blocks that were not answered count as absent."""
+    keys: list[BlockHash]
 
 
 class Questions:
@@ -209,13 +208,14 @@ class Questions:
         self._clock = clock
         self._deadline_s = deadline_s
         self._may_ask = may_ask
-        self.asked: dict[BlockHash, _Question] = {}
-        """Blocks whose answer is awaited, with their question; newest last."""
+        self.asked: dict[BlockHash, float] = {}
+        """Blocks whose answer is awaited, with the time at which they count as absent."""
         self._unsent: list[_Question] = []
-        """Questions of this step."""
+        """Questions of this step. A block can be in several; `send` asks for it once."""
         self._owner: object = None
         """Owner of the last of them. Most blocks have the owner of the one before."""
-        self._question = _Question(0.0)
+        self._keys: list[BlockHash] = []
+        """Blocks of the last of them. A list: each growth of `asked` would delay one lookup."""
         self._remaining: dict[BlockHash, _Remaining] = {}
         """Blocks that are there and were not read since their lookup."""
         self._rests_until_s = -math.inf
@@ -224,27 +224,28 @@ class Questions:
 
     def is_asking(self, key: BlockHash, owner: object) -> bool:
         """Return True if the answer about an unknown block is awaited; ask if it was not asked."""
-        question = self.asked.get(key)
-        if question is not None:
-            return self._may_ask() and self._is_awaited(key, question.ends_s)
-        if owner is not self._owner and not self._begin(owner):
-            return False
-        self.asked[key] = self._question
-        return not self._feed.has_failed
+        if key in self.asked:
+            return self._may_ask() and self._is_awaited(key, self.asked[key])
+        if owner is not self._owner:
+            return self._begin(key, owner)
+        self._keys.append(key)
+        return True
 
-    def _begin(self, owner: object) -> bool:
-        """Return False if no block may be asked for now."""
+    def _begin(self, key: BlockHash, owner: object) -> bool:
+        """Begin a question with this block, unless none may be asked for now.
+
+        Return True if its owner may wait for the answer.
+        """
         feed, now_s = self._feed, self._clock()
         if not self._may_ask() or feed.lookups_rest or now_s < self._rests_until_s:
             return False
-        if feed.has_failed and self.asked:
+        if feed.has_failed and (self.asked or self._unsent):
             return False
         feed.has_blocks = True  # or will have
-        self._owner, self._question = owner, _Question(now_s + self._deadline_s)
-        self._unsent.append(self._question)
-        if feed.has_failed:  # the next block is not part of the probe
-            self._owner = None
-        return True
+        self._keys = [key]
+        self._unsent.append(_Question(now_s + self._deadline_s, self._keys))
+        self._owner = None if feed.has_failed else owner  # a probe has one block
+        return not feed.has_failed
 
     def _is_awaited(self, key: BlockHash, ends_s: float) -> bool:
         """Return True if an answer is still awaited. If it is late, the server failed."""
@@ -259,16 +260,15 @@ class Questions:
 
     def send(self) -> None:
         """Ask what was gathered."""
-        if not self._unsent:
-            return
-        requests: dict[_Question, list[BlockHash]] = {question: [] for question in self._unsent}
-        for key, question in reversed(self.asked.items()):
-            if question not in requests:
-                break
-            requests[question].append(key)
+        unsent = self._unsent
         self._forget_unsent()
-        gathered = [keys[::-1] for keys in requests.values() if keys]
-        if not gathered:  # late answers to earlier questions came meanwhile
+        gathered: list[list[BlockHash]] = []
+        for question in unsent:
+            new = [key for key in question.keys if key not in self.asked]
+            self.asked.update(dict.fromkeys(new, question.ends_s))
+            if new:
+                gathered.append(new)
+        if not gathered:
             return
         on_end = partial(self._answered, gathered, self._memory.epoch)
         if not self._client.submit(lambda ticket: AskJob(ticket, gathered), on_end):
@@ -313,10 +313,9 @@ class Questions:
             return
         now_s = self._clock()
         for key in held:
-            question = self.asked.pop(key, None)
-            if question is not None:
-                left_s = question.ends_s - now_s
-                self._remaining[key] = _Remaining(left_s, now_s + self._deadline_s)
+            ends_s = self.asked.pop(key, None)
+            if ends_s is not None:
+                self._remaining[key] = _Remaining(ends_s - now_s, now_s + self._deadline_s)
         for key in absent:
             self.asked.pop(key, None)
         drop_oldest(self._remaining)

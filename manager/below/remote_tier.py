@@ -21,7 +21,7 @@ from ...handlers.node.remote.remote_wire import FetchJob, RemoteResetJob, ResetD
 from ...tiers.base import BlockHash, BlockOutcome, new_reset_mark
 from ...tiers.breaker import Breaker
 from ...tiers.nvme.path.path_messages import pack_slots
-from ...tiers.remote.presence import ABSENT, HELD, UNKNOWN
+from ...tiers.remote.presence import HELD, UNKNOWN
 from ...tiers.remote.remote_store import StoreOptions
 from ...tiers.remote.uploads import Offer, OfferRule
 from ..base import BlockEvent
@@ -104,12 +104,11 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
     ) -> int:
         if media is not None and self._medium not in media:
             return 0
-        presence = self._memory.of(key) if key in self._known else UNKNOWN
-        if presence is HELD:
-            return 1
-        if presence is ABSENT or owner is None:
-            return 0
-        return ASKING if self._questions.is_asking(key, owner) else 0
+        if key in self._known:
+            presence = self._memory.of(key)
+            if presence is not UNKNOWN:
+                return 1 if presence is HELD else 0
+        return ASKING if owner is not None and self._questions.is_asking(key, owner) else 0
 
     def is_gone(self, key: BlockHash) -> bool:
         return self._memory.last(key) is not HELD

@@ -15,7 +15,7 @@ from kvcascade.config.remote import WriteWhen
 from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST
 from kvcascade.handlers.node.path_wire import NodeReady
 from kvcascade.handlers.node.remote.remote_node import LIFE_LIMIT_S
-from kvcascade.handlers.node.remote.remote_wire import RemoteNote
+from kvcascade.handlers.node.remote.remote_wire import AskJob, RemoteNote
 from kvcascade.manager.below.port import Put
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.breaker import FAILURES_TO_OPEN, REST_S
@@ -107,6 +107,16 @@ class TestQuestions:
         assert [rig.tier.may_hold(h) for h in keys(10)] == [1] * 8 + [0] * 2
         assert not any(rig.tier.may_hold(key(100 + n)) for n in range(10))
 
+    def test_a_block_of_several_requests_is_sent_once(
+        self, rig: RemoteTierRig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sent: list[AskJob] = []
+        monkeypatch.setattr(rig.node, "order", sent.append)
+        for owner, asked in {"first": keys(2), "second": keys(3)}.items():
+            assert all(is_asking(rig.tier, each, owner) for each in asked)
+        rig.tier.maintain()
+        assert [job.requests for job in sent] == [[keys(2), [key(2)]]]
+
     def test_what_is_not_answered_by_the_deadline_is_absent(self, rig: RemoteTierRig) -> None:
         assert is_asking(rig.tier, key(0), "request")
         rig.tier.maintain()
@@ -124,6 +134,7 @@ class TestQuestions:
         """The node says that its server rests at about the same time, perhaps a little later."""
         tier, limit_s = rig.tier, rig.options.deadline_s
         assert is_asking(tier, key(1), "first")
+        tier.maintain()
         rig.clock.advance(limit_s)
         assert not is_asking(tier, key(1), "first") and not is_asking(tier, key(2), "second")
         calls = rig.twin.calls["exist_many"]
