@@ -24,7 +24,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partialmethod
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import IO, Any
@@ -35,6 +35,8 @@ from kvcascade.tools.dev.server import COMMAND, is_on_cpu
 
 START, FORKED = "KVCASCADE_TEST_ENGINES", "forked"
 REQUEST_BYTES_MAX = 1 << 18
+SPIN_S = 0.01
+"""Time for which an idle process of vLLM looks for messages before it sleeps; vLLM's is 1 s."""
 STREAMS = 3
 SERVER = COMMAND[-1]
 """Module of vLLM's server."""
@@ -48,7 +50,10 @@ PRELOADED = (
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
+    "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.models.llama",
+    "kvcascade.spec",
+    "kvcascade.vllm.plugin",
 )
 
 
@@ -192,10 +197,22 @@ def _fork_instead_of_spawning() -> None:
     multiprocessing.__dict__["get_context"] = get_context
 
 
+def _spare_the_processor() -> None:
+    """Let idle processes of vLLM sleep soon, and ending ones collect only their own garbage.
+
+    A process that ends would otherwise look at each object of the nursery, and so copy its memory.
+    """
+    messages = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
+    start = messages.SpinCondition.__init__
+    messages.SpinCondition.__init__ = partialmethod(start, busy_loop_s=SPIN_S)
+    gc.__dict__["unfreeze"] = lambda: None
+
+
 def _preload() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     _fork_instead_of_spawning()
+    _spare_the_processor()
     gc.collect()
     gc.freeze()
 
