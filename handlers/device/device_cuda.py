@@ -224,11 +224,11 @@ class CudaDeviceCopier(DeviceCopier):
         earlier = [each for each in other.jobs if each.number <= after][-1:]
         for each in earlier:
             self._hand_out(other, each)  # only a recorded end can be waited for
-        lane.jobs.append(job)
         # The driver must not read a slot before an earlier store has written it.
         is_settled = direction is Direction.LOAD and not earlier
         order = SourceOrder.ANY if is_settled else SourceOrder.STREAM
         lane.feed.add(self._work(lane, job, earlier, lane.move(rows, order)))
+        lane.jobs.append(job)  # after an interrupt, no job waits for work that is not in the feed
         if not self._starts_late:
             self._advance(lane)
         return True
@@ -253,15 +253,24 @@ class CudaDeviceCopier(DeviceCopier):
         except Exception:  # wrong bytes must not be reported as stored or loaded
             logger.exception("copying job %d failed", job.job_id)
             job.has_failed = True
-        except BaseException:  # an interrupt: nothing of this job comes later
-            job.has_failed = job.is_handed_out = True
+        except BaseException:  # an interrupt: its slots are in use until what was launched ends
+            job.has_failed = True
             raise
+        finally:
+            self._end(lane, job)
+        yield Operations(1, 1)
+
+    def _end(self, lane: _Lane, job: _Job) -> None:
+        """Record the end of a job: nothing of it comes later."""
         try:
             job.end.record(lane.last)
         except RuntimeError:  # the GPU is lost
             job.has_failed = True
-        job.is_handed_out = True
-        yield Operations(1, 1)
+        except BaseException:  # an interrupt
+            job.has_failed = True
+            raise
+        finally:
+            job.is_handed_out = True
 
     def _begin(self, lane: _Lane, job: _Job, earlier: list[_Job]) -> Work:
         """Wait for the compute stream and the earlier jobs, and record the job's start."""

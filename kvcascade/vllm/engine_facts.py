@@ -83,6 +83,9 @@ _NUMBERS = (
 )
 """Environment variables that quantise weights or activations, or their way between ranks. Some name
 a file."""
+_ROUNDED_SCALES = "VLLM_USE_DEEP_GEMM_E8M0"
+"""Environment variable that counts if it is 0. DeepGEMM rounds its scales to powers of two, and
+vLLM sets the variable to 1 itself for some models."""
 _QUANTIZATION_FILE, _SCALES_FILE = "quantization_config_file", "mm_encoder_fp8_scale_path"
 """Options whose value is the name of a file: in `hf_overrides`, and for media."""
 _SIMULATED_ROUTING = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
@@ -195,6 +198,8 @@ def _facts_if_set(model: Any) -> dict[str, str]:
     overrides = getattr(model, "hf_overrides", None)
     media = getattr(model, "multimodal_config", None)
     named = {name: os.environ.get(name) for name in _NUMBERS}
+    if os.environ.get(_ROUNDED_SCALES) == "0":
+        named[_ROUNDED_SCALES] = "0"
     if isinstance(overrides, Mapping):
         named[_QUANTIZATION_FILE] = overrides.get(_QUANTIZATION_FILE)
     named[_SCALES_FILE] = getattr(media, _SCALES_FILE, None)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from support.cuda_twin import LOAD, STORE, TwinCuda, TwinEvent, pinned, twin_of_cuda
+from support.cuda_twin import LOAD, STORE, TwinCuda, TwinEvent, TwinStream, pinned, twin_of_cuda
 from support.kv_layouts import (
     NAMED_CASES,
     make_job,
@@ -19,10 +19,12 @@ from support.kv_layouts import (
 )
 
 from kvcascade.errors import ConfigError
+from kvcascade.handlers.device.batched_copy import SourceOrder
 from kvcascade.handlers.device.copier import GpuBlocks
 from kvcascade.handlers.device.device_cuda import CudaDeviceCopier
+from kvcascade.handlers.device.geometry import GroupRows
 from kvcascade.handlers.device.staging import StagedCopier
-from kvcascade.handlers.device.stream_feed import Operations, Work
+from kvcascade.handlers.device.stream_feed import Operations, StreamFeed, Work
 from kvcascade.tiers.cpu.cpu_backend import collector_paused
 
 
@@ -201,21 +203,65 @@ def test_a_copy_that_cannot_be_enqueued_is_a_failed_job(
     assert not result.success and "copying job 1 failed" in caplog.text
 
 
-def test_a_job_that_an_interrupt_cuts_off_is_a_failed_job(
+def test_a_job_that_an_interrupt_cuts_off_fails_when_its_copies_have_ended(
     cuda: TwinCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(self: StagedCopier, *given: object) -> Work:
-        yield Operations(1, 0)
-        raise KeyboardInterrupt
+    original, jobs = StagedCopier.store, iter([False, True])
+
+    def interrupted(self: StagedCopier, rows: list[GroupRows], order: SourceOrder) -> Work:
+        yield from original(self, rows, order)
+        if next(jobs):
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(StagedCopier, "store", interrupted)
     copier = simple_copier()
+    for job in (1, 2):
+        assert copier.submit_store(job, blocks_of(job), slots_of(job))
     with pytest.raises(KeyboardInterrupt):
-        copier.submit_store(1, blocks_of(1), slots_of(1))
         copier.get_finished()
+    assert copier.get_finished() == [], "their slots are not free before"
+    copier.wait({1, 2})
+    assert [each.success for each in copier.get_finished()] == [True, False]
+
+
+def test_a_job_whose_end_an_interrupt_cuts_off_is_a_failed_job(
+    cuda: TwinCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[TwinEvent] = []
+
+    class Event(TwinEvent):
+        def __init__(self, enable_timing: bool = False) -> None:
+            super().__init__(enable_timing)
+            made.extend([self] * enable_timing)
+
+        def record(self, stream: TwinStream | None = None) -> None:
+            if self in made[1:]:  # the end of the job
+                raise KeyboardInterrupt
+            super().record(stream)
+
+    copier = simple_copier()
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    assert copier.submit_store(1, blocks_of(1), slots_of(1))
+    with pytest.raises(KeyboardInterrupt):
+        copier.wait({1})
     copier.wait({1})
-    (result,) = copier.get_finished()
-    assert (result.job_id, result.success) == (1, False)
+    assert [each.success for each in copier.get_finished()] == [False]
+
+
+def test_nobody_waits_for_a_job_that_an_interrupt_kept_out(
+    cuda: TwinCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(feed: StreamFeed, work: Work) -> None:
+        raise KeyboardInterrupt
+
+    copier = simple_copier()
+    with monkeypatch.context() as patch:
+        patch.setattr(StreamFeed, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            copier.submit_store(1, blocks_of(1), slots_of(1))
+    assert copier.submit_store(2, blocks_of(2), slots_of(2))
+    copier.wait({1, 2})
+    assert [each.job_id for each in copier.get_finished()] == [2]
 
 
 @pytest.mark.parametrize("refused", ["wait_event", "enqueue"])

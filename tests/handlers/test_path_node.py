@@ -12,6 +12,7 @@ from kvcascade.errors import InUseError
 from kvcascade.handlers.node.path import path_node
 from kvcascade.handlers.node.path.path_node import (
     NOBODY_LIMIT_S,
+    REASONS_MAX,
     SHORT_LINK_S,
     SILENCE_LIMIT_S,
     WELCOME_LIMIT_S,
@@ -622,12 +623,21 @@ def test_a_node_waits_while_the_writer_opens_its_namespace(rig: NodesRig) -> Non
     assert node.node.state is NodeState.FOLLOWING and len(heard(rig, Hello)) == 1
 
 
-def test_a_long_opening_that_fails_is_logged_with_its_reason_once(rig: NodesRig) -> None:
+def test_a_long_opening_that_fails_is_logged_with_each_reason_once(rig: NodesRig) -> None:
     node = waits_for_an_opening(rig)
-    for _ in range(3):
-        node.inbox.append(Refused(RefusedWhy.FAILED, "look at the disk"))
+    reasons = ["the writer is closing", *(["look at the disk"] * 3)]
+    for reason in reasons:
+        node.inbox.append(Refused(RefusedWhy.FAILED, reason))
         node.tick(1.0)
         node.inbox.append(StillOpening())
         node.tick(1.0)
-    opening, reason = [m.text for m in node.told if isinstance(m, NodeNote)]
-    assert "opens the namespace" in opening and reason == "look at the disk"
+    opening, *said = [m.text for m in node.told if isinstance(m, NodeNote)]
+    assert "opens the namespace" in opening and said == reasons[:2]
+
+
+def test_a_node_gives_only_so_many_reasons(rig: NodesRig) -> None:
+    node = waits_for_an_opening(rig)
+    for number in range(2 * REASONS_MAX):
+        node.inbox.append(Refused(RefusedWhy.FAILED, f"reason {number}"))
+        node.tick(1.0)
+    assert len([m for m in node.told if isinstance(m, NodeNote)]) == REASONS_MAX

@@ -303,6 +303,15 @@ def test_numbers_that_only_the_environment_names_are_another_namespace(
     assert len(found) == 4
 
 
+def test_scales_that_are_not_rounded_are_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM rounds them by default, and may say so in the environment."""
+    ordinary = fingerprint(BASE)
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM_E8M0", "1")
+    assert fingerprint(BASE) == ordinary
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM_E8M0", "0")
+    assert fingerprint(BASE) != ordinary
+
+
 def test_no_other_model_reads_its_generation_config() -> None:
     """A model of vLLM that takes something from it must be looked at: it may change blocks."""
     vllm = pytest.importorskip("vllm")

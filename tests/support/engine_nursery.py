@@ -24,6 +24,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partialmethod
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -85,7 +86,8 @@ class Forked:
     def send_signal(self, number: int) -> None:
         """Send a signal; it may be gone."""
         if self._process is not None:
-            self._process.send_signal(number)
+            with suppress(psutil.NoSuchProcess):
+                self._process.send_signal(number)
 
 
 class ForkedRunner(Forked):

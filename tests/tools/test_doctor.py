@@ -129,6 +129,16 @@ def test_a_wrong_configuration_is_a_problem(tmp_path: Path) -> None:
     assert any(e["subject"] == "configuration" and e["level"] == "problem" for e in found)
 
 
+def test_a_vllm_that_cannot_be_loaded_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def half_installed(options: object) -> None:
+        raise AttributeError("partially initialized module")
+
+    monkeypatch.setattr("kvcascade.vllm.precheck.check_spec", half_installed)
+    answer = call("doctor", "--json")
+    (found,) = [e for e in json.loads(answer.out)["findings"] if e["subject"] == "vLLM"]
+    assert answer.code == 1 and "AttributeError: partially" in found["found"]
+
+
 def test_a_misspelt_variable_is_named_if_there_is_no_configuration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -430,6 +430,20 @@ def test_several_paths(tmp_path: Path) -> None:
     assert found["problem"] is None and found["parts_missing"] == []
 
 
+@pytest.mark.parametrize(
+    ("command", "code"), [("inspect", ExitCode.PROBLEMS), ("verify", ExitCode.CANNOT_OPEN)]
+)
+def test_a_damaged_description_in_a_later_path_is_named(
+    tmp_path: Path, command: str, code: ExitCode
+) -> None:
+    roots = [tmp_path / "a", tmp_path / "b"]
+    folder = fill_path(roots, 30)
+    later = roots[1] / folder.name / "namespace.json"
+    later.write_text("{")
+    answer = call(command, roots[0], "--json")
+    assert answer.code == code and f"{later} is damaged" in answer.out
+
+
 class _Any:
     """Equal to everything."""
 

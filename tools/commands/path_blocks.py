@@ -18,7 +18,7 @@ from ...tiers.base import GROUP_BYTES
 from ...tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ...tiers.nvme.path.payload_files import PayloadFiles
 from ...tiers.nvme.path.writer.messages.writer_questions import MAX_BLOCKS_PER_ANSWER
-from ...tiers.nvme.path.writer.namespace.namespace_home import SEGMENTS, STATE, read_description
+from ...tiers.nvme.path.writer.namespace.namespace_home import SEGMENTS, STATE, read_descriptions
 from ...tiers.nvme.path.writer.path_options import load_record, was_reset
 from .block_scan import NamedBlock, ScanSource
 from .path_files import load_note, map_last_presence, named
@@ -65,7 +65,7 @@ class OpenPath:
         Raises a `KVCascadeError` if it is unreadable.
         """
         folders = tuple(root / name for root in self.roots)
-        return NamespaceFolder(name, folders, read_description(self._fs, folders[0]), True, "")
+        return NamespaceFolder(name, folders, read_descriptions(self._fs, folders), True, "")
 
     def was_open(self, name: str) -> bool:
         """Return True if the writer had the namespace open before this command asked about it."""

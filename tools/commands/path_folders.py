@@ -23,7 +23,7 @@ from ...tiers.nvme.namespace import (
     SHORT_FINGERPRINT_DIGITS,
     is_namespace_name,
 )
-from ...tiers.nvme.path.writer.namespace.namespace_home import SEGMENTS, read_description
+from ...tiers.nvme.path.writer.namespace.namespace_home import SEGMENTS, read_descriptions
 from ...tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER, load_record
 from ...tiers.nvme.segments.format import MAX_DESCRIPTION_BYTES, SegmentLayout, segment_number
 from .path_files import load_note, named
@@ -241,7 +241,7 @@ def _is_namespace(fs: FileSystem, folder: Path) -> bool:
 def _look(fs: FileSystem, name: str, folders: tuple[Path, ...]) -> NamespaceFolder:
     document = _document(fs, folders[0])
     try:
-        return NamespaceFolder(name, folders, read_description(fs, folders[0]), True, "")
+        return NamespaceFolder(name, folders, read_descriptions(fs, folders), True, "")
     except FormatError:
         return NamespaceFolder(name, folders, document, False, "")
     except KVCascadeError as error:

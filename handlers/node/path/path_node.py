@@ -73,7 +73,9 @@ joins again. A writer that fails at each commit would otherwise be followed at o
 LINK_PAUSE_S = 0.5
 """Pause after the second short link; it doubles up to `SHORT_LINK_S`."""
 NOBODY_LIMIT_S = 20.0
-"""Longest time without a writer until the log says so, once. The node goes on trying."""
+"""Longest time without a writer until the log says so. The node goes on trying."""
+REASONS_MAX = 8
+"""Limit on the reasons that the log gives for one such time."""
 STILL_OPENING = (
     "the writer of the path opens the namespace; after a loss of power this may take minutes"
 )
@@ -121,8 +123,8 @@ class JoinAttempts:
         self._began_s = now_s
         self._pause_s = JOIN_PAUSE_S
         self._link_pause_s = link_pause_s
-        self._noted = ""
-        """Reason that was noted."""
+        self._noted: set[str] = set()
+        """Reasons that were noted."""
 
     def served(self, now_s: float) -> JoinAttempts:
         """Return attempts that begin now, because a writer serves the node."""
@@ -143,11 +145,11 @@ class JoinAttempts:
         self._pause_s = 2 * pause_s
 
     def should_note(self, text: str, now_s: float) -> bool:
-        """Return True once, when they go on for too long; also for how a long opening ends."""
-        is_news = self._noted in ("", STILL_OPENING) and text != self._noted
+        """Return True once for each reason, when they go on for too long."""
+        is_news = text not in self._noted and len(self._noted) < REASONS_MAX
         if not is_news or now_s - self._began_s <= min(NOBODY_LIMIT_S, self._patience_s):
             return False
-        self._noted = text
+        self._noted.add(text)
         return True
 
 
@@ -397,7 +399,7 @@ class PathNode:
         self._note_absence(text)
 
     def _note_absence(self, text: str) -> None:
-        """Say once why no writer serves this node, if that lasts."""
+        """Say why no writer serves this node, if that lasts."""
         if self._attempts.should_note(text, self._clock()):
             self._means.tell(NodeNote(self.state, text))
 

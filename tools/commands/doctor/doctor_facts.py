@@ -171,4 +171,6 @@ def _ask_vllm() -> tuple[str | None, bool]:
         check_spec({})
     except (KVCascadeError, ImportError, OSError) as error:
         return str(error), False
+    except Exception as error:  # a vLLM or torch that is half installed
+        return f"{type(error).__name__}: {error}", False
     return None, hashes_change_at_restart(None)

@@ -236,10 +236,7 @@ def open_home(
     folders = tuple(root / name for root in roots)
     if not fs.exists(folders[0] / DESCRIPTION):
         return None
-    document = read_description(fs, folders[0])
-    for folder in folders[1:]:
-        if fs.exists(folder / DESCRIPTION):  # else the disk of this part was lost
-            read_description(fs, folder)
+    document = read_descriptions(fs, folders)
     size, capacity = document["slots_per_segment"], options.capacity_bytes
     try:
         plan = plan_segments(capacity, document["block_bytes"], len(roots), size, options.policy)
@@ -260,6 +257,18 @@ def read_description(fs: FileSystem, folder: Path) -> Mapping[str, Any]:
     with os_errors(f"reading {folder}"):
         data = fs.read(folder / DESCRIPTION, MAX_DESCRIPTION_BYTES)
     return parse_description(data, str(folder))
+
+
+def read_descriptions(fs: FileSystem, folders: Sequence[Path]) -> Mapping[str, Any]:
+    """Return the description in the first directory of a namespace; check those of all.
+
+    Raises as `read_description`. A later directory may have none: its disk was lost.
+    """
+    document = read_description(fs, folders[0])
+    for folder in folders[1:]:
+        if fs.exists(folder / DESCRIPTION):
+            read_description(fs, folder)
+    return document
 
 
 def homes_under(fs: FileSystem, root: Path) -> dict[str, Mapping[str, Any]]:
