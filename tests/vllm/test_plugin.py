@@ -259,7 +259,8 @@ def test_files_are_noted_for_an_engine_that_follows_one_without_us(tmp_path: Pat
     """vLLM runs plugins only for the first engine of a process. The second one is forked."""
     command = [sys.executable, "-c", FORKED_LATER, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.split() == ["False", "True"]
+    # Some versions of vLLM log to the standard output.
+    assert done.stdout.split()[-2:] == ["False", "True"]
 
 
 @pytest.mark.parametrize("extra", [{}, {"connectors": [7]}, GOOD])
