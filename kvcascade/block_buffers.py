@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ def checked_keys(keys: Iterable[bytes]) -> list[bytes]:
 
     Messages can hold no key of a subclass of bytes, such as the elements of a numpy array.
     """
+    if not isinstance(keys, Iterable):
+        raise ConfigError(f"keys is a {type(keys).__name__}; give a list of keys")
     found = list(keys)
     for at, key in enumerate(found):
         if isinstance(key, bytes) and type(key) is not bytes:
@@ -38,6 +40,9 @@ def checked_buffers(
     Each buffer holds `block_bytes` contiguous bytes; with `is_target` it can be written. Raises
     `ConfigError` if one does not, or if there are not `count` of them.
     """
+    if not isinstance(buffers, Sized):
+        kind = type(buffers).__name__
+        raise ConfigError(f"buffers is a {kind}; give a list with one buffer for each key")
     if len(buffers) != count:
         raise ConfigError(f"{len(buffers)} buffers for {count} keys; give one for each key")
     return [
@@ -64,7 +69,8 @@ def _bytes_of(where: str, buffer: Any) -> Bytes:
             raise ConfigError(f"{where} is not contiguous; give numpy.ascontiguousarray({where})")
         if buffer.dtype.hasobject:
             raise ConfigError(f"{where} holds Python objects; give an array of numbers")
-        return buffer.reshape(-1).view(np.uint8)  # types that export no buffer, too
+        # Types that export no buffer, too. A matrix would keep two dimensions.
+        return np.asarray(buffer).reshape(-1).view(np.uint8)
     try:
         return np.frombuffer(buffer, np.uint8)
     except TypeError:

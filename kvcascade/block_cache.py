@@ -320,7 +320,7 @@ class BlockCache:
                 """It is ready, or the namespace was reset."""
 
     def _join(self) -> None:
-        self._client.start()
+        self._client.start("each cache needs memory and threads for it")
         limit_s = self._options.timeout_s
         self._client.wait(lambda: self._state is not NodeState.JOINING, limit_s)
         if self._state is NodeState.OFF:

@@ -22,11 +22,13 @@ from ..config.schema import (
     NvmeTierOptions,
     parse,
 )
-from ..errors import ConfigError
+from ..errors import ConfigError, KVCascadeError
 from ..logs import get_logger
 from ..manager.admission import AdmissionFunction, admission_by_path, admit_second_touch
 from ..tiers.cpu.arena import DEFAULT_ARENA_DIR
 from ..tiers.cpu.arena_file import sweep
+from ..tiers.nvme.disk.filesystem import RealFileSystem
+from ..tiers.nvme.path.writer.path_options import check_roots, load_record
 from ..tiers.policies import known_names, order_class
 
 _log = get_logger(__name__)
@@ -68,6 +70,22 @@ def check_names(config: CascadeConfig, noted: list[str] | None = None) -> None:
         if isinstance(tier, NvmeTierOptions):
             with noting(noted):
                 admission_rule(tier.admission)
+
+
+def check_folders(config: CascadeConfig, noted: list[str] | None = None) -> None:
+    """Raise `ConfigError` for the first path with other folders than its tier has, or collect all.
+
+    A path that cannot be read is no error here: the engine says more, and may go on without it.
+    """
+    fs = RealFileSystem()
+    for tier in config.nvme:
+        with noting(noted):
+            try:
+                check_roots(fs, tier.path, load_record(fs, tier.path[0]))
+            except ConfigError:
+                raise
+            except KVCascadeError as error:
+                _log.debug("kvcascade: %s", error)
 
 
 def configured(
@@ -116,6 +134,7 @@ def checked(
         if machine is not None:
             config = settled(config, machine, workers)
             check_machine(config, machine, noted, engines)
+            check_folders(config, noted)
     return config
 
 
@@ -165,6 +184,7 @@ def checked_tier(
             check_names(config, found)
             if machine is not None:
                 check_nvme(config, machine, found)
+                check_folders(config, found)
     finally:
         for problem in found:
             with noting(noted):

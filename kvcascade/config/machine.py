@@ -259,9 +259,10 @@ def _room_warning(tier: NvmeTierOptions, machine: Machine) -> ConfigError | None
 def _unequal_warning(tier: NvmeTierOptions, machine: Machine) -> ConfigError | None:
     """Return why folders on unequal disks hold less than the capacity; None if they hold it."""
     capacity, held = nvme_capacity(tier, machine), nvme_held_bytes(tier, machine)
-    if held >= capacity:
+    each = capacity // len(tier.path)
+    if held >= each * len(tier.path):
         return None
-    part = f"each of {len(tier.path)} folders gets {human(capacity // len(tier.path))}"
+    part = f"each of {len(tier.path)} folders gets {human(each)}"
     problem = f"is more than {human(held)}, which these disks hold: {part}"
     at, remedy = At(f"{tier.key}.capacity"), "free space on the smaller disk, or lower it"
     return at.wrong(_written(tier.capacity, capacity), f"{problem}; {remedy}")

@@ -429,6 +429,7 @@ def parse(
                 raise At(key).unknown(value, _of_tiers(key, kinds))
     with noting(noted):
         ours = with_tiers(ours)
+    ours.pop(PATH_KEY, None)  # a problem that is noted
     return read_options(CascadeConfig, At("", known, noted), ours, also=(*VLLM_KEYS, PATH_KEY))
 
 

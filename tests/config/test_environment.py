@@ -39,6 +39,9 @@ def test_a_path_is_a_complete_configuration() -> None:
 def test_path_and_tiers_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match=r"^path: .* beside tiers"):
         parse({"path": "/mnt/nvme/kv", "tiers": [{"type": "cpu"}]})
+    noted: list[str] = []
+    parse({"path": "/mnt/nvme/kv", "tiers": [{"type": "cpu"}]}, noted=noted)
+    assert len(noted) == 1, "the key is known"
 
 
 def test_the_environment_alone_configures_an_engine() -> None:

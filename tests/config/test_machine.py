@@ -411,6 +411,7 @@ class SmallerSecondDisk(Twin):
         (["/mnt/0/kv", "/mnt/1/kv"], 117, 117),
         (["/mnt/0/a", "/mnt/0/b", "/mnt/1/kv"], 300, 258.8),
         (["/mnt/0/a", "/mnt/0/b"], 300, 300),
+        (["/mnt/0/a", "/mnt/0/b", "/mnt/0/c"], 100, 100),
     ],
 )
 def test_of_unequal_disks_each_folder_holds_its_part(

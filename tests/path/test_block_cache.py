@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -147,6 +147,13 @@ def test_keys_of_a_numpy_array(open_cache: Open) -> None:
     [
         (lambda c: c.put(["text"], [bytes(BLOCK)]), "keys[0] is a str"),
         (lambda c: c.exists([b""]), "keys[0] is 0 bytes"),
+        (lambda c: c.exists(cast(Any, None)), "keys is a NoneType"),
+        (lambda c: c.put([b"a"], cast(Any, None)), "buffers is a NoneType"),
+        (lambda c: c.put([b"a"], cast(Any, iter([bytes(BLOCK)]))), "buffers is a list_iterator"),
+        (
+            lambda c: c.put([b"a"], [np.zeros((1, 9), np.uint8).view(np.matrix)]),
+            "buffers[0] has 9 bytes",
+        ),
         (lambda c: c.get([bytes(65)]), "from 1 to 64"),
         (lambda c: c.put([b"a"], []), "0 buffers for 1 keys"),
         (lambda c: c.put([b"a"], [bytes(8)]), "buffers[0] has 8 bytes"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.cache_rig import ROOT, call
+from support.path_cache import fill_path
 from support.users import unprivileged
 from typer.testing import CliRunner
 
@@ -97,6 +98,41 @@ def test_of_unequal_disks_each_holds_at_most_its_part(config: Path, tmp_path: Pa
     assert report.tiers[1].segments == whole.segments * 264 // 400
     assert report.tiers[1].blocks == whole.segments * 264 // 400 * whole.slots_per_segment
     assert any("is more than 264.0 MiB, which these disks hold" in each for each in report.doubts)
+
+
+OTHER_FOLDERS = {
+    "b": ("b", "was made as part 1 of 2"),
+    "b a": ("b a", "was made as part 1 of 2"),
+    "a b c": ("a b c", "this tier has the paths"),
+    "a": ("a", "this tier has the paths"),
+    "a bare mount point": ("a b", "mount its disk"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FOLDERS)
+def test_other_folders_than_the_tier_has_are_a_problem(
+    config: Path, tmp_path: Path, name: str
+) -> None:
+    roots = [tmp_path / "a", tmp_path / "b"]
+    fill_path(roots, 30)
+    if "bare" in name:
+        roots[1].rename(tmp_path / "elsewhere")
+        roots[1].mkdir()
+    folders, said = OTHER_FOLDERS[name]
+    given = [str(tmp_path / each) for each in folders.split()]
+    change(config, tiers=[{"type": "cpu", "capacity": "64MiB"}, {**DISK, "path": given}])
+    answer = call("check", config, "--json")
+    assert answer.code == ExitCode.PROBLEMS
+    assert [each for each in answer.document["problems"] if said in each]
+
+
+def test_a_record_that_is_damaged_is_no_problem_of_the_configuration(
+    config: Path, tmp_path: Path
+) -> None:
+    """The engine names it; at `check` time the path may be another machine's."""
+    fill_path(tmp_path / "kv")
+    (tmp_path / "kv" / ".kvcascade" / "path.json").write_text("{")
+    assert call("check", config, "--json").code == ExitCode.OK
 
 
 def test_a_kept_arena_holds_its_table_too(config: Path, tmp_path: Path) -> None:

@@ -144,12 +144,11 @@ def record_in_force(
         check_mounted(fs, roots)
         return found
     check_options(options)
+    # First: a record in a bare mount point would look like the tier's.
+    check_roots(fs, roots, found)
     record = PathRecord(tuple(map(str, roots)), options)
     if found is not None:
-        check_paths(found.paths, record.paths)
         record = replace(found, options=options)
-    _check_parts(fs, roots)
-    check_mounted(fs, roots)  # first: a record in a bare mount point would look like the tier's
     if options.durability == POWER and (found is None or found.options.durability != POWER):
         sync_blocks(fs, roots)
     if record != found:
@@ -162,6 +161,17 @@ def record_in_force(
                 durability = found.options.durability
                 record.options = msgspec.structs.replace(options, durability=durability)
     return record
+
+
+def check_roots(fs: FileSystem, roots: Sequence[Path], record: PathRecord | None) -> None:
+    """Raise `ConfigError` if these are not the folders of the tier that is there.
+
+    `record`: facts that are recorded with it. Raises another `KVCascadeError` if it cannot be read.
+    """
+    if record is not None:
+        check_paths(record.paths, [str(root) for root in roots])
+    _check_parts(fs, roots)
+    check_mounted(fs, roots)
 
 
 def check_paths(found: Sequence[str], given: Sequence[str]) -> None:
