@@ -8,17 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
+from support.cache_rig import call
 from support.path_engine import PathEngine
 from support.small_disk import Filler, free_bytes, on_small_disk
 
 from kvcascade.tiers.base import BlockOutcome
+from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tiers.nvme.path.writer import path_capacity
+from kvcascade.tiers.nvme.path.writer.path_options import load_record, save_record
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of, fixed_bytes
 from kvcascade.tiers.nvme.path.writer_note import WRITER_FILE
+from kvcascade.tools.commands.command_line import ExitCode
 
 BLOCK, SLOTS, PER_SEGMENT = 4096, 1024, 16
 DISK_BYTES = 6 << 20
@@ -30,6 +36,8 @@ SPARE_BYTES = 512 << 10
 BATCH = 16
 PAUSE_S = 0.02
 PATIENCE_S = 120.0
+MANY, FEWER = 704, 448
+"""Slots before and after the capacity is lowered: the index has one size for both."""
 OK, NO_SPACE, CANCELLED = BlockOutcome.OK, BlockOutcome.NO_SPACE, BlockOutcome.CANCELLED
 
 
@@ -121,6 +129,30 @@ def can_begin_again(path: Path) -> None:
 
 def test_a_restart_on_a_full_disk(tmp_path: Path) -> None:
     on_small_disk(can_begin_again, tmp_path, DISK_BYTES)
+
+
+def can_be_collected(path: Path) -> None:
+    """The disk has no room for a second presence table beside the one of the former capacity."""
+    with engine_on(path, slots=MANY) as one:
+        store_all(one, 0, FEWER // BATCH // 2)
+    held, found = segments(path), load_record(RealFileSystem(), path)
+    assert found is not None
+    less = capacity_of(FEWER // PER_SEGMENT, PER_SEGMENT, BLOCK)
+    options = msgspec.structs.replace(found.options, capacity_bytes=less)
+    save_record(RealFileSystem(), path, replace(found, options=options))
+    for command in ["verify"], ["gc", "--dry-run", "--older-than", "0s"]:
+        Filler(path)
+        assert free_bytes(path) == 0
+        answer = call(*command, path)
+        assert answer.code == ExitCode.OK, answer.err
+        assert segments(path) == held
+    Filler(path)
+    assert call("gc", path, "--older-than", "0s").code == ExitCode.OK
+    assert segments(path) == held - FEWER // PER_SEGMENT // 2, "all that had blocks are gone"
+
+
+def test_commands_work_on_a_full_disk_after_the_capacity_was_lowered(tmp_path: Path) -> None:
+    on_small_disk(can_be_collected, tmp_path, DISK_BYTES)
 
 
 def reserve_is_kept(path: Path) -> None:

@@ -17,8 +17,8 @@ from kvcascade.tiers.nvme.namespace import DESCRIPTION, LOCK
 from kvcascade.tiers.nvme.path.path_messages import Committed
 from kvcascade.tiers.nvme.path.writer.path_capacity import RETRY_AFTER_S
 
-WIDE = 120
-"""Segments of a path that has room for two namespaces and more."""
+WIDE = 300
+"""Segments of a path that has room for three namespaces and more."""
 COLD, WARM = range(0, 40), range(100, 180)
 """Blocks of two namespaces."""
 READS = 3

@@ -102,7 +102,7 @@ def test_others_are_served_while_a_namespace_is_being_opened() -> None:
 
 def test_a_label_does_not_part_those_whose_fields_are_equal() -> None:
     """Without a label of the user it is the model's path, which differs between containers."""
-    rig, executor = rig_with()
+    rig, executor = rig_with(segments=3 * WIDE)
     fields = {"weights": "files:1"}
     one, two = (RigNode(rig, label, fields=fields, may_wait=True) for label in ("/a", "/b"))
     finish(rig, executor)

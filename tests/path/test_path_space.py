@@ -549,7 +549,7 @@ def test_the_budget_counts_writes_later_than_the_noted_use() -> None:
 
 
 def test_a_budget_removes_no_namespace_whose_index_cannot_be_opened() -> None:
-    rig = PathRig(120, write_budget_bytes=1 << 40)
+    rig = PathRig(245, write_budget_bytes=1 << 40)
     old = RigNode(rig, "old")
     fill(old, range(0, 240))
     rig.close()

@@ -194,7 +194,7 @@ def test_what_was_stored_with_less_durability_is_synced_before_power_is_promised
 def test_a_disk_that_is_unmounted_under_a_writer_is_missed_at_the_next_start(need: str) -> None:
     """Nothing is made in the bare mount point, which the next start would take for the disk."""
     one, two, disk = Path("/one"), Path("/two"), Path("/disk")
-    rig = PathRig(120, roots=(one, two))
+    rig = PathRig(16_000, roots=(one, two))
     idle = RigNode(rig, "idle")
     assert idle.welcome is not None and idle.store([1]) == [OK]
     rig.close()
@@ -363,6 +363,31 @@ def test_with_power_every_name_is_synced_before_the_first_block_is_acknowledged(
     ):
         last = [event for event in events if event[1] == each][-1]
         assert last == ("sync", each)
+    rig.close()
+
+
+@pytest.mark.parametrize("is_raised", [False, True])
+def test_questions_about_idle_namespaces_cost_no_segment(tmp_path: Path, is_raised: bool) -> None:
+    rig = RealRig(tmp_path, 400)
+    idle = [RigNode(rig, label) for label in ("one", "two")]
+    rig.close()
+    capacity = rig.options.capacity_bytes * (1 + is_raised)
+    rig.start(msgspec.structs.replace(rig.options, capacity_bytes=capacity))
+    full, space = RigNode(rig, "full"), rig.writer.path.space
+    size = 9 * BLOCK_BYTES  # of a segment with its header
+    keys = iter(range(1 << 20))
+    while space.capacity.left_bytes(0, space.own_bytes(0)) >= 2 * size:
+        full.store([next(keys) for _ in range(8)], steps=100)
+    folders = [node.welcome.folder for node in (full, *idle) if node.welcome is not None]
+    held = space.files.numbers(folders[0])
+    for folder in folders[1:]:
+        with pytest.raises(BeingOpenedError):
+            rig.writer.path.look_at(folder)
+        rig.step(20, seconds=0.1)
+        assert rig.writer.path.look_at(folder).home.name == folder
+    rig.step(20, seconds=1.0)
+    assert space.files.numbers(folders[0]) == held
+    assert rig.files.used_bytes(tmp_path) <= space.own_bytes(0) <= capacity
     rig.close()
 
 

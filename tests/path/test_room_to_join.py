@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.executors import SteppingExecutor
-from support.path_rig import ROOT, PathRig, RigNode, slots_in
+from support.path_rig import BLOCK_BYTES, ROOT, PathRig, RigNode, key_of, slots_in
 
 from kvcascade.tiers.nvme.path.path_messages import RefusedWhy
-from kvcascade.tiers.nvme.path.writer.namespace.namespace_openings import ROOM_LIMIT_S
+from kvcascade.tiers.nvme.path.presence_file import map_presence
+from kvcascade.tiers.nvme.path.writer.namespace.namespace_openings import (
+    ROOM_LIMIT_S,
+    BeingOpenedError,
+)
 
 TWO = 120
 """Segments of a path that has room for the tables of two models and a few segments."""
+WIDE = 200
+"""Segments of a path that has room for the tables of two models and many segments."""
 ONE = 30
 """Segments of a path that has room for the tables of one model only."""
 ROOTS = [(ROOT,), (Path("/one"), Path("/two"))]
@@ -119,7 +126,7 @@ def test_a_full_model_that_lost_its_index_counts_once() -> None:
 
 
 def test_room_of_a_damaged_model_that_never_leaves_costs_the_others_nothing() -> None:
-    rig = PathRig(TWO)
+    rig = PathRig(WIDE)
     damaged = RigNode(rig, "damaged")
     fill(damaged, range(0, 8 * ONE))
     rig.close()
@@ -129,7 +136,7 @@ def test_room_of_a_damaged_model_that_never_leaves_costs_the_others_nothing() ->
     assert space.take_coldest(None, {0})
     rig.step()
     old = RigNode(rig, "old")
-    fill(old, range(0, 16 * TWO))
+    fill(old, range(0, 16 * WIDE))
     before = segments_of(rig, old)
     new = RigNode(rig, "new")
     assert wait(rig, new) < 1.0
@@ -197,3 +204,39 @@ def test_other_paths_grow_while_a_model_waits_for_room_in_one(
     path.openings.lacking = 0
     assert path.space._grow(namespace, 100)
     assert made and {number % len(ROOTS[-1]) for number in made} == {1}
+
+
+@pytest.mark.parametrize("opens", ["engine", "tool", "room"])
+def test_tables_stay_as_they_are_if_the_disk_has_no_room_for_smaller_ones(opens: str) -> None:
+    rig = PathRig(ONE)
+    node, newest = RigNode(rig, "old"), range(40, 48)
+    former = node.welcome
+    assert former is not None
+    for start in range(0, newest.stop, 8):
+        assert len(node.store(range(start, start + 8), steps=100)) == 8
+        rig.step(seconds=10.0)
+    held = segments_of(rig, node)
+    mapped = map_presence(rig.fs, ROOT / former.folder, former.slots)
+    rig.close()
+    rig.fs.size_bytes = rig.fs.used_bytes(Path("/"))
+    less = rig.options.capacity_bytes - (ONE - held + 2) * 9 * BLOCK_BYTES
+    options = msgspec.structs.replace(rig.options, capacity_bytes=less)
+    rig.start(options)
+    path = rig.writer.path
+    if opens == "tool":
+        with pytest.raises(BeingOpenedError):
+            path.look_at(former.folder)
+    elif opens == "room":
+        assert path.space.take_coldest(None, {0})
+    again = RigNode(rig, "old", options)
+    assert again.welcome is not None, again.refused
+    assert again.welcome.slots == former.slots and again.held(newest) == list(newest)
+    assert mapped.find(key_of(newest[0])) >= 0, "who has it mapped sees the same table"
+    rig.step(100, seconds=0.1)
+    assert path.space.own_bytes(0) <= options.capacity_bytes
+    assert 0 < segments_of(rig, again) < held
+    rig.close()
+    rig.start(options)
+    again = RigNode(rig, "old", options)
+    assert again.welcome is not None and again.welcome.slots < former.slots
+    assert again.held(newest) == list(newest)

@@ -33,6 +33,7 @@ from kvcascade.tiers.nvme.disk.filesystem import File, RealFile, RealFileSystem
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tiers.nvme.path.payload_files import PayloadFiles
 from kvcascade.tiers.nvme.path.presence_file import map_presence
+from kvcascade.tiers.nvme.path.writer.messages import held_messages
 from kvcascade.tiers.nvme.path.writer.path_options import load_record
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 from kvcascade.tiers.nvme.segments.format import SegmentLayout
@@ -427,3 +428,22 @@ class TestScan:
         throttle = Throttle(BLOCK * BLOCKS, lambda: 0.0, waits.append)
         assert sum(len(batch) for batch in scan_blocks(source, named, throttle)) == BLOCKS
         assert waits and waits == sorted(waits)
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+def test_a_writer_without_room_is_a_lack_of_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_older: bool
+) -> None:
+    """An older writer tells the sentence alone."""
+    folder = fill_path(tmp_path / "kv", BLOCKS)
+
+    def full(file: File, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(RealFile, "preallocate", full)
+    if is_older:
+        monkeypatch.setattr(held_messages, "refusal", lambda error: {"error": str(error)})
+    answer = call("verify", folder.parent, "--json")
+    expected = ExitCode.CANNOT_OPEN if is_older else ExitCode.NO_SPACE
+    assert answer.code == expected and answer.document["error"] == expected.name.lower()
+    assert "no space" in answer.document["message"]

@@ -19,6 +19,7 @@ from typing import Any
 
 from ...errors import (
     ConfigError,
+    ErrorKind,
     FormatError,
     InUseError,
     KVCascadeError,
@@ -56,7 +57,15 @@ STOP_LIMIT_S = 60.0
 
 
 class AnswerError(KVCascadeError):
-    """The writer cannot do what it was asked; it cannot open a namespace, for instance."""
+    """The writer cannot do what it was asked; it cannot open a namespace, for instance.
+
+    Its kind says whether the disk has no room for that.
+    """
+
+    def __init__(self, answer: Mapping[str, Any]) -> None:
+        super().__init__(str(answer["error"]))
+        if answer.get("kind") == ErrorKind.NO_SPACE.value:
+            self.kind = ErrorKind.NO_SPACE
 
 
 class PathSession(AbstractContextManager["PathSession"]):
@@ -114,7 +123,7 @@ class PathSession(AbstractContextManager["PathSession"]):
             raise InUseError(f"the writer of {self.root} closed the connection; try again")
         answer: dict[str, Any] = json.loads(told.body)
         if "error" in answer:
-            raise AnswerError(str(answer["error"]))
+            raise AnswerError(answer)
         return answer
 
     def _ask_once(self, what: str, limit_s: float, body: Mapping[str, object]) -> Told | None:

@@ -1,7 +1,9 @@
 """Namespaces of a path that no engine has open: their size, their last use, and their locks.
 
-They count in the capacity like all others. If their room is needed, the writer opens the one that
-was used longest ago, and takes its segments, the coldest first. Used by the writer's thread only.
+They count in the capacity as if they were open: with the most bytes that their tables take. So no
+segment has to leave because a tool or an engine opens one. If their room is needed, the writer
+opens the one that was used longest ago, and takes its segments, the coldest first. Used by the
+writer's thread only.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ class IdleNamespaces:
                     _log.warning(text, folder, error)
                 except KVCascadeError as error:
                     _log.warning("%s cannot be opened for now, and is kept: %s", folder, error)
-                    self._keep(name)
+                    self._keep(name, options)
             if_failed.pop_all()
 
     def add(self, home: NamespaceHome, day: bytes) -> None:
@@ -167,15 +169,14 @@ class IdleNamespaces:
             is_recent = self._means.wall_clock() - last_used_s < RECENT_S
             is_counted = is_recent and options.write_budget_bytes is not None
             day = self._day_of(home) if is_counted else b""
-            with os_errors(f"looking at {name}"):  # afterwards, since the table may have changed
-                sizes = [fs.used_bytes(folder) for folder in home.folders]
+            sizes = self._sizes_of(home)  # afterwards, since the table may have changed
             locks = list(home.locks)
             home.locks.clear()
         finally:
             home.close()
         return IdleNamespace(name, sizes, last_used_s, day, locks=locks)
 
-    def _keep(self, name: str) -> None:
+    def _keep(self, name: str, options: PathOptions) -> None:
         """Count a namespace that cannot be opened for now, unless its directory is not ours."""
         fs, now_s = self._means.fs, self._means.wall_clock()
         folders = [root / name for root in self._roots]
@@ -189,14 +190,30 @@ class IdleNamespaces:
             last_used_s = now_s
         with os_errors(f"looking at {name}"):
             sizes = [fs.used_bytes(folder) if fs.exists(folder) else 0 for folder in folders]
+        with suppress(KVCascadeError):  # it counts with what is there if nobody can say more
+            home = open_home(fs, self._roots, name, options, is_locked=False)
+            sizes = self._sizes_of(home) if home is not None else sizes
         self._found[name] = IdleNamespace(name, sizes, last_used_s, b"", now_s + RETRY_AFTER_S)
+
+    def _sizes_of(self, home: NamespaceHome) -> list[int]:
+        """Return what a namespace takes in each path, open or not. Raises `TierIOError`.
+
+        After the capacity was lowered its tables keep their size until it is opened.
+        """
+        fs = self._means.fs
+        home.slots = max(home.slots, recorded_slots(fs, home.folders[0]))
+        with os_errors(f"looking at {home.name}"):
+            home.measure_index(fs)
+            used = [fs.used_bytes(folder) for folder in home.folders]
+        return [max(now, home.most_bytes(path)) for path, now in enumerate(used)]
 
     def _day_of(self, home: NamespaceHome) -> bytes:
         """Return the record of the last day; empty if the block table cannot be opened.
 
         The table does not grow to a raised capacity meanwhile.
         """
-        home.slots = min(home.slots, recorded_slots(self._means.fs, home.folders[0]) or home.slots)
+        slots = home.slots
+        home.slots = min(slots, recorded_slots(self._means.fs, home.folders[0]) or slots)
         try:
             table = self._means.table_of(home, is_durable=False)
             day = table.day_record()
@@ -204,4 +221,6 @@ class IdleNamespaces:
         except KVCascadeError as error:
             _log.warning("the budget lacks what was written to %s in a day: %s", home.name, error)
             return b""
+        finally:
+            home.slots = slots
         return day

@@ -28,8 +28,10 @@ from .....errors import (
 from .....logs import get_logger
 from ....endurance import day_totals, merged
 from ...disk.filesystem import FileSystem
+from ..block_table import block_table_bytes
 from ..path_messages import Hello, NamespaceSpec, PathOptions
 from ..presence_file import recorded_slots
+from ..presence_table import presence_bytes
 from .idle_namespaces import IdleNamespaces
 from .namespace.namespace_home import (
     BLOCKS,
@@ -443,14 +445,19 @@ class PathNamespaces:
 
 
 def _with_room(fs: FileSystem, home: NamespaceHome, capacity: PathCapacity) -> NamespaceHome:
-    """Claim what the tables of an existing namespace take more, because the capacity was raised.
+    """Find room for the tables of an existing namespace after the capacity was changed.
 
-    Without that room it keeps its former number of slots. Runs on an I/O thread. Raises a
-    `KVCascadeError`; `home` is closed then.
+    Larger tables claim what they take more. A smaller presence table is made beside the former one,
+    which other processes may have mapped. Without that room the namespace keeps its former number
+    of slots. Runs on an I/O thread. Raises a `KVCascadeError`; `home` is closed then.
     """
     try:
         former = recorded_slots(fs, home.folders[0])
-        if former % home.layout.slots or not 0 < former < home.slots:
+        if former % home.layout.slots or former in (0, home.slots):
+            return home
+        if former > home.slots:
+            with os_errors(f"opening {home.folders[0]}"):
+                _keep_tables_if_full(fs, home, former)
             return home
         with os_errors(f"opening {home.folders[0]}"):
             more = home.bytes_beside_segments(0) - fs.used_bytes(home.folders[0] / BLOCKS)
@@ -465,3 +472,14 @@ def _with_room(fs: FileSystem, home: NamespaceHome, capacity: PathCapacity) -> N
         home.close()
         raise
     return home
+
+
+def _keep_tables_if_full(fs: FileSystem, home: NamespaceHome, former: int) -> None:
+    """Keep the former, larger number of slots if the smaller presence table has no room.
+
+    The opening cuts off the index what it needs no more. Raises an `OSError`.
+    """
+    unused = fs.used_bytes(home.folders[0] / BLOCKS) - block_table_bytes(home.slots)
+    if fs.free_bytes(home.folders[0]) + max(0, unused) < presence_bytes(home.slots):
+        home.slots = former
+        _log.warning("%s keeps its %d slots for now: the disk is full", home.name, former)

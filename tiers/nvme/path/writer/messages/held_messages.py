@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ......errors import FINAL_ERRORS, KVCascadeError
+from ......errors import FINAL_ERRORS, InUseError, KVCascadeError
 from ......logs import get_logger
 from ...path_messages import Ask, FromNode, Hello, Refused, RefusedWhy, StillOpening
 from ..namespace.waiting_grants import Reply
-from .writer_questions import told
+from .writer_questions import refusal, told
 
 OPENING_LIMIT_S = 600.0
 """Longest time in seconds that a message waits."""
@@ -39,7 +39,8 @@ class HeldMessages:
         """Let a message wait. Return its answer instead if too many of the client's do."""
         held = _Held(client, message, namespace, self._clock() + OPENING_LIMIT_S)
         if sum(each.client == client for each in self._held) >= MAX_HELD_PER_CLIENT:
-            return _give_up(held, "too many messages wait; ask again later", RefusedWhy.OPENING)
+            error = InUseError("too many messages wait; ask again later")
+            return _give_up(held, error, RefusedWhy.OPENING)
         self._held.append(held)
         return []
 
@@ -57,14 +58,14 @@ class HeldMessages:
         for each in held:
             error = ended.get(each.namespace)
             if error is not None:
-                replies += _give_up(each, str(error), why_refused(error))
+                replies += _give_up(each, error, why_refused(error))
             elif each.namespace in ended:
                 ready.append((each.client, each.message))
             elif now_s < each.until_s:
                 self._held.append(each)
             else:
                 text = f"{each.namespace} is still being opened; look at the disk of the tier"
-                replies += _give_up(each, text, RefusedWhy.OPENING)
+                replies += _give_up(each, InUseError(text), RefusedWhy.OPENING)
         return ready, replies
 
     def signs_of_life(self) -> list[Reply]:
@@ -88,9 +89,9 @@ def log_refusal(hello: Hello, why: RefusedWhy, text: str) -> None:
     _log.log(level, "%s is refused: %s", hello.name, text)
 
 
-def _give_up(held: _Held, text: str, why: RefusedWhy) -> list[Reply]:
+def _give_up(held: _Held, error: KVCascadeError, why: RefusedWhy) -> list[Reply]:
     if isinstance(held.message, Ask):
-        return [(held.client, told(held.message.request, {"error": text}))]
+        return [(held.client, told(held.message.request, refusal(error)))]
     if isinstance(held.message, Hello):
-        log_refusal(held.message, why, text)
-    return [(held.client, Refused(why, text))]
+        log_refusal(held.message, why, str(error))
+    return [(held.client, Refused(why, str(error)))]

@@ -11,8 +11,9 @@
 | `drop` | `name`, `blocks` | `dropped`: number of these blocks whose entry still was the same |
 | `take` | `name`, `segments`, flags | `taken`: numbers of the deleted, `blocks`: see below |
 
-An answer with `error` says in one sentence what to do. `left_bytes` has what is left of the
-capacity of each path, which may be negative. Older writers do not tell it.
+An answer with `error` says in one sentence what to do, and names the `kind` of the error
+(`ErrorKind`). `left_bytes` has what is left of the capacity of each path, which may be negative.
+Older writers tell neither `kind` nor `left_bytes`.
 
 The last four are about one namespace. One that no node has open is opened, and stays open with its
 writer, unless its room is needed. `namespace` is answered with `blocks`, `slots`, `epoch`,
@@ -112,7 +113,8 @@ class WriterQuestions:
         except (ValueError, RecursionError):
             body = None
         if not isinstance(body, dict):
-            return told(message.request, {"error": "the question's body is no JSON object"})
+            wrong = ConfigError("the question's body is no JSON object")
+            return told(message.request, refusal(wrong))
         answer = self._answers.get(message.what)
         try:
             if message.what == TAKE:
@@ -123,7 +125,7 @@ class WriterQuestions:
                 raise ConfigError(f"unknown question {message.what!r}; use one of {names}")
             return told(message.request, answer(body))
         except KVCascadeError as error:
-            return told(message.request, {"error": str(error)})
+            return told(message.request, refusal(error))
 
     def poll(self) -> list[tuple[int, Told]]:
         """Go on with segments that are taken; return answers and their clients."""
@@ -285,6 +287,11 @@ def _key(text: object) -> bytes:
         return bytes.fromhex(str(text))
     except ValueError:
         raise ConfigError(f"{text!r} is not a hash in hexadecimal") from None
+
+
+def refusal(error: KVCascadeError) -> Answer:
+    """Return the answer to a question that the writer cannot answer."""
+    return {"error": str(error), "kind": error.kind.value}
 
 
 def told(request: int, answer: Answer) -> Told:

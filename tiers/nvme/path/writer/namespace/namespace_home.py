@@ -108,6 +108,14 @@ class NamespaceHome:
         planned = fixed_bytes(self.slots, path, self.policy)
         return planned + (self.unplanned_bytes if path == 0 else 0)
 
+    def most_bytes(self, path: int) -> int:
+        """Return the bytes in a path that count while the namespace is open.
+
+        Raises `TierIOError`.
+        """
+        numbers = (n for n in self.segments.found() if n % len(self.folders) == path)
+        return sum(self.layout.file_bytes for _ in numbers) + self.bytes_beside_segments(path)
+
     def slots_within(self, share_bytes: int) -> int:
         """Return the slots that fit into paths of this capacity each: those of a segment at least.
 
@@ -226,9 +234,16 @@ def check_same(home: NamespaceHome, key: NamespaceKey, block_bytes: int) -> None
 
 
 def open_home(
-    fs: FileSystem, roots: Sequence[Path], name: str, options: PathOptions
+    fs: FileSystem,
+    roots: Sequence[Path],
+    name: str,
+    options: PathOptions,
+    *,
+    is_locked: bool = True,
 ) -> NamespaceHome | None:
     """Open an existing namespace by the name of its directory; None if there is none.
+
+    Without `is_locked` it serves to count the namespace: another program may remove it.
 
     Raises `FormatError` if one of its directories has another version, and as `make_home`
     otherwise.
@@ -242,6 +257,8 @@ def open_home(
         plan = plan_segments(capacity, document["block_bytes"], len(roots), size, options.policy)
     except ConfigError as error:
         raise ConfigError(f"{error}, or remove the directory {folders[0]}") from None
+    if not is_locked:
+        return _home(fs, name, folders, document, plan, options.policy, [])
     with _locked(fs, roots, folders) as locks:
         with os_errors(f"opening {folders[0]}"):
             for folder in folders:
