@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from ..tiers.nvme.disk.filesystem import FileSystem
 from ..tiers.nvme.namespace import DESCRIPTION, is_namespace_name
 from ..tiers.nvme.path.path_messages import NamespaceSpec, PathOptions, sendable
 from ..tiers.nvme.path.writer.namespace.namespace_home import read_description
-from ..tiers.nvme.path.writer.path_options import PathRecord, load_record
+from ..tiers.nvme.path.writer.path_options import PathRecord, check_paths, load_record
 from ..tiers.policies import known_names, order_class
 
 GivenPath = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -82,11 +81,12 @@ def path_parts(fs: FileSystem, path: GivenPath, given: Mapping[str, object], key
         refuse_namespace(At(key).below("path"), root, machine)
     record = load_record(fs, tier.path[0])
     if record is not None:
-        if _are_first(tier.path, record.paths):
+        if _are_first(fs, tier.path, record.paths):
             asked["path"] = record.paths
         # A recorded policy may be unknown here: it is the writer's.
         asked = _as_configured(record.options) | asked
         tier = read_options(NvmeTierOptions, At(key), asked, also=())
+        check_paths(record.paths, list(map(str, tier.path)))
     if "policy" in given and (record is None or record.options.policy != tier.policy):
         order_class(tier.policy)
     if record is None or not given.keys().isdisjoint(SIZES):
@@ -155,18 +155,12 @@ def existing_names(fs: FileSystem, root: Path) -> list[str]:
         return [name for name in names if fs.exists(root / name / DESCRIPTION)]
 
 
-def _are_first(given: Sequence[Path], recorded: Sequence[str]) -> bool:
+def _are_first(fs: FileSystem, given: Sequence[Path], recorded: Sequence[str]) -> bool:
     """Return True if the first recorded folder, or all of them, are given, also through links."""
     if len(given) not in (1, len(recorded)):
         return False
     pairs = zip(given, recorded, strict=False)
-    return all(str(path) == name or _is_same(path, name) for path, name in pairs)
-
-
-def _is_same(path: Path, name: str) -> bool:
-    with suppress(OSError):
-        return os.path.samefile(path, name)
-    return False
+    return all(str(path) == name or fs.is_same(path, Path(name)) for path, name in pairs)
 
 
 def _absolute(path: object, key: str) -> object:

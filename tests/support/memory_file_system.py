@@ -143,6 +143,9 @@ class MemoryFileSystem(FileSystem):
         inside, names = f"{path}{os.sep}", [*self._nodes, *self._folders]
         return any(str(name).startswith(inside) for name in names) or path.is_dir()
 
+    def is_same(self, path: Path, other: Path) -> bool:
+        return path == other and self.exists(path)
+
     def unlink(self, path: Path) -> None:
         self.enter("unlink")
         if self._nodes.pop(path, None) is None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from support.cache_rig import call, call_bound, flip
 from support.keys import key
+from support.metrics_server import metrics_server
 from support.path_cache import (
     BLOCK,
     HEADER,
@@ -259,6 +260,33 @@ def test_what_a_kept_arena_holds_and_the_disk_does_not(tmp_path: Path) -> None:
     for arena in arenas:
         arena.close()
     assert "12% of the CPU tier's slots" in call(*asked).out, "after its engine has ended, too"
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """Metrics of an engine."""
+    gauge = "vllm:kvcascade_tier_dirty_ratio"
+    with metrics_server([f'# TYPE {gauge} gauge\n{gauge}{{tier="cpu"}} 0.25\n']) as found:
+        yield found
+
+
+def test_a_kept_arena_is_right_where_the_metrics_of_an_idle_engine_are_not(
+    tmp_path: Path, address: str
+) -> None:
+    """They are those of its last step; its blocks were written since."""
+    disk, memory = tmp_path / "disk", tmp_path / "memory"
+    memory.mkdir()
+    asked = ("inspect", disk, "--arena-dir", memory, "--url", address, "--json")
+    geometry = ArenaGeometry(slots=8, rank_bytes=4096, world_size=1, kept=True)
+    with running_engine(disk):
+        assert call(*asked).one["dirty_share"] == 0.25
+        fields = json.loads((folder_in(disk) / "namespace.json").read_text())["fields"]
+        roles = (ArenaRole.worker(0), ArenaRole.scheduler())
+        arenas = [Arena.open(geometry, "engine", role, arena_dir=str(memory)) for role in roles]
+        arenas[1].slot_table().begin(NamespaceKey("", fields).digest)
+        assert call(*asked).one["dirty_share"] == 0, "all its blocks are on the disk"
+        for arena in arenas:
+            arena.close()
 
 
 def test_a_metrics_address_is_for_one_live_namespace(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from kvcascade.tiers.nvme.path.writer_note import note_of_this_process, save_not
 from kvcascade.tools.commands.command_line import ExitCode
 from kvcascade.tools.commands.path_files import load_note, named
 from kvcascade.tools.commands.path_session import open_session
+from kvcascade.tools.commands.store import serve_path
 from kvcascade.tools.commands.store.serve_path import (
     STOP_LIMIT_S,
     TAKE_OVER_LIMIT_S,
@@ -299,6 +300,19 @@ def test_a_missing_folder_is_not_made(tmp_path: Path) -> None:
     assert answer.code == ExitCode.USAGE and "create it" in answer.err
     assert not (tmp_path / "kv").exists()
     assert call("store", tmp_path, "--capacity", "much").code == ExitCode.USAGE
+
+
+def test_a_signal_during_the_start_is_no_interruption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The status was 130."""
+
+    def signalled(*_: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(serve_path, "parts_of", signalled)
+    answer = call("store", tmp_path)
+    assert (answer.code, answer.err) == (ExitCode.OK, "")
 
 
 @pytest.fixture

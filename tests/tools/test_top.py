@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,6 +23,7 @@ from support.path_cache import (
 )
 from support.path_engine import PathEngine
 
+from kvcascade.errors import TierIOError
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tools.commands.command_line import ExitCode
@@ -34,7 +36,7 @@ from kvcascade.tools.commands.top.top_frame import (
     parse_metrics,
     read_url,
 )
-from kvcascade.tools.commands.top.top_view import render
+from kvcascade.tools.commands.top.top_view import render, run
 
 LABELS = 'engine="0",model_name="m"'
 
@@ -298,6 +300,51 @@ def test_a_tier_takes_two_lines(width: int) -> None:
     for figure in ("1,000,000", "858.3 MiB/s  858.3 MiB/s", "54,321", "1,500"):
         assert sum(figure in line for line in lines) == 2, figure
     assert len(lines) == 1 + 2 + 2 + 2, "title, names, head of the table, figures"
+
+
+def test_a_live_view_goes_on_after_a_reading_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    """It ended with the engine, which may only restart."""
+    figures = {("lookup_misses", ""): 7.0, ("tier_blocks", "cpu"): 1.0}
+    gone = TierIOError(errno.EIO, "the address gives no metrics")
+    steps: list[Reading | TierIOError] = [
+        Reading(1, figures), gone, gone, Reading(9, {**figures, ("lookup_misses", ""): 15.0})
+    ]  # fmt: skip
+    left, pauses = iter(steps), list[float]()
+
+    def read() -> Reading:
+        step = next(left, None)
+        if step is None:
+            raise KeyboardInterrupt
+        if isinstance(step, TierIOError):
+            raise step
+        return step
+
+    with pytest.raises(KeyboardInterrupt):
+        run("x", read, 2.0, pauses.append)
+    assert pauses == [2.0] * 4, "as often as before"
+    assert "misses/s 1 " in capsys.readouterr().out, "since the last one that succeeded"
+    steps[:] = [gone]
+    left = iter(steps)
+    with pytest.raises(TierIOError):
+        run("x", read, 2.0, pauses.append)
+
+
+def test_the_reason_of_a_reading_that_fails_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    steps, pauses = [Reading(1, {("tier_blocks", "cpu"): 1.0})], list[float]()
+
+    def read() -> Reading:
+        if not steps:
+            raise TierIOError(errno.EIO, "the address gives no metrics")
+        return steps.pop()
+
+    def pause(seconds: float) -> None:
+        if pauses:
+            raise KeyboardInterrupt
+        pauses.append(seconds)
+
+    with pytest.raises(KeyboardInterrupt):
+        run("x", read, 2.0, pause)
+    assert "the address gives no metrics" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("interval", ["1e30", "nan", "inf", "0"])

@@ -28,7 +28,7 @@ from support.path_engine import PathEngine
 from support.thread_limit import Limited
 
 import kvcascade
-from kvcascade.errors import KVCascadeError, TierIOError
+from kvcascade.errors import KVCascadeError, NoSpaceError, TierIOError
 from kvcascade.tiers.nvme.disk.filesystem import File, RealFile, RealFileSystem
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tiers.nvme.path.payload_files import PayloadFiles
@@ -411,6 +411,16 @@ class TestScan:
         failing, named = failing_source(blocks, code)
         with pytest.raises(KVCascadeError, match=f"{os.strerror(code)}.*; "):
             findings_of(failing, named)
+
+    def test_a_lack_of_memory_is_an_error_of_ours(
+        self, blocks: tuple[ScanSource, list[NamedBlock]]
+    ) -> None:
+        """A traceback ended `verify` with the status of damage."""
+        source, named = blocks
+        layout = SegmentLayout(1 << 47, PER_SEGMENT, "ab" * 32)  # no process has so many addresses
+        files = PayloadFiles(RealFileSystem(), [Path("/nowhere")], layout)
+        with pytest.raises(NoSpaceError, match=os.strerror(errno.ENOMEM)):
+            findings_of(ScanSource(files, source.map_table), named)
 
     def test_a_lack_of_threads_is_an_error_of_ours(
         self, blocks: tuple[ScanSource, list[NamedBlock]], monkeypatch: pytest.MonkeyPatch

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ...errors import TierIOError, from_os_error
+from ...errors import TierIOError, from_os_error, os_errors
 from ...threads import started_pool
 from ...tiers.nvme.path.block_reader import payload_checksum
 from ...tiers.nvme.path.payload_files import PayloadFiles
@@ -133,7 +133,8 @@ def scan_blocks(
 
     def work(run: Sequence[NamedBlock]) -> Findings:
         if not hasattr(local, "buffer"):
-            local.buffer = memoryview(mmap.mmap(-1, max(READ_BYTES, size)))
+            with os_errors("taking memory for a read"):
+                local.buffer = memoryview(mmap.mmap(-1, max(READ_BYTES, size)))
         views = [local.buffer[i * size : (i + 1) * size] for i in range(len(run))]
         return _verify_run(source, run, views, on_valid)
 

@@ -122,7 +122,8 @@ def folders_in(
     """Return the namespaces in a path, or the one that `path` is, by name.
 
     Those that this user may not enter are among them, as not readable. Raises `TierIOError` if
-    there is none, if none may be entered, or if a path cannot be read.
+    there is none, if none may be entered, or if a path cannot be read. Raises `ConfigError` for a
+    copy of a path of several folders without `also`.
     """
     is_one = _is_namespace(fs, path)
     roots = _roots(fs, path.parent if is_one else path, also or ())
@@ -205,14 +206,33 @@ def parse_hash(text: str) -> bytes:
     raise ConfigError(f"{text!r} is not a block hash; give an even number of hexadecimal digits")
 
 
+def other_folders(fs: FileSystem, root: Path) -> list[Path]:
+    """Return the other folders of a path as they are recorded with its first one.
+
+    Raises `ConfigError` if `root` is not the first recorded folder: in a copy of a path, the record
+    names the folders of the original. Raises `CorruptionError` or `TierIOError` for the record.
+    """
+    record = load_record(fs, root)
+    names = () if record is None else record.paths
+    if len(names) > 1 and not fs.is_same(root, Path(names[0])):
+        raise ConfigError(
+            f"this tier has the paths {', '.join(names)}, and {root} is not the first of them; if "
+            "it is a copy, or was moved, give its other folders with --also in that order"
+        )
+    return list(map(Path, names[1:]))
+
+
 def _roots(fs: FileSystem, root: Path, also: Sequence[Path]) -> list[Path]:
-    """Return the given paths, or those that are recorded with the first one."""
-    with suppress(KVCascadeError):
-        record = None if also else load_record(fs, root)
-        if record is not None:
-            others = map(Path, record.paths[1:])
-            return [root, *(other for other in others if fs.exists(other))]
-    return [root, *also]
+    """Return the given paths, or those that are recorded with the first one and exist."""
+    if also:
+        return [root, *also]
+    try:
+        others = other_folders(fs, root)
+    except ConfigError:
+        raise
+    except KVCascadeError:
+        return [root]  # the record is damaged, or of another user
+    return [root, *filter(fs.exists, others)]
 
 
 def _unused_yet(fs: FileSystem, root: Path) -> str:

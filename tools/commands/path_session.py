@@ -40,9 +40,15 @@ from ...tiers.nvme.path.path_messages import (
     Told,
     from_writer,
 )
-from ...tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER, load_record
+from ...tiers.nvme.path.writer.path_options import (
+    PATH_FILE,
+    PATH_FOLDER,
+    check_mounted,
+    load_record,
+)
 from ...tiers.nvme.path.writer_note import WriterNote
 from .path_files import is_stopped, load_note, named
+from .path_folders import other_folders
 
 TOOL_NAME = "kvcascade tool"
 JOIN_LIMIT_S = 5.0
@@ -269,6 +275,7 @@ def _lead_or_follow(fs: FileSystem, root: Path, also: Sequence[Path]) -> PathSes
 def _lead(fs: FileSystem, root: Path, also: Sequence[Path], lock: FileLock) -> PathSession:
     try:
         roots = tier_roots(fs, root, also)
+        check_disks(fs, roots)
     except BaseException:
         lock.release()
         raise
@@ -318,17 +325,33 @@ def _has_ended(link: socket.socket) -> bool:
 
 
 def tier_roots(fs: FileSystem, root: Path, also: Sequence[Path]) -> list[Path]:
-    """Return all paths of the tier as this process reaches them. Raises a `KVCascadeError`."""
-    record = load_record(fs, root)
+    """Return all paths of the tier as this process reaches them.
+
+    Raises `TierIOError` if one of them is missing, or another `KVCascadeError`.
+    """
+    record = load_record(fs, root) if also else None
     names = () if record is None else record.paths
-    if len(names) == 1 + len(also):
-        return [root, *also]
-    others = [Path(name) for name in names[1:]]
-    if also or not all(map(fs.exists, others)):
+    if also and len(names) != 1 + len(also):
         raise ConfigError(
             f"this tier has the paths {', '.join(names)}; give the others with --also in that order"
         )
+    others = list(also or other_folders(fs, root))
+    for other in others:
+        if not _is_there(fs, other):
+            raise TierIOError(
+                errno.ENOENT,
+                f"{other} is a folder of this tier and is not there; mount its disk, or, if "
+                "folders are elsewhere, give all but the first with --also in their order",
+            )
     return [root, *others]
+
+
+def check_disks(fs: FileSystem, roots: Sequence[Path]) -> None:
+    """Raise `TierIOError` if the disk of one of several paths is not mounted."""
+    try:
+        check_mounted(fs, roots)
+    except ConfigError as error:  # for a command it is no wrong call
+        raise TierIOError(errno.ENOENT, str(error)) from None
 
 
 def _silent(fs: FileSystem, root: Path) -> str:

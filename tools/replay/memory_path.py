@@ -73,6 +73,9 @@ class MemoryFiles(FileSystem):
     def exists(self, path: Path) -> bool:
         return path in self._names
 
+    def is_same(self, path: Path, other: Path) -> bool:
+        return path == other and path in self._names
+
     def unlink(self, path: Path) -> None:
         del self._names[path]
 

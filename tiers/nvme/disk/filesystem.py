@@ -123,6 +123,13 @@ class FileSystem(ABC):
         """Return True if the name exists, whatever kind of file it is."""
 
     @abstractmethod
+    def is_same(self, path: Path, other: Path) -> bool:
+        """Return True if both names lead to one file or directory, also through links and mounts.
+
+        It is False if one of them does not exist or cannot be looked at.
+        """
+
+    @abstractmethod
     def unlink(self, path: Path) -> None:
         """Remove a file name."""
 
@@ -354,6 +361,12 @@ class RealFileSystem(FileSystem):
 
     def exists(self, path: Path) -> bool:
         return os.path.lexists(path)
+
+    def is_same(self, path: Path, other: Path) -> bool:
+        try:
+            return os.path.samefile(path, other)
+        except (OSError, ValueError):  # ValueError: a name with a null byte
+            return False
 
     def unlink(self, path: Path) -> None:
         os.unlink(path)

@@ -146,7 +146,10 @@ def _reports(
 
 
 def _with_dirty_share(reports: list[NamespaceReport], url: str) -> list[NamespaceReport]:
-    """Add the dirty share that an engine reports to the namespace that it has open."""
+    """Add the dirty share that an engine reports to the namespace that it has open.
+
+    That of a kept arena stays: an engine that is idle reports that of its last step.
+    """
     from ..top.top_frame import read_url
 
     live = [each for each in reports if each.state == "live"]
@@ -154,7 +157,11 @@ def _with_dirty_share(reports: list[NamespaceReport], url: str) -> list[Namespac
         remedy = "give the -n NAME that this engine has open"
         raise CommandError(f"--url: {len(live)} namespaces are live; {remedy}", ExitCode.USAGE)
     share = read_url(url).figures.get(("tier_dirty_ratio", "cpu"))
-    return [replace(each, dirty_share=share) if each is live[0] else each for each in reports]
+    is_asked = [each is live[0] and each.dirty_share is None for each in reports]
+    return [
+        replace(each, dirty_share=share) if asked else each
+        for each, asked in zip(reports, is_asked, strict=True)
+    ]
 
 
 def _why(path: Path, also: list[Path] | None, why: tuple[str, str], as_json: bool) -> ExitCode:

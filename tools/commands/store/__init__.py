@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -78,22 +79,32 @@ def store(
 
         kvcascade store /mnt/nvme/kv --policy s3fifo --take-over
     """
+    given = {
+        "capacity": capacity,
+        "policy": policy,
+        "durability": durability,
+        "write_budget": write_budget,
+        "min_free": min_free,
+        "segment_size": segment_size,
+    }
+    words = {name: value for name, value in given.items() if value is not None}
     with answering(as_json=False):
-        from ....handlers.node.child_start import allow_open_files
-        from ....logs import log_to_stderr
-        from .serve_path import Rival, StoreEnd, parts_of, serve
+        try:
+            code = _serve([path, *(also or ())], words, wait, take_over)
+        except KeyboardInterrupt:  # the signal came before it could be the writer
+            code = ExitCode.OK
+    finish(code)
 
-        log_to_stderr("kvcascade store", logging.INFO)
-        allow_open_files()  # the writer keeps one open for each namespace and folder
-        given = {
-            "capacity": capacity,
-            "policy": policy,
-            "durability": durability,
-            "write_budget": write_budget,
-            "min_free": min_free,
-            "segment_size": segment_size,
-        }
-        words = {name: value for name, value in given.items() if value is not None}
-        rival = Rival.ASKED if take_over else Rival.AWAITED if wait else Rival.REFUSED
-        end = serve(parts_of([path, *(also or ())], words, os.environ), rival=rival)
-    finish(ExitCode.CANNOT_OPEN if end is StoreEnd.FAILED else ExitCode.OK)
+
+def _serve(
+    paths: Sequence[Path], words: Mapping[str, object], wait: bool, take_over: bool
+) -> ExitCode:
+    from ....handlers.node.child_start import allow_open_files
+    from ....logs import log_to_stderr
+    from .serve_path import Rival, StoreEnd, parts_of, serve
+
+    log_to_stderr("kvcascade store", logging.INFO)
+    allow_open_files()  # the writer keeps one open for each namespace and folder
+    rival = Rival.ASKED if take_over else Rival.AWAITED if wait else Rival.REFUSED
+    end = serve(parts_of(paths, words, os.environ), rival=rival)
+    return ExitCode.CANNOT_OPEN if end is StoreEnd.FAILED else ExitCode.OK

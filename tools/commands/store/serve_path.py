@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import socket
@@ -14,7 +15,7 @@ from typing import Any
 from ....assembly.path_parts import OPTIONS_OF_PATH, PathParts, path_parts
 from ....config.environment import PREFIX, naming_variables, with_environment
 from ....config.sizes import human
-from ....errors import ConfigError, InUseError
+from ....errors import ConfigError, InUseError, TierIOError
 from ....handlers.node.path.path_service import WriterService
 from ....handlers.node.path.writer_search import RETIRED_PAUSE_S
 from ....logs import get_logger
@@ -23,7 +24,7 @@ from ....tiers.nvme.path.path_lock import lock_path
 from ....tiers.nvme.path.writer.path_options import check_paths, load_record
 from ..path_files import load_note, named
 from ..path_folders import check_may_write
-from ..path_session import hand_over
+from ..path_session import check_disks, hand_over
 
 CHECK_INTERVAL_S = 0.5
 """Time between two checks that the writer lives, and between two attempts to become it."""
@@ -80,7 +81,11 @@ def parts_of(
         parts = path_parts(RealFileSystem(), list(paths), {**options, **given}, "store")
     for root in parts.roots:
         if not root.is_dir():
+            if parts.record is not None:
+                problem = f"{root} is a folder of this tier and is not there; mount its disk"
+                raise TierIOError(errno.ENOENT, problem)
             raise ConfigError(f"path {str(root)!r} does not exist; create it")
+    check_disks(RealFileSystem(), parts.roots)
     return parts
 
 

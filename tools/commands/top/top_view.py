@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from ....errors import KVCascadeError
 from .. import show
 from .top_frame import Frame, Reading, TierFrame, frame
 
@@ -18,16 +19,33 @@ NUMBERS = ("blocks", "hits/s", "tokens/s", "up", "down", "up ms", "down ms", "qu
 """Columns of the figures; their usual values fit into 80 columns."""
 
 
-def run(source: str, read: Callable[[], Reading], interval_s: float) -> NoReturn:
-    """Show a new picture every `interval_s` until Ctrl-C. Passes on the exceptions of `read`."""
-    wait = threading.Event().wait
-    before: Reading | None = None
+def run(
+    source: str,
+    read: Callable[[], Reading],
+    interval_s: float,
+    pause: Callable[[float], object] | None = None,
+) -> NoReturn:
+    """Show a new picture every `interval_s` until Ctrl-C; `pause` waits for some seconds.
+
+    Passes on the exception of the first reading. After one of a later reading, the last picture
+    stays, below its sentence, until a reading succeeds: an engine may restart.
+    """
+    wait = pause or threading.Event().wait
+    before = read()
+    picture = render(frame(source, before))
     with Live(console=show.console(), auto_refresh=False, screen=False) as live:
+        live.update(picture, refresh=True)
         while True:
-            now = read()
-            live.update(render(frame(source, now, before)), refresh=True)
-            before = now
             wait(interval_s)
+            try:
+                now = read()
+            except KVCascadeError as error:
+                problem = Text(show.plain(str(error)), style="red")
+                live.update(Group(problem, picture), refresh=True)
+                continue
+            picture = render(frame(source, now, before))
+            live.update(picture, refresh=True)
+            before = now
 
 
 def render(picture: Frame) -> Group:
