@@ -39,6 +39,8 @@ class Request:
     too_slow: frozenset[int] = frozenset()
     """Numbers of the tiers that were expected to take longer than computing. No block is promoted
     from them for the request."""
+    has_run: bool = False
+    """True if it stored or loaded since its last lookups, so it was preempted if there are more."""
     awaits_answers: bool = True
     """True if the answers of tiers elsewhere may help it. Otherwise it does not ask any more."""
 

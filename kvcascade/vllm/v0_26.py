@@ -183,6 +183,7 @@ class CascadeManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         self._note_progress()
         request = self._request_of(req_context)
+        request.has_run = True
         slots = self._manager.prepare_load(cast(Collection[BlockHash], keys), request).slots
         return CascadeLoadStoreSpec(slots)  # type: ignore[arg-type]
 
@@ -199,8 +200,9 @@ class CascadeManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         self._note_progress()
-        hashes = cast(list[BlockHash], list(keys))
-        output = self._manager.prepare_store(hashes, self._request_of(req_context))
+        hashes, request = cast(list[BlockHash], list(keys)), self._request_of(req_context)
+        request.has_run = True
+        output = self._manager.prepare_store(hashes, request)
         if output is None:
             return None
         return PrepareStoreOutput(
@@ -284,9 +286,10 @@ class CascadeManager(OffloadingManager):
         self._context = context
         self._deferred_group = b""
         is_waiting = self._lookups.begin_asking(self._request, BlockHash(first))
-        # A reset may have preempted the request. vLLM says so in the step that schedules it again,
-        # and up to 0.32 it fails if the request loads in that step.
-        self._is_deferred = is_waiting or self._was_reset
+        # A reset may have preempted the request, also one that fails and never comes here. vLLM
+        # says so in the step that schedules it again, and up to 0.32 it fails if it loads there.
+        self._is_deferred = is_waiting or self._was_reset or self._request.has_run
+        self._request.has_run = False
 
 
 class CascadeWorker(OffloadingWorker):

@@ -53,7 +53,7 @@ PRELOADED = (
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
     "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.models.llama",
-    "kvcascade.spec",
+    "kvcascade.assembly.build",
     "kvcascade.vllm.plugin",
 )
 

@@ -141,12 +141,14 @@ class Engine:
 
     def _reset(self) -> None:
         self.driver.reset()
+        asking = self.driver.request("asking", 0)
         for each in self.live:
             each.load, each.stored = None, 0
             if self.options["on_reset"] == "invalidate":
                 for key in each.request.span(0, each.chunks):
-                    result = self.driver.manager.lookup(key, each.request.context)
+                    result = self.driver.manager.lookup(key, asking.context)
                     assert result is LookupResult.MISS, "nothing outlives a reset"
+        self.driver.finish(asking)
 
     def _finish_all(self) -> None:
         for each in self.live:
