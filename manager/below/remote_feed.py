@@ -211,7 +211,8 @@ class Questions:
         self.asked: dict[BlockHash, float] = {}
         """Blocks whose answer is awaited, with the time at which they count as absent."""
         self._unsent: list[_Question] = []
-        """Questions of this step. A block can be in several; `send` asks for it once."""
+        """Questions of this step. A block can be in several, or in one twice; `send` asks for it
+        once, because a chain in which a block comes again would seem to end before it."""
         self._owner: object = None
         """Owner of the last of them. Most blocks have the owner of the one before."""
         self._keys: list[BlockHash] = []
@@ -264,7 +265,7 @@ class Questions:
         self._forget_unsent()
         gathered: list[list[BlockHash]] = []
         for question in unsent:
-            new = [key for key in question.keys if key not in self.asked]
+            new = [key for key in dict.fromkeys(question.keys) if key not in self.asked]
             self.asked.update(dict.fromkeys(new, question.ends_s))
             if new:
                 gathered.append(new)

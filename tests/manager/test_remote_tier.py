@@ -107,6 +107,18 @@ class TestQuestions:
         assert [rig.tier.may_hold(h) for h in keys(10)] == [1] * 8 + [0] * 2
         assert not any(rig.tier.may_hold(key(100 + n)) for n in range(10))
 
+    @pytest.mark.parametrize("in_one_trip", [True, False])
+    def test_blocks_that_are_looked_up_again_in_a_step_are_found(self, in_one_trip: bool) -> None:
+        """vLLM does so if a later KV group makes the prefix shorter."""
+        rig = RemoteTierRig(RemoteTwin(asks_in_one_trip=in_one_trip))
+        rig.pump()
+        stored(rig, 8)
+        for block_hash in [*keys(10), *keys(6)]:
+            assert is_asking(rig.tier, block_hash, "request")
+        rig.tier.maintain()
+        rig.pump()
+        assert [rig.tier.may_hold(h) for h in keys(10)] == [1] * 8 + [0] * 2
+
     def test_a_block_of_several_requests_is_sent_once(
         self, rig: RemoteTierRig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
