@@ -51,6 +51,8 @@ def test_a_block_is_written_at_its_second_use(chunk: int, is_preempted: bool) ->
     for start in range(0, len(PROMPT), chunk):
         store(manager, PROMPT[start : start + chunk], first)
     if is_preempted:
+        assert admit(manager, first) == 0, "it asks again one step later"
+        manager.on_schedule_end()
         assert admit(manager, first) == len(PROMPT)
         manager.on_schedule_end()
     manager.on_request_finished(first)
