@@ -372,6 +372,7 @@ def test_nothing_that_a_bad_link_damages_is_served(kind: str, blocks: int, opene
     """Answers of a real server are changed, cut off, or stop in mid-body and go on later."""
     server, draw = server_of(kind), random.Random(kind)
     counted: Counter[RemoteOutcome] = Counter()
+    seldom = {TIMED_OUT, RemoteOutcome.IO_ERROR}  # which answers the link stops or cuts is chance
     try:
         clean = opened(engine_at(server, 5.0), payload_bytes=8192)
         with BadLink(server.port, 7, 2 * STALL_S) as link:
@@ -379,7 +380,8 @@ def test_nothing_that_a_bad_link_damages_is_served(kind: str, blocks: int, opene
             host = opened(engine_at(server, STALL_S), payload_bytes=8192)
             server.port = own_port
             assert clean.write(keys(20)) == [OK] * 20
-            while counted.total() < blocks:
+            while counted.total() < blocks or not seldom <= {*counted}:
+                assert counted.total() < 10 * blocks
                 wanted = draw.sample(keys(20), 8)
                 outcomes = host.read(wanted)  # compares every byte
                 counted.update(outcome for outcome in outcomes if outcome is not RESTING)
@@ -390,7 +392,6 @@ def test_nothing_that_a_bad_link_damages_is_served(kind: str, blocks: int, opene
                 if lost:
                     assert set(clean.write(lost)) <= {OK, RemoteOutcome.EXISTS}
             assert counted[OK] > blocks // 4 and counted[RemoteOutcome.CORRUPT] > blocks // 20
-            assert counted[TIMED_OUT] > 0 and counted[RemoteOutcome.IO_ERROR] > 0
     finally:
         server.kill()
 
