@@ -56,4 +56,5 @@ def run_on_each(executor: ThreadPoolExecutor, threads: int, work: Callable[[], o
 
 
 def _no_thread(error: RuntimeError) -> TierIOError:
-    return TierIOError(None, f"no thread can be started ({error}); raise the limit of processes")
+    remedy = "raise the limit of processes, or that of memory (`ulimit -v`)"
+    return TierIOError(None, f"no thread can be started ({error}); {remedy}")

@@ -28,6 +28,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     RefusedWhy,
     Reset,
     SegmentsRemoved,
+    Why,
 )
 from kvcascade.tiers.nvme.path.writer.namespace.namespace_home import NOTE_USE_EVERY_S
 from kvcascade.tiers.nvme.path.writer.namespace.namespace_openings import BeingOpenedError
@@ -279,6 +280,19 @@ def test_what_was_written_to_a_removed_namespace_counts_for_a_day() -> None:
     assert left() == 32 * BLOCK_BYTES
     rig.step(seconds=DAY_S + BUCKET_S)
     assert left() == 40 * BLOCK_BYTES
+
+
+def test_the_rest_of_a_budget_is_granted_once_its_segments_are_made() -> None:
+    executor = SteppingExecutor()
+    rig = PathRig(400, executor=executor, write_budget_bytes=12 * BLOCK_BYTES)
+    node = RigNode(rig)
+    node.ask(range(20))
+    rig.step(3, seconds=0.01)
+    assert node.grants() == []
+    executor.run_all()
+    rig.step(3, seconds=0.01)
+    (answer,) = node.grants()
+    assert answer.why is Why.BUDGET and sum(slot >= 0 for slot in slots_in(answer)) == 12
 
 
 def test_a_budget_outlives_a_writer_that_is_killed_after_days() -> None:

@@ -270,6 +270,13 @@ def test_json_stands_alone_on_standard_output(capfd: pytest.CaptureFixture[str])
     assert "a library speaks" in said.err and "a child speaks" in said.err
 
 
+def test_a_command_needs_no_standard_output(tmp_path: Path) -> None:
+    config = tmp_path / "kv.json"
+    config.write_text(json.dumps({"tiers": [{"type": "cpu", "capacity": "64MiB"}]}))
+    answer = call_outside("check", config, before=("sh", "-c", 'exec "$@" >&-', "sh"))
+    assert (answer.code, answer.out, answer.err) == (ExitCode.OK, "", "")
+
+
 def test_completion_for_a_home_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -136,7 +136,7 @@ def answering(as_json: bool, command: str = "kvcascade") -> Iterator[None]:
 @contextmanager
 def answering_apart(as_json: bool) -> Iterator[None]:
     """With `as_json`, send output of this process and its children to standard error."""
-    if not as_json:
+    if not as_json or sys.stdout is None:  # None: the process has no standard output
         yield
         return
     sys.stdout.flush()

@@ -94,7 +94,7 @@ def from_lmdb(error: lmdb.Error, path: Path) -> KVCascadeError:
     """Map an LMDB error to a `KVCascadeError`."""
     if is_lack_of_room(error):
         return NoSpaceError(f"no space for the index in {path} ({error}); free some")
-    if _code(error) in (errno.EMFILE, errno.ENFILE):
+    if _code(error) in (errno.EMFILE, errno.ENFILE, errno.EFBIG):  # limits of the process
         return from_os_error(OSError(_code(error), str(error)), f"opening the index in {path}")
     if 0 < _code(error) < MAX_ERRNO:  # an errno of the operating system
         return TierIOError(_code(error), f"{error} at the index in {path}; check the device")

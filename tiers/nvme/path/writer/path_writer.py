@@ -326,9 +326,10 @@ class PathWriter:
             space.rest_evictions(namespace)
             why = Why.RESTING
         awake = space.capacity.awake
+        is_coming = why is Why.LATER and namespace.space.free(awake) < allowed
         if not awake:
             why = Why.RESTING
-        elif allowed < need and why is not Why.RESTING:
+        elif allowed < need and why is not Why.RESTING and not is_coming:
             why = Why.BUDGET
         self._out += namespace.grants.serve(awake, allowed, why, self._clock())
 
