@@ -37,7 +37,7 @@ from .waiting import WAIT_LIMIT_S, wait_until
 
 HOST = "127.0.0.1"
 PATIENT: dict[str, Any] = dict.fromkeys(
-    ("deadline_s", "timeout_s", "connect_timeout_s"), WAIT_LIMIT_S
+    ("deadline_s", "timeout_s", "connect_timeout_s", "queue_s"), WAIT_LIMIT_S
 )
 """Options of a remote tier with which no call fails because the machine is slow."""
 PATIENT_WORDS = [word for name in PATIENT for word in ("--set", f"{name}={PATIENT[name]}")]

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support.engine_rig import Answers, Engine, engine_options
+from support.engine_rig import AT_ANY_SPEED, Answers, Engine, engine_options
 from support.kv_bytes import damage
 from support.waiting import wait_until
 
@@ -81,9 +81,8 @@ class Bench:
 
     def engine(self, device_blocks: int = DEVICE_BLOCKS, **extra: Any) -> Engine:
         """An engine with the cascade."""
-        given = {"load_or_recompute": False, **extra}  # what is read depends on no speed
         log = self.folder / "engine.log"
-        return Engine(log, engine_options(self.model, device_blocks, given))
+        return Engine(log, engine_options(self.model, device_blocks, {**AT_ANY_SPEED, **extra}))
 
     def tiers(self, path: Path, cpu: int = 72, nvme: int = 320) -> list[dict[str, Any]]:
         """Capacities in blocks."""

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from support.engine_rig import Answers, Engine, engine_options, has_device_each
+from support.engine_rig import AT_ANY_SPEED, Answers, Engine, engine_options, has_device_each
 
 from kvcascade.tools.dev.model import make_llama
 
@@ -22,8 +22,6 @@ PROMPT_TOKENS = 330
 PROMPTS = 6
 WORKERS = 2
 BLOCKS = PROMPTS * (PROMPT_TOKENS // BLOCK_TOKENS)
-WAIT_S = 120
-"""Limit of a read. The workers and the engine spin, so on a busy machine the node may wait."""
 CACHEABLE = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
@@ -89,7 +87,7 @@ def options(tmp_path: Path) -> Iterator[dict[str, Any]]:
             "path": str(tmp_path / "nvme"),
             "min_free": 0,
         }
-        extra = {"tiers": [cpu, nvme], "offload_prompt_only": True, "promotion_deadline_s": WAIT_S}
+        extra = {**AT_ANY_SPEED, "tiers": [cpu, nvme], "offload_prompt_only": True}
         yield engine_options(model, 100, extra)
         assert not list(Path(shared).iterdir())
 
