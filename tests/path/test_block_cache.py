@@ -331,7 +331,7 @@ def test_changes_by_others_do_not_pile_up_for_an_idle_cache(
     monkeypatch.setattr(kvcascade.BlockCache, "_note", hear)
     engine = engine_at(tmp_path)
     try:
-        engine.put(range(8))
+        engine.store(range(8))
         cache = open_cache(tmp_path, namespace=namespace_in(tmp_path))
         with open_session(RealFileSystem(), tmp_path) as session:
             rows = session.ask("blocks", name=cache.name)["blocks"]
