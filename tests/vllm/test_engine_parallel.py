@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from support.engine_rig import AT_ANY_SPEED, Answers, Engine, engine_options, has_device_each
+from support.waiting import wait_until
 
 from kvcascade.tools.dev.model import make_llama
 
@@ -57,10 +60,16 @@ def arenas(engine: Engine) -> dict[int, set[int]]:
     """Per arena file that is mapped: the processes that map it."""
     found: dict[int, set[int]] = {}
     for process in [engine.process, *engine.process.children(recursive=True)]:
-        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
-            if "/kvcascade-" in line:
-                found.setdefault(int(line.split()[4]), set()).add(process.pid)
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                if "/kvcascade-" in line:
+                    found.setdefault(int(line.split()[4]), set()).add(process.pid)
     return found
+
+
+def is_shared_by(engine: Engine, processes: int) -> bool:
+    """Whether so many processes map one arena, and nobody another one."""
+    return [len(mapped_by) for mapped_by in arenas(engine).values()] == [processes]
 
 
 @pytest.fixture(autouse=True)
@@ -98,8 +107,7 @@ def test_two_workers(kind: str, options: dict[str, Any], tmp_path: Path) -> None
     log = tmp_path / "engine.log"
     both = options | KINDS[kind]
     with Engine(log, both) as engine:
-        ((_, mapped_by),) = arenas(engine).items()
-        assert len(mapped_by) == 4, "two workers, the scheduler and its node"
+        wait_until(partial(is_shared_by, engine, 4))  # two workers, the scheduler and its node
         computed = engine.generate(TEXTS)
         assert cached(computed) == [0] * PROMPTS
         expected = tokens(computed)
