@@ -36,7 +36,13 @@ from support.waiting import wait_until
 
 from kvcascade.config.options import At
 from kvcascade.config.remote import parse_remote
-from kvcascade.tiers.remote.base import HEADER_BYTES, RemoteEngine, RemoteEntry, RemoteOutcome
+from kvcascade.tiers.remote.base import (
+    HEADER_BYTES,
+    Listing,
+    RemoteEngine,
+    RemoteEntry,
+    RemoteOutcome,
+)
 from kvcascade.tiers.remote.engines import resp
 from kvcascade.tiers.remote.engines.resp import SEPARATE_BYTES, Address, Login, RespConnection
 from kvcascade.tiers.remote.engines.valkey import TAIL_BYTES, ValkeyEngine, hash_slot
@@ -131,6 +137,16 @@ def test_a_block_costs_little_more_memory_than_its_payload(
         assert sum(int(size[1:]) for size in sizes) <= 1.03 * payload_bytes
 
 
+def first_page(engine: ValkeyEngine) -> tuple[Listing, Iterator[Listing]]:
+    """A page that came within a second, and those after it; a slow machine may need longer."""
+    for _ in range(PAGES_MAX):
+        batches = engine.list_objects("", 1.0)
+        first = next(batches)
+        if first.outcome is OK:
+            return first, batches
+    raise AssertionError("no page comes within a second")
+
+
 class TestLists:
     @pytest.mark.parametrize("lost", ["", ":h"])
     def test_half_a_pair_is_listed_by_its_name(
@@ -162,11 +178,7 @@ class TestLists:
         engine = engine_at(own_redis.port)
         made = an_object(1, 10)
         engine.put(names(600), [made] * 600, LIMIT_S)
-        for _ in range(PAGES_MAX):
-            batches = engine.list_objects("", 1.0)
-            first = next(batches)
-            if first.outcome is OK:  # a slow machine may need longer
-                break
+        first, batches = first_page(engine)
         own_redis.stop()
         assert [batch.outcome for batch in batches] == [TIMED_OUT]
         own_redis.go_on()
