@@ -53,7 +53,7 @@ def test_the_tests_that_it_is_run_over_exist() -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert collected.returncode == 0, collected.stdout + collected.stderr
 

@@ -113,7 +113,6 @@ def test_a_killed_writer_of_many_blocks(tmp_path: Path, entries: int, limit_s: f
 def test_a_stopped_writer_keeps_its_lock_and_its_late_messages_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvcascade.handlers.node.path.path_node.SILENCE_LIMIT_S", 0.3)
     options = options_for(64)
     with ExitStack() as stack:
         one = PathEngine([tmp_path], options, name="one", capacity=64)
@@ -124,6 +123,7 @@ def test_a_stopped_writer_keeps_its_lock_and_its_late_messages_change_nothing(
         one.store(range(8))
         note = (tmp_path / ".kvcascade" / "writer.json").read_bytes()
         one.signal(signal.SIGSTOP)
+        monkeypatch.setattr("kvcascade.handlers.node.path.path_node.SILENCE_LIMIT_S", 0.3)
         try:
             assert list(two.put([9])) == [BlockOutcome.CANCELLED]
             two.until(lambda: two.state is NodeState.SILENT)

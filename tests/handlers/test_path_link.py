@@ -184,7 +184,7 @@ def test_a_service_welcomes_through_the_door_and_ends_cleanly(
         assert connection is not None
         with connection:
             say(connection, hello(tmp_path))
-            assert isinstance(first(connection), Welcome)
+            assert first_of(connection, Welcome)
     door.close()
     assert service.stop(WAIT_S)
     lock = try_lead(RealFileSystem(), tmp_path)
@@ -310,7 +310,7 @@ def test_a_newer_version_retires_a_service(
     service = serve()
     with service.connect() as one, service.connect() as two:
         say(one, hello(tmp_path))
-        assert isinstance(first(one), Welcome)
+        assert first_of(one, Welcome)
         say(two, Retire(PROTOCOL + 1))
         while first(one) is not None:
             """Figures may come before the end."""

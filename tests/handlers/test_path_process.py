@@ -166,19 +166,23 @@ def test_writers_are_killed_under_load_and_no_block_is_wrong(engines: Engines) -
 def test_a_stopped_writer_rests_writes_and_goes_on(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, is_in_commit: bool
 ) -> None:
-    monkeypatch.setattr("kvcascade.handlers.node.path.path_node.SILENCE_LIMIT_S", 0.3)
     one, two = engines(), engines(is_thread=True)
     one.store(range(4))
     granted = PutJobs.granted
 
-    def stop_then_write(jobs: PutJobs, message: Granted) -> None:
+    def stop() -> None:
+        """Stop the writer; from then on silence counts soon."""
         one.signal(signal.SIGSTOP)
+        monkeypatch.setattr("kvcascade.handlers.node.path.path_node.SILENCE_LIMIT_S", 0.3)
+
+    def stop_then_write(jobs: PutJobs, message: Granted) -> None:
+        stop()
         granted(jobs, message)
 
     if is_in_commit:  # the writer granted a slot, and the block is written while it is stopped
         monkeypatch.setattr(PutJobs, "granted", stop_then_write)
     else:
-        one.signal(signal.SIGSTOP)
+        stop()
     try:
         assert list(two.put([9])) == [BlockOutcome.CANCELLED]
         two.until(lambda: two.state is NodeState.SILENT)
@@ -217,7 +221,7 @@ def test_an_empty_folder_in_place_of_the_tier_is_not_written(
         tier.mkdir()
         engine.until(lambda: engine.state is NodeState.ORPHANED)
         assert list(engine.get(range(4))) == [OK] * 4, "what is open can be read"
-        engine.until(lambda: not list(tier.iterdir()), 1.0)
+        engine.until(lambda: not list(tier.iterdir()))
         tier.rmdir()
         away.rename(tier)
         engine.until(lambda: engine.tier.takes_puts)

@@ -18,7 +18,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from support.engine_rig import Answers, Engine, EngineFailed, engine_options, has_device_each
+from support.engine_rig import (
+    AT_ANY_SPEED,
+    Answers,
+    Engine,
+    EngineFailed,
+    engine_options,
+    has_device_each,
+)
 from support.small_models import ADAPTER_RANK, make_adapter, make_int8_llama
 
 from kvcascade.tools.dev.model import make_llama
@@ -74,7 +81,7 @@ class Place:
             {"type": "cpu", "capacity": 64 * MIB, "arena_dir": str(self._shared)},
             {"type": "nvme", "capacity": 2048 * MIB, "path": disk, "min_free": 0},
         ]
-        extra = {"tiers": tiers, "label": label, "weights_id": weights_id}
+        extra = {**AT_ANY_SPEED, "tiers": tiers, "label": label, "weights_id": weights_id}
         defaults = engine_options(Path(model or self.model), DEVICE_BLOCKS, extra)
         defaults["max_model_len"] = 2 * PROMPT_TOKENS  # fits the device at every block size
         return Engine(self._folder / "engine.log", {**defaults, **options})

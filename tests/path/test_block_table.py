@@ -166,7 +166,10 @@ commits = st.lists(
 
 
 @given(commits)
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=80,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 def test_lmdb_equals_its_twin(tmp_path: Path, drawn: list[Changes]) -> None:
     folder = tmp_path / "equal"
     shutil.rmtree(folder, ignore_errors=True)

@@ -18,6 +18,7 @@ from support.keys import key
 from support.remote_rig import PAYLOAD_BYTES, content
 from support.remote_servers import (
     HOST,
+    PATIENT,
     GuardedS3Server,
     S3Server,
     ServerProcess,
@@ -68,7 +69,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, **given: Any) -> Iterator[OpenRemote
     """The tier of an engine whose arena has one slot; its node is a thread."""
     monkeypatch.setattr("kvcascade.handlers.node.remote.remote_loop.FIRST_QUESTION_S", 0.0)
     monkeypatch.setattr("kvcascade.assembly.remote_parts.launch", launch_here)
-    options = parse_remote(At("tiers[1]"), {"writes": "through", "deadline_s": 5.0, **given})
+    options = parse_remote(At("tiers[1]"), {"writes": "through", **PATIENT, **given})
     arena_fd = os.memfd_create("arena")
     os.pwrite(arena_fd, content(HELD), HEADER_BYTES)
     memory = SlotMemory(PAYLOAD_BYTES, 1, memoryview(b""), duplicate=lambda: os.dup(arena_fd))

@@ -10,7 +10,7 @@ import pytest
 from contract.remote_contract import LIMIT_S
 from support.keys import keys
 from support.remote_rig import RemoteRig
-from support.remote_servers import HOST, ServerProcess, redis_command
+from support.remote_servers import HOST, PATIENT, ServerProcess, redis_command
 
 from kvcascade.config.options import At
 from kvcascade.config.remote import WriteWhen, parse_remote
@@ -67,9 +67,10 @@ def test_the_right_to_read_is_enough_before_anything_is_stored(redis: ServerProc
     redis_command(redis.port, "ACL", "SETUSER", "reader", "reset", "on", ">word", "~*", "+@read")
     url = f"redis://{HOST}:{redis.port}"
     given = {"url": url, "username": "reader", "password_env": "WORD", "writes": "off"}
-    engine, _ = open_remote_engine(parse_remote(At("tiers[1]"), given), {"WORD": "word"})
+    options = parse_remote(At("tiers[1]"), {**PATIENT, **given})
+    engine, _ = open_remote_engine(options, {"WORD": "word"})
     try:
-        rig = RemoteRig(engine, when=OFF)
+        rig = RemoteRig(engine, when=OFF, deadline_s=LIMIT_S)
         assert rig.look(keys(2)) == [ABSENT] * 2
         assert not sum(rig.store.state().openings.values())
     finally:

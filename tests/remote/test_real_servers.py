@@ -41,7 +41,7 @@ TIMEOUT_S = 1.0
 PATIENCE_S = 60.0
 """Far more than the slowest server needs for an answer."""
 STALL_S = 0.2
-KILLS_MAX = 30
+KILLS_MAX = READS_MAX = 30
 SECRET = bytes(range(SECRET_BYTES))
 KINDS = ("redis", "s3")
 BUCKET = "blocks-in-test"
@@ -58,11 +58,11 @@ class RealClock(ManualClock):
 
 
 class Host(RemoteRig):
-    """A host with threads of its own."""
+    """A host with threads of its own; a slow machine has time for each call."""
 
     def __init__(self, engine: RemoteEngine, **changes: object) -> None:
         self.threads = ThreadPoolExecutor(THROUGH.threads)
-        given: dict[str, Any] = {"clock": RealClock(), **changes}
+        given: dict[str, Any] = {"clock": RealClock(), "deadline_s": PATIENCE_S, **changes}
         super().__init__(engine, self.threads, **given)
         self.engine = engine
 
@@ -149,7 +149,7 @@ def opened() -> Iterator[Callable[[RemoteEngine], Host]]:
 
 
 def test_two_hosts_share_blocks_through_redis(redis: ServerProcess, opened: Open) -> None:
-    first, second = (opened(valkey_at(redis, 5.0)) for _ in range(2))
+    first, second = (opened(valkey_at(redis, PATIENCE_S)) for _ in range(2))
     assert first.write(keys(40)) == [OK] * 40
     assert second.look(keys(50)) == [OK] * 40 + [ABSENT] * 10
     assert second.read(keys(40)) == [OK] * 40
@@ -271,24 +271,32 @@ def test_a_server_that_is_killed_while_it_sends_serves_no_wrong_byte(
     assert cut_reads > 0, "or no read was interrupted"
 
 
+def is_cut_at_the_deadline(server: ServerProcess) -> bool:
+    """Read for half a second; whether some blocks came and the server counts as one that works.
+
+    Not so if the machine rested meanwhile.
+    """
+    host = Host(engine_at(server, 5.0), deadline_s=0.5, payload_bytes=256 << 10)
+    slots, ticket = host.slots(64), host.ticket()
+    host.store.get(ticket, keys(64), slots)
+    outcomes = host.ended(ticket, Verb.READ)
+    check(keys(64), slots, outcomes)
+    has_failed = any(host.store.state().openings.values())
+    before = [bytes(slot) for slot in slots]
+    host.close()
+    assert [bytes(slot) for slot in slots] == before, "nothing came after the end"
+    return {OK, RemoteOutcome.DROPPED} <= {*outcomes} and not has_failed
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_slow_link_ends_at_the_deadline(kind: str) -> None:
     """100 Mbit: 64 blocks of 256 KiB would take more than a second."""
     with other_host() as other:
         server = server_of(kind, other)
         try:
-            host = Host(engine_at(server, 5.0), deadline_s=0.5, payload_bytes=256 << 10)
             prepare(server, 64, 256 << 10)
             other.limit("100mbit")
-            slots, ticket = host.slots(64), host.ticket()
-            host.store.get(ticket, keys(64), slots)
-            outcomes = host.ended(ticket, Verb.READ)
-            check(keys(64), slots, outcomes)
-            assert OK in outcomes and RemoteOutcome.DROPPED in outcomes
-            assert not any(host.store.state().openings.values()), "the server works"
-            before = [bytes(slot) for slot in slots]
-            host.close()
-            assert [bytes(slot) for slot in slots] == before, "nothing came after the end"
+            assert any(is_cut_at_the_deadline(server) for _ in range(READS_MAX))
         finally:
             server.kill()
 
@@ -372,16 +380,20 @@ def test_nothing_that_a_bad_link_damages_is_served(kind: str, blocks: int, opene
     """Answers of a real server are changed, cut off, or stop in mid-body and go on later."""
     server, draw = server_of(kind), random.Random(kind)
     counted: Counter[RemoteOutcome] = Counter()
-    seldom = {TIMED_OUT, RemoteOutcome.IO_ERROR}  # which answers the link stops or cuts is chance
+    # Which answers the link stops or cuts is chance, and so is where a slow machine stops.
+    wanted_times = {OK: blocks // 4, RemoteOutcome.CORRUPT: blocks // 20}
+    wanted_times |= {TIMED_OUT: 0, RemoteOutcome.IO_ERROR: 0}
     try:
-        clean = opened(engine_at(server, 5.0), payload_bytes=8192)
+        clean = opened(engine_at(server, PATIENCE_S), payload_bytes=8192)
         with BadLink(server.port, 7, 2 * STALL_S) as link:
             own_port, server.port = server.port, link.port
             host = opened(engine_at(server, STALL_S), payload_bytes=8192)
             server.port = own_port
             assert clean.write(keys(20)) == [OK] * 20
-            while counted.total() < blocks or not seldom <= {*counted}:
-                assert counted.total() < 10 * blocks
+            while counted.total() < blocks or any(
+                counted[outcome] <= times for outcome, times in wanted_times.items()
+            ):
+                assert counted.total() < 10 * blocks, counted
                 wanted = draw.sample(keys(20), 8)
                 outcomes = host.read(wanted)  # compares every byte
                 counted.update(outcome for outcome in outcomes if outcome is not RESTING)
@@ -391,7 +403,6 @@ def test_nothing_that_a_bad_link_damages_is_served(kind: str, blocks: int, opene
                     each.clock.advance(31.0)  # beyond rests and what is remembered
                 if lost:
                     assert set(clean.write(lost)) <= {OK, RemoteOutcome.EXISTS}
-            assert counted[OK] > blocks // 4 and counted[RemoteOutcome.CORRUPT] > blocks // 20
     finally:
         server.kill()
 

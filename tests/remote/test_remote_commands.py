@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -19,12 +17,20 @@ from contract.remote_contract import LIMIT_S, an_object
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cache_rig import Answer, call
+from support.children import left_by_a_killed_writer
 from support.clock import ManualClock
 from support.keys import key
 from support.remote_rig import PAYLOAD_BYTES, content
-from support.remote_servers import HOST, S3Server, ServerProcess, free_port, redis_command
+from support.remote_servers import (
+    HOST,
+    PATIENT,
+    PATIENT_WORDS,
+    S3Server,
+    ServerProcess,
+    free_port,
+    redis_command,
+)
 from support.remote_twin import RemoteTwin
-from support.waiting import wait_until
 
 from kvcascade.config.options import At
 from kvcascade.config.remote import parse_remote
@@ -52,11 +58,6 @@ OLD, NOW = 2 * 1000, 2 * COUNTER
 NAMESPACE = "0123456789abcdef" * 2
 USUAL_WAYS = ("lifecycle", "allkeys-lru", "run this command regularly")
 """Words of the note of each kind of server."""
-LONG_PUT = """
-import sys, obstore
-store = obstore.store.LocalStore(sys.argv[1])
-obstore.put(store, sys.argv[2], bytes(1 << 30), mode="create", use_multipart=False)
-"""
 
 
 @dataclass
@@ -107,6 +108,14 @@ SIZES_DIFFER = 0.01
 """Keys in a Valkey server take almost equal sizes."""
 
 
+def place_at(url: str, **options: object) -> Place:
+    """A place at a URL; commands get the same options."""
+    given = {"url": url, **PATIENT, **options}
+    engine, _ = open_remote_engine(parse_remote(At("t"), given), os.environ)
+    words = [word for name in options for word in ("--set", f"{name}={options[name]}")]
+    return Place(engine, [url, *PATIENT_WORDS, *words])
+
+
 @pytest.fixture(params=["folder", "s3", "redis", "valkey", "twin"])
 def place(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -138,10 +147,9 @@ def _place(
         options = {"endpoint": server.endpoint, "region": "us-east-1"}
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.setenv(name, SECRET)
-    engine, _ = open_remote_engine(parse_remote(At("t"), {"url": url, **options}), os.environ)
-    stack.callback(engine.close)
-    settings = [word for name in options for word in ("--set", f"{name}={options[name]}")]
-    return Place(engine, [url, *settings])
+    place = place_at(url, **options)
+    stack.callback(place.engine.close)
+    return place
 
 
 def of_twin(twin: RemoteTwin, monkeypatch: pytest.MonkeyPatch, seal: Seal | None = None) -> Place:
@@ -289,9 +297,7 @@ def test_secret_keys(
     pytest.importorskip("cryptography")
     pytest.importorskip("obstore")
     option = "mac_key_file" if kind is MacSeal else "encryption_key_file"
-    url = (tmp_path / "kv").as_uri()
-    engine, _ = open_remote_engine(parse_remote(At("t"), {"url": url}), os.environ)
-    place = Place(engine, [url])
+    place = place_at((tmp_path / "kv").as_uri())
     names = place.fill(3, seal=kind(b"\1" * 32))
     place.replace(names[0], flip(700))
     for secret, wanted in ((b"\1", "ok"), (b"\2", "other_key")):
@@ -303,7 +309,7 @@ def test_secret_keys(
     assert place.call("verify", "--json").document["outcomes"] == {"no_key": 2, "corrupt": 1}
     place.call("verify", "--set", f"{option}={path}", "--remove")
     assert place.held(names) == [False, True, True], "a block of another key stays"
-    engine.close()
+    place.engine.close()
 
 
 # -- gc ------------------------------------------------------------------------------------------
@@ -347,9 +353,7 @@ def test_a_size_and_an_age(place: Place) -> None:
 
 def test_the_oldest_files_leave_first(tmp_path: Path) -> None:
     pytest.importorskip("obstore")
-    url = (tmp_path / "kv").as_uri()
-    engine, _ = open_remote_engine(parse_remote(At("t"), {"url": url}), os.environ)
-    place = Place(engine, [url])
+    place = place_at((tmp_path / "kv").as_uri())
     names = place.fill(6)
     now_s = time.time()
     for i, name in enumerate(names):
@@ -361,14 +365,12 @@ def test_the_oldest_files_leave_first(tmp_path: Path) -> None:
     (row,) = place.call("ls", "--json").document["generations"]
     assert row["newest_age_s"] == pytest.approx(86_400, abs=60)
     assert row["oldest_age_s"] == pytest.approx(2 * 86_400, abs=60)
-    engine.close()
+    place.engine.close()
 
 
 def test_commands_are_no_use_of_the_blocks_of_a_valkey_server(redis: ServerProcess) -> None:
     """The server evicts what was not used for long, and must not take a list for a use."""
-    url = f"redis://{HOST}:{redis.port}"
-    engine, _ = open_remote_engine(parse_remote(At("t"), {"url": url}), os.environ)
-    place = Place(engine, [url])
+    place = place_at(f"redis://{HOST}:{redis.port}")
     names = place.fill(3)
     for days, name in enumerate(names, start=1):
         for value in (f"{{{name}}}", f"{{{name}}}:h"):
@@ -385,13 +387,11 @@ def test_commands_are_no_use_of_the_blocks_of_a_valkey_server(redis: ServerProce
     block_bytes = place.call("ls", "--json").document["generations"][0]["size_bytes"] // 2
     place.call("gc", "--max-size", block_bytes)
     assert place.held(names) == [True, False, False]
-    engine.close()
+    place.engine.close()
 
 
 def test_valkey_counts_uses(redis: ServerProcess) -> None:
-    url = f"redis://{HOST}:{redis.port}"
-    engine, _ = open_remote_engine(parse_remote(At("t"), {"url": url}), os.environ)
-    place = Place(engine, [url])
+    place = place_at(f"redis://{HOST}:{redis.port}")
     place.fill(2)
     redis_command(redis.port, "CONFIG", "SET", "maxmemory-policy", "allkeys-lfu")
     try:
@@ -402,7 +402,7 @@ def test_valkey_counts_uses(redis: ServerProcess) -> None:
         redis_command(redis.port, "CONFIG", "SET", "maxmemory-policy", "noeviction")
     assert found["unknown_ages"] == 2 and found["namespaces"][0]["blocks_removed"] == 0
     assert "knows no age of 2 blocks" in shown and row["oldest_age_s"] is None
-    engine.close()
+    place.engine.close()
 
 
 Drawn = tuple[int, int | None]
@@ -465,11 +465,7 @@ def test_gc_removes_what_a_killed_writer_left_in_a_folder(tmp_path: Path) -> Non
     pytest.importorskip("obstore")
     engine, _ = open_remote_engine(parse_remote(At("t"), {"url": tmp_path.as_uri()}), os.environ)
     space = tmp_path / NAMESPACE
-    writer = subprocess.Popen([sys.executable, "-c", LONG_PUT, tmp_path, f"{NAMESPACE}/1/00/0"])
-    wait_until(lambda: any(space.rglob("0#1")))
-    writer.kill()
-    writer.wait()
-    (left,) = space.rglob("*#*")
+    left = left_by_a_killed_writer(tmp_path, space / "1" / "00" / "0")
     young, strange = space / "generation#1", tmp_path / "of-others#1"
     for path in (young, strange):
         path.write_bytes(b"12345")
@@ -487,8 +483,7 @@ def test_gc_removes_what_a_killed_writer_left_in_a_folder(tmp_path: Path) -> Non
 def test_gc_leaves_no_folders_of_old_generations(tmp_path: Path) -> None:
     """Each reset left one for every first byte of a key."""
     pytest.importorskip("obstore")
-    engine, _ = open_remote_engine(parse_remote(At("t"), {"url": tmp_path.as_uri()}), os.environ)
-    place = Place(engine, [tmp_path.as_uri()])
+    place = place_at(tmp_path.as_uri())
     old, current = place.fill(20, OLD), place.fill(20, NOW)
     space = tmp_path / old[0].partition("/")[0]
     of_old, of_current, of_earlier_gc = (space / f"{number:x}" for number in (OLD, NOW, OLD + 1))
@@ -498,7 +493,7 @@ def test_gc_leaves_no_folders_of_old_generations(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
     (staying[-1] / "0#1").touch()  # somebody writes it
     for path in current:
-        engine.remove([path], LIMIT_S)
+        place.engine.remove([path], LIMIT_S)
     call("remote", "gc", *place.words, "--dry-run", "-n", "f" * 32)
     call("remote", "gc", *place.words, "--dry-run")
     call("remote", "gc", *place.words, "-n", "f" * 32)
@@ -508,7 +503,7 @@ def test_gc_leaves_no_folders_of_old_generations(tmp_path: Path) -> None:
     assert all(folder.exists() for folder in staying)
     assert all((tmp_path / name).parent.exists() for name in current)
     assert place.held(place.fill(20, OLD)) == [True] * 20, "a late writer makes them again"
-    engine.close()
+    place.engine.close()
 
 
 # -- what goes wrong -----------------------------------------------------------------------------
@@ -552,6 +547,7 @@ def test_a_bucket_that_is_not_there(
         f"endpoint={s3.endpoint}",
         "--set",
         "region=us-east-1",
+        *PATIENT_WORDS,
     )
     answer = call("remote", command, *words)
     assert answer.code == ExitCode.CANNOT_OPEN and "has no such bucket" in answer.err
@@ -564,7 +560,8 @@ def test_a_wrong_password(
 ) -> None:
     monkeypatch.setenv("WORD", SECRET)
     url = f"redis://{HOST}:{redis.port}"
-    answer = call("remote", command, url, "--set", "password_env=WORD", "--json")
+    words = ("--set", "password_env=WORD", *PATIENT_WORDS)
+    answer = call("remote", command, url, *words, "--json")
     assert answer.code == ExitCode.CANNOT_OPEN and SECRET not in answer.out + answer.err
     assert answer.document["error"] == "cannot_open"
     assert "refuses the credentials" in answer.document["message"]
@@ -685,7 +682,8 @@ def test_a_configuration_names_the_tier(tmp_path: Path, redis: ServerProcess) ->
     url = f"redis://{HOST}:{redis.port}"
     path = tmp_path / "kv.json"
     cpu: dict[str, Any] = {"type": "cpu", "capacity": "64MiB"}
-    extra = {"spec_name": "CascadeOffloadingSpec", "tiers": [cpu, {"type": "remote", "url": url}]}
+    tiers = [cpu, {"type": "remote", "url": url, **PATIENT}]
+    extra = {"spec_name": "CascadeOffloadingSpec", "tiers": tiers}
     path.write_text(json.dumps(extra))
     assert call("remote", "ls", path, "--json").document["url"] == url
     answer = call("remote", "ls", path, "--set", "deadline_s=3")

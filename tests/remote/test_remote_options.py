@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 from contract.remote_contract import LIMIT_S, an_object, names
-from support.remote_servers import HOST, ServerProcess, redis_server
+from support.remote_servers import HOST, PATIENT, ServerProcess, redis_server
 from support.remote_twin import RemoteTwin
 
 from kvcascade.config import remote
@@ -215,7 +215,7 @@ class TestSecrets:
         try:
             (tmp_path / "password").write_text(SECRET + "\n")
             for how in ({"password_env": "P"}, {"password_file": str(tmp_path / "password")}):
-                options = parse(url=f"valkey://{HOST}:{server.port}", **how)
+                options = parse(url=f"valkey://{HOST}:{server.port}", **how, **PATIENT)
                 engine, _ = open_remote_engine(options, {"P": SECRET})
                 assert engine.exist_many(names(1), LIMIT_S) == [RemoteOutcome.ABSENT]
                 assert isinstance(engine, ValkeyEngine)
@@ -228,7 +228,7 @@ class TestSecrets:
 
     def test_a_database_is_selected(self, redis: ServerProcess) -> None:
         first, second = (
-            open_remote_engine(parse(url=f"valkey://{HOST}:{redis.port}{path}"), {})[0]
+            open_remote_engine(parse(url=f"valkey://{HOST}:{redis.port}{path}", **PATIENT), {})[0]
             for path in ("", "/5")
         )
         assert first.counter("a", 1, LIMIT_S).value == 1

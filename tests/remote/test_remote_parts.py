@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import count
 from time import monotonic
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ from kvcascade.tiers.remote.base import (
     RemoteObject,
     RemoteOutcome,
 )
-from kvcascade.tiers.remote.engines import resp
+from kvcascade.tiers.remote.engines import resp, valkey
 from kvcascade.tiers.remote.engines.resp import (
     Address,
     Login,
@@ -284,10 +284,10 @@ def test_a_peer_that_breaks_the_protocol_is_an_outcome(reply: bytes) -> None:
 
     bad = {*RemoteOutcome} - {RemoteOutcome.OK, RemoteOutcome.EXISTS}
     with peer(serve) as engine:
-        assert engine.get_into(["a"], [PrivateBuffer(4096)], 2.0)[0] in bad
-        assert engine.exist_many(["a", "b"], 2.0)[0] in bad
-        assert engine.counter("a", 1, 2.0).outcome in bad
-        assert engine.advance("a", 1, 2.0).outcome in bad
+        assert engine.get_into(["a"], [PrivateBuffer(4096)], WAIT_LIMIT_S)[0] in bad
+        assert engine.exist_many(["a", "b"], WAIT_LIMIT_S)[0] in bad
+        assert engine.counter("a", 1, WAIT_LIMIT_S).outcome in bad
+        assert engine.advance("a", 1, WAIT_LIMIT_S).outcome in bad
 
 
 MAPS = (
@@ -313,8 +313,9 @@ def test_a_map_of_a_cluster_that_is_none_is_not_taken_in(reply: bytes) -> None:
 
     with peer(serve) as engine:
         for _ in range(2):
-            assert engine.exist_many(["a"], 2.0) == [RemoteOutcome.BUSY]
-            assert not {RemoteOutcome.OK} & {b.outcome for b in engine.list_objects("", 2.0)}
+            assert engine.exist_many(["a"], WAIT_LIMIT_S) == [RemoteOutcome.BUSY]
+            listed = {batch.outcome for batch in engine.list_objects("", WAIT_LIMIT_S)}
+            assert RemoteOutcome.OK not in listed
 
 
 def test_a_node_of_a_cluster_without_the_key_tells_its_settings() -> None:
@@ -341,7 +342,7 @@ def test_an_error_inside_of_a_transaction_is_that_of_one_object() -> None:
 
     with peer(serve) as engine:
         made = RemoteObject(bytes(HEADER_BYTES), memoryview(bytes(4096)))
-        ended = engine.put(["a", "b"], [made, made], 2.0)
+        ended = engine.put(["a", "b"], [made, made], WAIT_LIMIT_S)
         assert ended == [RemoteOutcome.DENIED, RemoteOutcome.OK]
 
 
@@ -352,7 +353,7 @@ def test_a_counter_that_was_not_raised_is_no_value() -> None:
             connection.sendall(reply)
 
     with peer(serve) as engine:
-        assert engine.advance("a", 1, 2.0).outcome is RemoteOutcome.CORRUPT
+        assert engine.advance("a", 1, WAIT_LIMIT_S).outcome is RemoteOutcome.CORRUPT
 
 
 class TestAddresses:
@@ -424,10 +425,12 @@ def test_a_password_is_read_for_each_connection() -> None:
         has_hung_up.set()
 
     passwords = iter(["old", "new"])
-    with peer(serve, Login(5.0, 5.0, password=lambda: next(passwords))) as engine:
+    how = Login(WAIT_LIMIT_S, WAIT_LIMIT_S, password=lambda: next(passwords))
+    with peer(serve, how) as engine:
         for _ in range(2):
-            assert engine.exist_many(["a"], 2.0) == [RemoteOutcome.OK]
-            assert has_hung_up.wait(10.0)  # else the second call may use the first connection
+            assert engine.exist_many(["a"], WAIT_LIMIT_S) == [RemoteOutcome.OK]
+            # Else the second call may use the first connection.
+            assert has_hung_up.wait(WAIT_LIMIT_S)
             has_hung_up.clear()
     assert [b"old" in said[0], b"new" in said[1]] == [True, True]
 
@@ -445,7 +448,7 @@ def test_connections_are_not_used_after_a_long_rest(monkeypatch: pytest.MonkeyPa
     with peer(serve) as engine:
         for limit_s, expected in (60.0, 1), (60.0, 1), (-1.0, 2):
             monkeypatch.setattr("kvcascade.tiers.remote.engines.valkey.IDLE_LIMIT_S", limit_s)
-            assert engine.exist_many(["a"], 2.0) == [RemoteOutcome.OK]
+            assert engine.exist_many(["a"], WAIT_LIMIT_S) == [RemoteOutcome.OK]
             assert connections == expected
 
 
@@ -462,7 +465,7 @@ def test_a_server_that_became_a_replica_is_left() -> None:
 
     with peer(serve) as engine:
         for expected in 1, 2:
-            assert engine.remove(["a"], 2.0) == [RemoteOutcome.DENIED]
+            assert engine.remove(["a"], WAIT_LIMIT_S) == [RemoteOutcome.DENIED]
             assert connections == expected
 
 
@@ -488,12 +491,12 @@ def test_no_connection_to_a_server_that_became_a_replica_is_used_again(first: st
         for connection in (rest, other, probe):
             nodes.give_back(address, connection)
         if first == "remove":
-            assert engine.remove(["a"], 2.0) == [RemoteOutcome.DENIED]
+            assert engine.remove(["a"], WAIT_LIMIT_S) == [RemoteOutcome.DENIED]
         else:
-            assert engine.counter("a", 1, 2.0).outcome is RemoteOutcome.DENIED
+            assert engine.counter("a", 1, WAIT_LIMIT_S).outcome is RemoteOutcome.DENIED
         nodes.give_back(address, in_use)
         for _ in range(2):
-            assert engine.remove(["a"], 2.0) == [RemoteOutcome.OK]
+            assert engine.remove(["a"], WAIT_LIMIT_S) == [RemoteOutcome.OK]
         assert len(accepted) == 5, "later connections are kept"
 
 
@@ -507,7 +510,7 @@ def test_a_user_without_the_right_to_write_keeps_all_connections() -> None:
 
     with peer(serve) as engine:
         for _ in range(3):
-            assert engine.remove(["a"], 2.0) == [RemoteOutcome.DENIED]
+            assert engine.remove(["a"], WAIT_LIMIT_S) == [RemoteOutcome.DENIED]
         assert len(accepted) == 1
 
 
@@ -541,14 +544,13 @@ def test_a_node_that_left_its_cluster_is_not_asked_again(monkeypatch: pytest.Mon
         return serve
 
     def ask() -> RemoteOutcome:
-        (answer,) = engine.exist_many(["a"], 2.0)
+        (answer,) = engine.exist_many(["a"], WAIT_LIMIT_S)
         return answer
 
-    own = Login(connect_timeout_s=0.5, stall_s=5.0)
     with (
         peer(node("former", has_slots=True)) as former,
         peer(node("other", has_slots=True)) as other,
-        peer(node("seed", has_slots=False), own) as engine,
+        peer(node("seed", has_slots=False)) as engine,
     ):
         nodes, other_place = engine._nodes, other._nodes.first
         owner.append(former._nodes.first)
@@ -606,9 +608,9 @@ def test_a_node_without_a_host_is_on_the_host_that_named_it() -> None:
                 connection.sendall(cluster if b"CLUSTER" in got else moved)
 
         with peer(first) as engine:
-            assert engine.exist_many(["a"], 2.0) == [RemoteOutcome.OK] and len(asked) == 1
+            assert engine.exist_many(["a"], WAIT_LIMIT_S) == [RemoteOutcome.OK] and len(asked) == 1
             assert {*engine._nodes._slots.values()} == {Address(HOST, port)}
-            assert engine.exist_many(["b"], 2.0) == [RemoteOutcome.OK] and len(asked) == 2
+            assert engine.exist_many(["b"], WAIT_LIMIT_S) == [RemoteOutcome.OK] and len(asked) == 2
 
 
 def test_without_tls_no_redirection_leaves_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -631,29 +633,36 @@ def test_without_tls_no_redirection_leaves_this_host(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(socket.socket, "connect", watched)
     with peer(serve, engine._nodes._login) as one:
-        assert one.exist_many(["a"], 2.0) == [RemoteOutcome.IO_ERROR]
+        assert one.exist_many(["a"], WAIT_LIMIT_S) == [RemoteOutcome.IO_ERROR]
     assert hosts == {HOST}
 
 
-def test_a_peer_that_trickles_costs_the_limit() -> None:
-    """Each byte comes in time, and the whole never does."""
-    is_over = threading.Event()
+def test_a_peer_that_trickles_costs_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte comes in time, and the whole never does. Time goes on when the engine looks."""
+    clock, has_looked, look_s, limit_s = ManualClock(), threading.Semaphore(0), 60.0, 2400.0
+
+    def look() -> float:
+        clock.advance(look_s)
+        has_looked.release()
+        return clock()
 
     def serve(connection: socket.socket) -> None:
         connection.recv(65536)
         connection.sendall(b"*2\r\n$320\r\n")
-        while not is_over.wait(0.05):
+        while has_looked.acquire(timeout=WAIT_LIMIT_S):
             try:
                 connection.sendall(b"x")
             except OSError:
                 return
 
-    with peer(serve, Login(0.5, 2.0)) as engine:
-        begun_s = monotonic()
-        assert engine.get_into(["a"], [PrivateBuffer(4096)], 1.0) == [RemoteOutcome.BUSY]
-        assert monotonic() - begun_s < 4.0
+    for module in (resp, valkey):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=look))
+    with peer(serve, Login(limit_s, limit_s)) as engine:
+        begun_s = clock()
+        assert engine.get_into(["a"], [PrivateBuffer(4096)], limit_s) == [RemoteOutcome.BUSY]
+        assert limit_s <= clock() - begun_s <= limit_s + 4 * look_s
         assert not engine._nodes._left_s, "the node did not fail"
-        is_over.set()
+        has_looked.release(1000)
 
 
 def test_a_peer_that_stops_in_mid_body_and_goes_on_reaches_no_buffer() -> None:
@@ -663,18 +672,16 @@ def test_a_peer_that_stops_in_mid_body_and_goes_on_reaches_no_buffer() -> None:
 
     def serve(connection: socket.socket) -> None:
         connection.recv(65536)
-        connection.sendall(header + b"$262016\r\n" + b"\xbd" * 100_000)
-        goes_on.wait(10.0)
-        try:
+        with suppress(OSError):  # the engine closed the connection
+            connection.sendall(header + b"$262016\r\n" + b"\xbd" * 100_000)
+            assert goes_on.wait(WAIT_LIMIT_S)
             connection.sendall(b"\xbd" * 162_016 + b"\r\n")
-        except OSError:
-            pass  # the engine closed the connection
         has_sent.set()
 
-    with peer(serve) as engine:
+    with peer(serve, Login(WAIT_LIMIT_S, stall_s=0.3)) as engine:
         buffer = PrivateBuffer(262_144)
-        assert engine.get_into(["a"], [buffer], 2.0) == [RemoteOutcome.TIMED_OUT]
+        assert engine.get_into(["a"], [buffer], WAIT_LIMIT_S) == [RemoteOutcome.TIMED_OUT]
         before = bytes(buffer.payload)
         goes_on.set()
-        assert has_sent.wait(10.0)
+        assert has_sent.wait(WAIT_LIMIT_S)
         assert bytes(buffer.payload) == before and before[150_000:] != b"\xbd" * 112_144

@@ -9,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from contract.remote_contract import an_object, names
+from contract.remote_contract import LIMIT_S, an_object, names
 from support.cache_rig import call
 from support.certificates import loopback_certificate
 from support.remote_servers import (
     HOST,
+    PATIENT,
+    PATIENT_WORDS,
     GuardedS3Server,
     S3Server,
     ServerProcess,
@@ -45,7 +47,7 @@ AWS = {"AWS_ACCESS_KEY_ID": "key-in-test", "AWS_SECRET_ACCESS_KEY": SECRET}
 
 
 def options(**given: object) -> RemoteTierOptions:
-    return parse_remote(At("tiers[1]"), {"deadline_s": 5.0, **given})
+    return parse_remote(At("tiers[1]"), {**PATIENT, **given})
 
 
 @pytest.fixture
@@ -88,7 +90,7 @@ def test_an_engine_keeps_its_folder_and_leaves_nothing_in_it(tmp_path: Path) -> 
     pytest.importorskip("obstore")
     given = options(url=(tmp_path / "kv").as_uri())
     engine, _ = open_remote_engine(given, {})
-    engine.exist_many(["any"], 1.0)
+    engine.exist_many(["any"], LIMIT_S)
     assert problem_of(engine, given) is None
     engine.close()
     assert [*tmp_path.rglob("*")] == [tmp_path / "kv"]
@@ -100,13 +102,13 @@ def full_and_read_only(folder: Path) -> None:
     engine, _ = open_remote_engine(given, {})
     assert problem_of(engine, given) is None
     filler = Filler(folder, leave_bytes=64 << 10)
-    assert engine.put(names(1), [an_object(1)], 1.0) == [RemoteOutcome.NO_SPACE]
+    assert engine.put(names(1), [an_object(1)], LIMIT_S) == [RemoteOutcome.NO_SPACE]
     found = problem_of(engine, given)
     assert found is not None and "is full, " in found, "though the probe is stored"
     assert "; make room" in found
     filler.remove()
     subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
-    assert engine.put(names(1), [an_object(1)], 1.0) == [RemoteOutcome.DENIED]
+    assert engine.put(names(1), [an_object(1)], LIMIT_S) == [RemoteOutcome.DENIED]
     found = problem_of(engine, given)
     assert found is not None and "allow writes" in found
     assert problem_of(engine, replace(given, writes=WriteWhen.OFF)) is None
@@ -217,7 +219,7 @@ class TestRedisLogin:
                 assert probe_remote(options(**given, writes=writes), env) is None
             assert OF_ENGINES in REMOTE_PAGE.read_text()
             monkeypatch.setenv("WORD", SECRET)
-            words = ("--set", "username=u", "--set", "password_env=WORD")
+            words = ("--set", "username=u", "--set", "password_env=WORD", *PATIENT_WORDS)
             for command in ("ls", "verify", "gc"):
                 assert call("remote", command, given["url"], *words).code == 0
         finally:
@@ -315,7 +317,7 @@ def test_check_and_doctor_ask_the_server(
     tmp_path: Path, evicting: ServerProcess, is_up: bool
 ) -> None:
     port = evicting.port if is_up else free_port()
-    remote = {"type": "remote", "url": f"redis://{HOST}:{port}"}
+    remote = {"type": "remote", "url": f"redis://{HOST}:{port}", **PATIENT}
     extra = {
         "spec_name": "CascadeOffloadingSpec",
         "tiers": [{"type": "cpu", "capacity": "64MiB"}, remote],

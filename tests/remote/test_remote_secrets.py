@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 from support.cache_rig import call
-from support.remote_servers import HOST, S3Server, ServerProcess, free_port, redis_command
+from support.remote_servers import (
+    HOST,
+    PATIENT,
+    S3Server,
+    ServerProcess,
+    free_port,
+    redis_command,
+)
 
 PASSWORD, KEY_ID, SECRET_KEY = "hunter2-in-test", "id-in-test", "secret-in-test"
 MAC_KEY = "5ec2e7" * 10 + "0a1b"
@@ -27,7 +34,7 @@ def remote(
         monkeypatch.setenv(name, value)
     for name, value in (("word", PASSWORD), ("mac", MAC_KEY)):
         (tmp_path / name).write_text(value)
-    common = {"type": "remote", "mac_key_file": str(tmp_path / "mac"), "deadline_s": 5.0}
+    common = {"type": "remote", "mac_key_file": str(tmp_path / "mac"), **PATIENT}
     if "bucket" in request.param:
         pytest.importorskip("obstore")
         server: S3Server = request.getfixturevalue("s3")

@@ -16,6 +16,7 @@ from support.keys import key
 from support.path_cache import PER_SEGMENT, fill_path, held_in, try_engine_on
 from support.path_rig import PathRig, RigNode
 from support.remote_rig import PAYLOAD_BYTES
+from support.remote_servers import PATIENT
 from support.users import unprivileged
 from support.waiting import wait_until
 
@@ -147,7 +148,7 @@ def test_objects_in_a_folder_are_private(tmp_path: Path) -> None:
     os.ftruncate(arena_fd, HEADER_BYTES + PAYLOAD_BYTES)
     memory = SlotMemory(PAYLOAD_BYTES, 1, memoryview(b""), duplicate=lambda: os.dup(arena_fd))
     facts = EngineFacts(NamespaceKey("model", {"weights": "w"}), memory, False, False, 10.0)
-    given = {"url": folder.as_uri(), "writes": "through", "deadline_s": 10.0}
+    given = {"url": folder.as_uri(), "writes": "through", **PATIENT}
     before = os.umask(0)
     try:
         tier = open_remote_tier("remote", parse_remote(At("tiers[1]"), given), facts)

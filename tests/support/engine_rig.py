@@ -30,6 +30,8 @@ ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads leave the cores to the other test process
     "PYTHONHASHSEED": "0",  # engines up to 0.28 find their blocks again only with a fixed seed
 }
+AT_ANY_SPEED: dict[str, Any] = {"load_or_recompute": False, "promotion_deadline_s": 120.0}
+"""Options of the cascade with which the speed of the machine does not decide what is read."""
 IN_A_NETWORK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 """Its ranks talk to each other through the loopback device."""
 Answers = list[dict[str, Any]]

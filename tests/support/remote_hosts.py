@@ -11,7 +11,7 @@ import pytest
 
 from .kv_bytes import Shape, tiers
 from .open_tiers import remote_of
-from .remote_servers import S3Server
+from .remote_servers import PATIENT, S3Server
 from .spec_driver import Driver
 from .spec_parts import Request
 from .waiting import wait_until
@@ -23,7 +23,7 @@ CPU = 64
 
 def host(label: str, shape: Shape = SHAPE, cpu: int = CPU, **remote: Any) -> Driver:
     """An engine of its own; those with equal labels share blocks."""
-    last = {"type": "remote", "writes": "through", **remote}
+    last = {"type": "remote", "writes": "through", **PATIENT, **remote}
     return Driver(shape, [*tiers(shape, None, cpu=cpu), last], label=label)
 
 

@@ -24,6 +24,7 @@ from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 import pytest
@@ -32,9 +33,15 @@ from kvcascade.tiers.remote.engines.resp import Address, Login
 from kvcascade.tiers.remote.engines.valkey import ValkeyEngine
 
 from .debian import libraries, unpacked
-from .waiting import wait_until
+from .waiting import WAIT_LIMIT_S, wait_until
 
 HOST = "127.0.0.1"
+PATIENT: dict[str, Any] = dict.fromkeys(
+    ("deadline_s", "timeout_s", "connect_timeout_s", "queue_s"), WAIT_LIMIT_S
+)
+"""Options of a remote tier with which no call fails because the machine is slow."""
+PATIENT_WORDS = [word for name in PATIENT for word in ("--set", f"{name}={PATIENT[name]}")]
+"""The same for a command."""
 PORTS = range(15_000, 32_000)
 """Below those that the kernel gives to clients: none takes the port of a server that restarts."""
 
@@ -270,7 +277,10 @@ Serve = Callable[[socket.socket], None]
 
 @contextmanager
 def peer(serve: Serve, login: Login | None = None) -> Iterator[ValkeyEngine]:
-    """An engine whose server is this function, called for each connection."""
+    """An engine whose server is this function, called for each connection.
+
+    Without a `login` the engine waits for as long as the slowest machine needs.
+    """
     with socket.create_server((HOST, 0)) as server:
         port = server.getsockname()[1]
 
@@ -285,7 +295,7 @@ def peer(serve: Serve, login: Login | None = None) -> Iterator[ValkeyEngine]:
 
         thread = threading.Thread(target=accept, daemon=True)
         thread.start()
-        login = login or Login(connect_timeout_s=0.5, stall_s=0.3)
+        login = login or Login(WAIT_LIMIT_S, WAIT_LIMIT_S)
         engine = ValkeyEngine(Address(HOST, port), login)
         try:
             yield engine

@@ -29,7 +29,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("many")
     payloads = [bytes([number % 256]) * BLOCK for number in range(SEGMENTS)]
     with kvcascade.open(
-        root, namespace="many", block_bytes=BLOCK, capacity="64MiB", segment_size="4KiB"
+        root,
+        namespace="many",
+        block_bytes=BLOCK,
+        capacity="64MiB",
+        segment_size="4KiB",
+        min_free=0,
     ) as cache:
         assert cache.put(keys(SEGMENTS), payloads) == [PutOutcome.STORED] * SEGMENTS
         assert len(os.listdir(root / cache.name / "segments")) >= SEGMENTS

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_rig import Answers, Engine, EngineFailed, engine_options
+from support.engine_rig import AT_ANY_SPEED, Answers, Engine, EngineFailed, engine_options
 from support.small_models import MAKERS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -67,6 +67,7 @@ def test_blocks_come_back(name: str, shared: Path, tmp_path: Path) -> None:
     kind = KINDS[name]
     model = MAKERS[kind.model](tmp_path / "model")
     extra: dict[str, Any] = {
+        **AT_ANY_SPEED,
         "blocks_per_chunk": kind.chunk,
         "tiers": [
             {"type": "cpu", "capacity": "192MiB", "arena_dir": str(shared)},

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from support.engine_rig import Answers, Engine, engine_options, has_device_each
+from support.engine_rig import AT_ANY_SPEED, Answers, Engine, engine_options, has_device_each
+from support.waiting import wait_until
 
 from kvcascade.tools.dev.model import make_llama
 
@@ -22,8 +25,6 @@ PROMPT_TOKENS = 330
 PROMPTS = 6
 WORKERS = 2
 BLOCKS = PROMPTS * (PROMPT_TOKENS // BLOCK_TOKENS)
-WAIT_S = 120
-"""Limit of a read. The workers and the engine spin, so on a busy machine the node may wait."""
 CACHEABLE = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
@@ -59,10 +60,16 @@ def arenas(engine: Engine) -> dict[int, set[int]]:
     """Per arena file that is mapped: the processes that map it."""
     found: dict[int, set[int]] = {}
     for process in [engine.process, *engine.process.children(recursive=True)]:
-        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
-            if "/kvcascade-" in line:
-                found.setdefault(int(line.split()[4]), set()).add(process.pid)
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                if "/kvcascade-" in line:
+                    found.setdefault(int(line.split()[4]), set()).add(process.pid)
     return found
+
+
+def is_shared_by(engine: Engine, processes: int) -> bool:
+    """Whether so many processes map one arena, and nobody another one."""
+    return [len(mapped_by) for mapped_by in arenas(engine).values()] == [processes]
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +96,7 @@ def options(tmp_path: Path) -> Iterator[dict[str, Any]]:
             "path": str(tmp_path / "nvme"),
             "min_free": 0,
         }
-        extra = {"tiers": [cpu, nvme], "offload_prompt_only": True, "promotion_deadline_s": WAIT_S}
+        extra = {**AT_ANY_SPEED, "tiers": [cpu, nvme], "offload_prompt_only": True}
         yield engine_options(model, 100, extra)
         assert not list(Path(shared).iterdir())
 
@@ -100,8 +107,7 @@ def test_two_workers(kind: str, options: dict[str, Any], tmp_path: Path) -> None
     log = tmp_path / "engine.log"
     both = options | KINDS[kind]
     with Engine(log, both) as engine:
-        ((_, mapped_by),) = arenas(engine).items()
-        assert len(mapped_by) == 4, "two workers, the scheduler and its node"
+        wait_until(partial(is_shared_by, engine, 4))  # two workers, the scheduler and its node
         computed = engine.generate(TEXTS)
         assert cached(computed) == [0] * PROMPTS
         expected = tokens(computed)

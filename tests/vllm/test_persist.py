@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 from support.engine_rig import Engine, engine_options
+from support.waiting import wait_until
 
 from kvcascade.tools.dev.model import make_llama
 
@@ -16,6 +18,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 BLOCK_BYTES = 4 * 32 * 2 * 128 * 4
 TOKENS = 700
+PROMPTS = 3
+BLOCKS = PROMPTS * (TOKENS // 32)
 
 
 @pytest.fixture
@@ -25,14 +29,19 @@ def arenas() -> Iterator[Path]:
         yield Path(folder)
 
 
+def has_stored(engine: Engine) -> bool:
+    """Whether every block of the prompts is stored; each look is a step of the engine."""
+    return engine.metrics()["vllm:kvcascade_stored_blocks"] >= BLOCKS
+
+
 def test_a_killed_engine_leaves_its_blocks_to_the_next(tmp_path: Path, arenas: Path) -> None:
     model = make_llama(tmp_path / "model", seed=11)
     cpu = {"type": "cpu", "capacity": 100 * BLOCK_BYTES, "persist": True, "arena_dir": str(arenas)}
     rng = random.Random(4)
-    prompts = [[rng.randrange(1000) for _ in range(TOKENS)] for _ in range(3)]
+    prompts = [[rng.randrange(1000) for _ in range(TOKENS)] for _ in range(PROMPTS)]
     with Engine(tmp_path / "first.log", engine_options(model, 80, {"tiers": [cpu]})) as engine:
         first = [engine.generate([prompt])[0] for prompt in prompts]
-        engine.metrics()  # one more step: the last stores are complete
+        wait_until(partial(has_stored, engine))
         engine.kill()
     assert len(list(arenas.iterdir())) == 1
     with Engine(tmp_path / "second.log", engine_options(model, 80, {"tiers": [cpu]})) as engine:
