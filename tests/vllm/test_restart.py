@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engine_rig import AT_ANY_SPEED, Engine, engine_options
+from support.engine_rig import Engine, engine_options
 from support.server_rig import VOCABULARY, Server, words
 
 from kvcascade.observe.metrics import PREFIX
@@ -35,7 +35,7 @@ STORM = [DOCUMENT_TOKENS[i % DOCUMENTS] + words(f"end {i}", TAIL_TOKENS) for i i
 def cascade(path: Path, cpu_blocks: int) -> dict[str, Any]:
     """The configuration of the docs, but for its sizes, and that no speed decides what is read."""
     return {
-        **AT_ANY_SPEED,
+        "load_or_recompute": False,
         "tiers": [
             {"type": "cpu", "capacity": cpu_blocks * BLOCK_BYTES},
             {"type": "nvme", "capacity": "256MiB", "path": str(path), "min_free": 0},
