@@ -34,7 +34,7 @@ from support.small_llava import IMAGE_TOKEN, make_llava
 from support.small_models import make_eagle
 
 from kvcascade.tools.dev.model import make_llama
-from kvcascade.tools.dev.server import ServerProcess, served_model
+from kvcascade.tools.dev.server import ServerProcess, is_on_cpu, served_model
 from kvcascade.vllm.generation import vllm_version
 
 pytestmark = [pytest.mark.engine, pytest.mark.soak, pytest.mark.timeout(900)]
@@ -163,7 +163,11 @@ CASES: dict[str, Case] = {
         grows="vllm:num_preemptions",
     ),
     "reset": Case(how={"call": ["reset_prefix_cache", EVERYTHING]}, **KEPT),
-    "sleep": Case(how={"call": ["sleep", {"level": 1, "mode": "keep"}]}, **KEPT),
+    "sleep": Case(
+        options={"enable_sleep_mode": not is_on_cpu()},
+        how={"call": ["sleep", {"level": 1, "mode": "keep"}]},
+        **KEPT,
+    ),
     "pause": Case(how={"call": ["sleep", {"level": 0, "mode": "keep"}]}, **KEPT),
 }
 
