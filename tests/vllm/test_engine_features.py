@@ -11,6 +11,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from itertools import cycle, islice
 from pathlib import Path
@@ -32,7 +33,9 @@ from support.engine_rig import (
 from support.server_rig import SERVE, VOCABULARY, cascade_options, launcher
 from support.small_llava import IMAGE_TOKEN, make_llava
 from support.small_models import make_eagle
+from support.waiting import wait_until
 
+from kvcascade.tools.commands.path_blocks import open_path
 from kvcascade.tools.dev.model import make_llama
 from kvcascade.tools.dev.server import ServerProcess, is_on_cpu, served_model
 from kvcascade.vllm.generation import vllm_version
@@ -58,6 +61,10 @@ moves some by more than 1."""
 REGEX, SO_FAR = "([12][0-9]){200}", "([12][0-9])*[12]?"
 LOADED = "vllm:kvcascade_loaded_blocks"
 HTTP_TOKENS, CLIENTS = 12, 4
+BLOCKS = SHARED_TOKENS // BLOCK_TOKENS
+BLOCKS += PROMPTS * (PROMPT_TOKENS // BLOCK_TOKENS - BLOCKS)
+"""Of all prompts, the common ones once."""
+WRITTEN_LIMIT_S, LOOK_S = 180.0, 0.5
 
 
 def make_words(folder: Path) -> Path:
@@ -323,7 +330,6 @@ def test_answers_stay_the_same(name: str, shared: Path, tmp_path: Path) -> None:
 
 SERVERS: dict[str, dict[str, Any]] = {
     "api_servers": {"api_server_count": 2},
-    "data_parallel": {"data_parallel_size": 2, "api_server_count": 2},
 }
 
 
@@ -336,6 +342,13 @@ def prompt_tokens(server: ServerProcess) -> dict[str, float]:
         for sample in samples
         if sample.name == "vllm:prompt_tokens_total"
     }
+
+
+def has_written(server: ServerProcess, disk: Path) -> bool:
+    """Let each engine take a step, and return True once the disk has the blocks of all prompts."""
+    server.metrics()
+    with open_path(disk) as path:
+        return sum(len(list(path.blocks(name))) for name in path.names) >= BLOCKS
 
 
 @pytest.mark.parametrize("name", SERVERS)
@@ -363,6 +376,7 @@ def test_several_servers(
             assert len(served) == engines and all(served.values()), served
             if is_again:
                 assert loaded(server.metrics()) >= LEAST_LOADED
+            wait_until(partial(has_written, server, tmp_path / "disk"), WRITTEN_LIMIT_S, LOOK_S)
             server.stop()
         text = log.read_text(errors="replace")
         assert all(f"ApiServer_{number} " in text for number in range(2))
