@@ -139,7 +139,7 @@ class Nursery:
         **_: Any,
     ) -> Forked:
         """A server in a session of its own, with the arguments of `subprocess.Popen`."""
-        given = list(command[len(COMMAND) :])
+        given = list(command[COMMAND.index(SERVER) :])
         with open(os.devnull, "rb") as nothing:
             streams = [nothing.fileno(), stdout.fileno(), stdout.fileno()]
             return Forked(self._ask(env, cwd, given, streams))
@@ -151,7 +151,8 @@ class Nursery:
         arguments: Sequence[str] | None,
         streams: list[int],
     ) -> int:
-        """Return the number of a forked process. `arguments`: those of a server; None: a runner."""
+        """Return the number of a forked process. `arguments`: a server's module, and its arguments;
+        None: a runner."""
         asked = {
             "environment": dict(environment),
             "folder": str(folder),
@@ -243,8 +244,8 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
     if request["arguments"] is None:
         engine_runner.main()
         return
-    sys.argv[1:] = request["arguments"]
-    runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+    module, *sys.argv[1:] = request["arguments"]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def main(number: int) -> None:

@@ -127,6 +127,11 @@ class Engine:
         answers: Answers = self._ask(**command)
         return answers
 
+    def ask(self, requests: Sequence[Mapping[str, Any]], **how: Any) -> Answers:
+        """Send requests of rarer kinds; see `rare_requests.py`, and `Runner.ask` for the rest."""
+        answers: Answers = self._ask(do="ask", requests=requests, **how)
+        return answers
+
     def reset(self, connector: bool) -> None:
         """`reset_prefix_cache`."""
         self._ask(do="reset", connector=connector)

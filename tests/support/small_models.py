@@ -34,7 +34,7 @@ COMMON: dict[str, Any] = {
 }
 
 
-class _Drawer:
+class Drawer:
     """Draws weights in a fixed order, so that a seed means one model."""
 
     def __init__(self, seed: int) -> None:
@@ -42,17 +42,21 @@ class _Drawer:
         self.weights: Weights = {}
 
     def linear(self, name: str, rows: int, columns: int) -> None:
+        """Draw a matrix that neither lets activations fade nor explode."""
         drawn = self._random.standard_normal((rows, columns), dtype=np.float32)
         self.weights[f"{name}.weight"] = drawn * np.float32(WEIGHT_GAIN / math.sqrt(columns))
 
     def norm(self, name: str, size: int) -> None:
+        """Make a norm that changes no scale."""
         self.weights[f"{name}.weight"] = np.ones(size, dtype=np.float32)
 
     def table(self, name: str, *shape: int) -> None:
+        """Draw numbers of variance 1."""
         self.weights[f"{name}.weight"] = self._random.standard_normal(shape, dtype=np.float32)
 
 
-def _write(folder: Path, config: dict[str, Any], weights: Weights) -> Path:
+def write_model(folder: Path, config: dict[str, Any], weights: Weights) -> Path:
+    """Write what `vllm` loads; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -67,6 +71,21 @@ def make_sliding_llama(folder: Path, window: int = 96) -> Path:
     config["sliding_window"] = window
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return target
+
+
+def make_eagle(folder: Path, vocab: int, seed: int = 4) -> Path:
+    """An EAGLE head for a Llama with this vocabulary: one layer, whose K and V a block holds, too.
+
+    It has learned nothing, so most of its proposals are refused.
+    """
+    target = make_llama(folder, seed, layers=1, vocab=vocab)
+    config = json.loads((target / "config.json").read_text())
+    draw = Drawer(seed)
+    draw.linear("fc", HIDDEN, 2 * HIDDEN)
+    for name, weight in load_file(target / "model.safetensors").items():
+        if name.startswith("model.layers.") and "input_layernorm" not in name:
+            draw.weights[name.removeprefix("model.")] = weight
+    return write_model(target, config, draw.weights)
 
 
 def make_int8_llama(folder: Path, seed: int = 0) -> Path:
@@ -141,7 +160,7 @@ def make_mla(folder: Path, seed: int = 0) -> Path:
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
     }
-    draw = _Drawer(seed)
+    draw = Drawer(seed)
     draw.table("model.embed_tokens", VOCAB, HIDDEN)
     for layer in range(LAYERS):
         name = f"model.layers.{layer}"
@@ -157,7 +176,7 @@ def make_mla(folder: Path, seed: int = 0) -> Path:
         draw.linear(f"{name}.mlp.down_proj", HIDDEN, INNER)
     draw.norm("model.norm", HIDDEN)
     draw.linear("lm_head", VOCAB, HIDDEN)
-    return _write(folder, config, draw.weights)
+    return write_model(folder, config, draw.weights)
 
 
 def make_state_space(folder: Path, seed: int = 0) -> Path:
@@ -181,7 +200,7 @@ def make_state_space(folder: Path, seed: int = 0) -> Path:
         "tie_word_embeddings": True,
         "tie_embedding": True,
     }
-    draw = _Drawer(seed)
+    draw = Drawer(seed)
     draw.table("model.embed_tokens", VOCAB, HIDDEN)
     for layer, kind in enumerate(kinds):
         name = f"model.layers.{layer}"
@@ -202,7 +221,7 @@ def make_state_space(folder: Path, seed: int = 0) -> Path:
         draw.linear(f"{name}.feed_forward.w3", INNER, HIDDEN)
         draw.linear(f"{name}.feed_forward.w2", HIDDEN, INNER)
     draw.norm("model.embedding_norm", HIDDEN)
-    return _write(folder, config, draw.weights)
+    return write_model(folder, config, draw.weights)
 
 
 MAKERS: dict[str, Callable[[Path], Path]] = {

@@ -107,6 +107,11 @@ def _come_back(kind: str) -> tuple[str]:
     return (f"vllm/test_engine_models.py::test_blocks_come_back[{kind}]",)
 
 
+def _stay_the_same(*cases: str) -> tuple[str, ...]:
+    test = "vllm/test_engine_features.py::test_answers_stay_the_same"
+    return tuple(f"{test}[{case}]" for case in cases)
+
+
 _ONE_BLOCK = "`blocks_per_chunk` above 1 is refused"
 
 FEATURES: tuple[Feature, ...] = (
@@ -138,6 +143,15 @@ FEATURES: tuple[Feature, ...] = (
     Feature("fp8 KV cache", Proof.ENGINE, _come_back("fp8")),
     Feature("`blocks_per_chunk` 2", Proof.ENGINE, (_ENGINE,), "each version above that was run"),
     Feature("`blocks_per_chunk` 4", Proof.ENGINE, _come_back("chunks_of_4")),
+    Feature(
+        "speculation",
+        Proof.ENGINE,
+        _stay_the_same("ngram", "draft_model", "eagle"),
+        "n-grams, a draft model, EAGLE",
+    ),
+    Feature(
+        "images", Proof.ENGINE, _stay_the_same("images"), "LLaVA, where torchvision is installed"
+    ),
     Feature(
         "MLA",
         Proof.CONTRACT,
