@@ -330,6 +330,7 @@ def test_answers_stay_the_same(name: str, shared: Path, tmp_path: Path) -> None:
 
 SERVERS: dict[str, dict[str, Any]] = {
     "api_servers": {"api_server_count": 2},
+    "data_parallel": {"data_parallel_size": 2, "api_server_count": 2},
 }
 
 

@@ -144,6 +144,12 @@ FEATURES: tuple[Feature, ...] = (
     Feature("`blocks_per_chunk` 2", Proof.ENGINE, (_ENGINE,), "each version above that was run"),
     Feature("`blocks_per_chunk` 4", Proof.ENGINE, _come_back("chunks_of_4")),
     Feature(
+        "data parallel",
+        Proof.ENGINE,
+        ("vllm/test_engine_features.py::test_several_servers[data_parallel]",),
+        "two engines of a dense model that share a path; CPU",
+    ),
+    Feature(
         "speculation",
         Proof.ENGINE,
         _stay_the_same("ngram", "draft_model", "eagle"),
