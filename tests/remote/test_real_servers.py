@@ -380,7 +380,7 @@ def test_nothing_that_a_bad_link_damages_is_served(kind: str, blocks: int, opene
     """Answers of a real server are changed, cut off, or stop in mid-body and go on later."""
     server, draw = server_of(kind), random.Random(kind)
     counted: Counter[RemoteOutcome] = Counter()
-    # Which answers the link stops or cuts is chance, and so is where a slow machine stops.
+    # Chance decides which answers the link stops or cuts, and where a slow machine stops.
     wanted_times = {OK: blocks // 4, RemoteOutcome.CORRUPT: blocks // 20}
     wanted_times |= {TIMED_OUT: 0, RemoteOutcome.IO_ERROR: 0}
     try:
