@@ -16,6 +16,7 @@ from ...tiers.base import RESET_TICKS_PER_S, BlockHash, BlockOutcome
 from ...tiers.remote.presence import PresenceMemory, drop_oldest
 from ...tiers.remote.remote_counters import Verb, VerbTotals
 from ..counters import latencies
+from .port import ASKING
 from .single_tier import MAX_MARKS, NodeClient, TierFeed
 
 CLOCK_SKEW_TICKS = 60 * RESET_TICKS_PER_S
@@ -214,39 +215,43 @@ class Questions:
         """Questions of this step. A block can be in several, or in one twice; `send` asks for it
         once, because a chain in which a block comes again would seem to end before it."""
         self._owner: object = None
-        """Owner of the last of them. Most blocks have the owner of the one before."""
+        """Owner of the last block in this step. Most blocks have the owner of the one before."""
         self._keys: list[BlockHash] = []
-        """Blocks of the last of them. A list: each growth of `asked` would delay one lookup."""
+        """Blocks of that owner. A list: each growth of `asked` would delay one lookup."""
+        self._answer = 0
+        """Answer about them. They are asked for only if it is ASKING."""
         self._remaining: dict[BlockHash, _Remaining] = {}
         """Blocks that are there and were not read since their lookup."""
         self._rests_until_s = -math.inf
         """Time until which nothing is asked, because a deadline passed without an answer. The node
         notices at about the same time, and says so in a note."""
 
-    def is_asking(self, key: BlockHash, owner: object) -> bool:
-        """Return True if the answer about an unknown block is awaited; ask if it was not asked."""
-        if key in self.asked:
-            return self._may_ask() and self._is_awaited(key, self.asked[key])
-        if owner is not self._owner:
-            return self._begin(key, owner)
-        self._keys.append(key)
-        return True
+    def ask(self, key: BlockHash, owner: object) -> int:
+        """Ask for an unknown block unless that was done.
 
-    def _begin(self, key: BlockHash, owner: object) -> bool:
-        """Begin a question with this block, unless none may be asked for now.
-
-        Return True if its owner may wait for the answer.
+        Return ASKING if its owner may wait for the answer, else 0.
         """
+        if owner is self._owner:  # `send` leaves out what was asked for before
+            self._keys.append(key)
+            return self._answer
+        if key in self.asked:
+            return ASKING if self._may_ask() and self._is_awaited(key, self.asked[key]) else 0
+        self._begin(key, owner)
+        return self._answer
+
+    def _begin(self, key: BlockHash, owner: object) -> None:
+        """Begin a question of another owner with this block, unless none may be asked for now."""
         feed, now_s = self._feed, self._clock()
+        self._owner, self._keys, self._answer = owner, [], 0
         if not self._may_ask() or feed.lookups_rest or now_s < self._rests_until_s:
-            return False
+            return
         if feed.has_failed and (self.asked or self._unsent):
-            return False
+            return
         feed.has_blocks = True  # or will have
-        self._keys = [key]
-        self._unsent.append(_Question(now_s + self._deadline_s, self._keys))
-        self._owner = None if feed.has_failed else owner  # a probe has one block
-        return not feed.has_failed
+        asked = [key]
+        self._unsent.append(_Question(now_s + self._deadline_s, asked))
+        if not feed.has_failed:  # a probe has one block, and nobody waits for it
+            self._keys, self._answer = asked, ASKING
 
     def _is_awaited(self, key: BlockHash, ends_s: float) -> bool:
         """Return True if an answer is still awaited. If it is late, the server failed."""

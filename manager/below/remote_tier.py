@@ -21,13 +21,13 @@ from ...handlers.node.remote.remote_wire import FetchJob, RemoteResetJob, ResetD
 from ...tiers.base import BlockHash, BlockOutcome, new_reset_mark
 from ...tiers.breaker import Breaker
 from ...tiers.nvme.path.path_messages import pack_slots
-from ...tiers.remote.presence import HELD, UNKNOWN
+from ...tiers.remote.presence import HELD
 from ...tiers.remote.remote_store import StoreOptions
 from ...tiers.remote.uploads import Offer, OfferRule
 from ..base import BlockEvent
 from ..flow import MAX_JOBS_IN_FLIGHT
 from ..state import TierState
-from .port import ASKING, LOAD_RATIO_MAX_REMOTE, Ended, Put, TierFacts, WriteState
+from .port import LOAD_RATIO_MAX_REMOTE, Ended, Put, TierFacts, WriteState
 from .remote_feed import Questions, RemoteFeed
 from .single_tier import (
     LOST,
@@ -81,8 +81,9 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
         """
         super().__init__(client, feed, facts, clock)
         self._memory = memory = feed.memory
-        self._known = memory.until
+        self._known_until_s = memory.until.get
         self._questions = Questions(client, feed, clock, limits.deadline_s, self._may_ask)
+        self._ask = self._questions.ask
         flow = NodeFlow(client, feed, clock, facts.block_bytes)
         self.reads = _RemoteReads(flow, stall_s, self._questions)
         rule = OfferRule(
@@ -104,11 +105,14 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
     ) -> int:
         if media is not None and self._medium not in media:
             return 0
-        if key in self._known:
-            presence = self._memory.of(key)
-            if presence is not UNKNOWN:
-                return 1 if presence is HELD else 0
-        return ASKING if owner is not None and self._questions.is_asking(key, owner) else 0
+        until_s = self._known_until_s(key)
+        if until_s is not None:  # as `PresenceMemory.of` does, without its call
+            now_s = self._clock()
+            if until_s >= now_s:
+                return 1
+            if -until_s >= now_s:
+                return 0
+        return 0 if owner is None else self._ask(key, owner)
 
     def is_gone(self, key: BlockHash) -> bool:
         return self._memory.last(key) is not HELD
