@@ -295,6 +295,18 @@ def test_the_rest_of_a_budget_is_granted_once_its_segments_are_made() -> None:
     assert answer.why is Why.BUDGET and sum(slot >= 0 for slot in slots_in(answer)) == 12
 
 
+def test_a_tier_without_room_is_full_although_the_budget_allows_less() -> None:
+    """An engine drops blocks of its memory beside a full tier, and keeps them beside a budget."""
+    rig = PathRig(2, write_budget_bytes=20 * BLOCK_BYTES)
+    node = RigNode(rig)
+    for keys in (range(16), range(100, 108)):
+        node.ask(keys)
+        rig.step(4, seconds=0.01)
+    first, second = node.grants()
+    assert first.why is Why.GRANTED and all(slot >= 0 for slot in slots_in(first))
+    assert second.why is Why.FULL and slots_in(second) == [-2] * 8
+
+
 def test_a_budget_outlives_a_writer_that_is_killed_after_days() -> None:
     """The next writer reads the totals of those namespaces only that were used in the last day."""
     rig = PathRig(120, write_budget_bytes=20 * BLOCK_BYTES)

@@ -313,7 +313,7 @@ class PathWriter:
         """Find room for the waiting grants, commit, and answer."""
         if self._former.may_run(namespace.home.name):
             self._settle(namespace)
-            self._out += namespace.grants.serve([], 0, Why.LATER, self._clock())
+            self._out += namespace.grants.serve([], MAX_SLOTS, Why.LATER, self._clock())
             return
         space = self.path.space
         need = namespace.grants.demand
@@ -326,11 +326,6 @@ class PathWriter:
             space.rest_evictions(namespace)
             why = Why.RESTING
         awake = space.capacity.awake
-        is_coming = why is Why.LATER and namespace.space.free(awake) < allowed
-        if not awake:
-            why = Why.RESTING
-        elif allowed < need and why is not Why.RESTING and not is_coming:
-            why = Why.BUDGET
         self._out += namespace.grants.serve(awake, allowed, why, self._clock())
 
     def _settle(self, namespace: NamespaceWriter, evictions: int = 0) -> bool:

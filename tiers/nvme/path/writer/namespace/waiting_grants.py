@@ -64,25 +64,27 @@ class WaitingGrants:
     def serve(self, paths: list[int], allowed: int, why: Why, now_s: float) -> list[Reply]:
         """Answer grants from the free slots in `paths`, oldest first.
 
-        At most `allowed` slots are granted. `why` is the reason if slots are missing. If that
-        is LATER, a grant that needs more slots than are free stays until its deadline.
+        The write budget allows `allowed` slots. `why` is the reason if other slots are missing. If
+        that is LATER, a grant that needs more slots than are free stays until its deadline.
         """
         replies: list[Reply] = []
         while self._waiting:
             first = self._waiting[0]
             held = self._held_among(first.message.keys)
             absent = list(dict.fromkeys(key for key in first.message.keys if key not in held))
-            free = min(self._space.free(paths) if paths else 0, allowed)
-            if len(absent) > free and now_s < first.until_s:
-                if why is Why.LATER:
-                    break
-                if len(absent) > first.need:  # blocks of it were evicted while it waited
-                    self._waiting[0] = replace(first, need=len(absent))
-                    break
+            wanted = absent[:allowed]
+            granted = wanted[: self._space.free(paths)]
+            lack = Why.GRANTED if len(wanted) == len(absent) else Why.BUDGET
+            if len(granted) < len(wanted):
+                lack = why
+                if now_s < first.until_s:
+                    if why is Why.LATER:
+                        break
+                    if len(absent) > first.need:  # blocks of it were evicted while it waited
+                        self._waiting[0] = replace(first, need=len(absent))
+                        break
             self._waiting.popleft()
-            granted = absent[:free]
             allowed -= len(granted)
-            lack = Why.GRANTED if len(granted) == len(absent) else why
             replies.append((first.client, self._granted(first, held, granted, paths, lack)))
         return replies
 
