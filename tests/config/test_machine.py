@@ -531,8 +531,9 @@ def test_a_file_system_that_became_read_only_is_not_writable(
     def refuse(*_: object) -> int:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(os, "open", refuse)
-    assert os.access(tmp_path, os.W_OK) and not Machine().writable(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        assert os.access(tmp_path, os.W_OK) and not Machine().writable(tmp_path)
 
 
 def test_only_namespaces_count_as_used(tmp_path: Path) -> None:

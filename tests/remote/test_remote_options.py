@@ -242,7 +242,7 @@ class TestSecrets:
     [
         ("a-file", "'{}/a-file' is a file, not a folder."),
         ("a-file/kv", "'{}/a-file/kv' cannot be read (Not a directory)."),
-        ("kv\0", "'{}/kv\\x00' cannot be read (embedded null byte)."),
+        ("kv\0", "'{}/kv\\x00' has a null byte; correct the url."),
     ],
 )
 def test_what_is_no_folder_is_one_sentence_and_no_error(

@@ -75,8 +75,10 @@ def folder_problem(options: RemoteTierOptions, *, may_be_missing: bool) -> str |
     except FileNotFoundError:
         said = f"{place} does not exist; mount the share, or correct the url."
         return None if may_be_missing else said
-    except (OSError, ValueError) as error:  # a null byte is a `ValueError`
-        return f"{place} cannot be read ({getattr(error, 'strerror', None) or error})."
+    except OSError as error:
+        return f"{place} cannot be read ({error.strerror})."
+    except ValueError:
+        return f"{place} has a null byte; correct the url."
     return None if S_ISDIR(mode) else f"{place} is a file, not a folder."
 
 
