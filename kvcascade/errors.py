@@ -91,7 +91,6 @@ _PATH_ERRNOS = frozenset(
         errno.ENOTDIR,
         errno.EISDIR,
         errno.ENAMETOOLONG,
-        errno.ELOOP,
         errno.EOVERFLOW,
     }
 )
@@ -114,7 +113,10 @@ def from_os_error(error: OSError, doing: str) -> KVCascadeError:
     if error.errno in _DENIED_ERRNOS:
         remedy = "run as the user of the engines, or change the permissions"
         if error.errno == errno.EPERM:
-            remedy += "; `chmod -R go-w` forbids others to write"
+            remedy += "; `chmod -R go-w` forbids others to write, `chattr -i` permits changes"
+    elif error.errno == errno.ELOOP:
+        remedy = f"replace the link {error.filename or 'in it'} by what it leads to"
+        remedy += "; a bind mount or a list of paths keeps data elsewhere"
     else:
         remedy = "check the path" if error.errno in _PATH_ERRNOS else "check the device"
     return TierIOError(error.errno, f"{reason} while {doing}; {remedy}")

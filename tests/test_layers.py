@@ -201,7 +201,7 @@ def test_decisions_and_places_do_not_load_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["kvcascade", "kvcascade.config.machine", "kvcascade.tools.__main__"]
+    "module", ["kvcascade", "kvcascade.config.machine", "kvcascade.tools.command_app"]
 )
 def test_importing_is_light(module: str) -> None:
     heavy = {"torch", "vllm", "numpy", "lmdb", "transformers"}

@@ -95,9 +95,10 @@ def path_parts(fs: FileSystem, path: GivenPath, given: Mapping[str, object], key
 
 
 def path_options(tier: NvmeTierOptions, machine: Machine) -> PathOptions:
-    """Return what a tier's options ask of its path. Raises `ConfigError`."""
+    """Return what a tier's options ask of its path. Raises `ConfigError` or `TierIOError`."""
     budget, segment = tier.write_budget, tier.segment_size
-    disks = [machine.disk(nearest_existing(path, machine)) for path in tier.path]
+    with os_errors(f"looking at the disks of {tier.path[0]}"):
+        disks = [machine.disk(nearest_existing(path, machine)) for path in tier.path]
     return PathOptions(
         nvme_capacity(tier, machine),
         min(tier.min_free.of(disk.total) for disk in disks),  # it is kept on each of them

@@ -87,16 +87,25 @@ class Machine:
     """
 
     def memory(self) -> Memory:
-        """Return the current memory."""
-        found, group = psutil.virtual_memory(), group_memory()
+        """Return the current memory. Raises `ConfigError` if /proc does not say."""
+        try:
+            found, group = psutil.virtual_memory(), group_memory()
+        except OSError as error:
+            problem = f"the memory of this machine is not known ({error})"
+            raise ConfigError(f"{problem}; mount /proc") from None
         total = min(found.total, group.limit)
         return Memory(total=total, available=min(found.available, group.available, total))
 
     def kind(self, path: Path) -> PathKind:
-        """Return the kind of `path`, following links; a broken link is `OTHER`."""
+        """Return the kind of `path`, following links."""
         if path.is_dir():
             return PathKind.FOLDER
-        return PathKind.OTHER if os.path.lexists(path) else PathKind.MISSING
+        if not os.path.lexists(path):
+            return PathKind.MISSING
+        if not os.path.exists(path):
+            problem = f"{path} is a link to something that is not there"
+            raise FileNotFoundError(errno.ENOENT, problem)
+        return PathKind.OTHER
 
     def identity(self, path: Path) -> object:
         """Return a value that is equal for paths that lead to one folder, existing or not."""
@@ -388,10 +397,14 @@ def _disk_room(tier: NvmeTierOptions, machine: Machine) -> _DiskRoom:
 
 
 def file_system_of(directory: str) -> str:
-    """Return the type of the file system that holds a directory, as in /proc."""
+    """Return the type of the file system that holds a directory; "" if /proc does not say."""
     real = os.path.realpath(directory)
     best, kind = "", ""
-    for mount in psutil.disk_partitions(all=True):
+    try:
+        mounts = psutil.disk_partitions(all=True)
+    except OSError:
+        return ""
+    for mount in mounts:
         point = mount.mountpoint
         inside = real == point or real.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= len(best):

@@ -17,6 +17,8 @@ from kvcascade.errors import ErrorKind, from_os_error
         (errno.EMFILE, ErrorKind.IO, "ulimit -n"),
         (errno.EACCES, ErrorKind.IO, "permissions"),
         (errno.EPERM, ErrorKind.IO, "chmod -R go-w"),
+        (errno.EPERM, ErrorKind.IO, "chattr -i"),
+        (errno.ELOOP, ErrorKind.IO, "replace the link"),
         (errno.ENOENT, ErrorKind.IO, "check the path"),
         (errno.EOVERFLOW, ErrorKind.IO, "check the path"),
         (errno.EIO, ErrorKind.IO, "check the device"),

@@ -511,6 +511,29 @@ def test_a_path_that_cannot_be_looked_at(tmp_path: Path, key: str, is_closed: bo
     assert text.startswith(f"{key}: ") and "cannot be read (" in text
 
 
+@pytest.mark.parametrize(
+    ("key", "below"),
+    [
+        ("tiers[0].arena_dir", "."),
+        ("tiers[1].path", "."),
+        ("tiers[1].path", "a/b"),
+        ("record", "."),
+        ("record", "a"),
+    ],
+)
+def test_a_link_to_nothing_is_named_as_such(key: str, below: str, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "gone")
+    places = {"tiers[0].arena_dir": "/dev/shm", "tiers[1].path": str(tmp_path / "kv")}
+    places |= {"record": str(tmp_path / "log"), key: str(link / below)}
+    cpu = {"type": "cpu", "capacity": "1MiB", "arena_dir": places["tiers[0].arena_dir"]}
+    nvme = {"type": "nvme", "capacity": "1MiB", "min_free": 0, "path": places["tiers[1].path"]}
+    noted: list[str] = []
+    check_machine(parse({"tiers": [cpu, nvme], "record": places["record"]}), Machine(), noted)
+    (text,) = noted
+    assert text.startswith(f"{key}: ") and f"{link} is a link to" in text
+
+
 def test_this_machine(tmp_path: Path) -> None:
     machine = Machine()
     memory, disk = machine.memory(), machine.disk(tmp_path)

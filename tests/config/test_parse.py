@@ -220,6 +220,7 @@ WRONG: list[tuple[str, object, str]] = [
     ("prefill_tokens_per_s", math.inf, "tokens per second above 0"),
     ("record", "requests.jsonl", "give an absolute path"),
     ("record", True, "is not a folder"),
+    ("record", "/mnt/\udcff", "in UTF-8"),
     ("promotion_budget", 0, "number of blocks"),
     ("promotion_budget", 0.5, "number of blocks"),
     ("label", 7, "give a string"),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from kvcascade.tools.__main__ import app
+from kvcascade.tools.command_app import app
 from kvcascade.tools.commands.command_line import ExitCode
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -23,7 +23,7 @@ from support.path_cache import fill_path
 from kvcascade.config.schema import parse
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.policies import known_names
-from kvcascade.tools.__main__ import app
+from kvcascade.tools.command_app import app
 from kvcascade.tools.commands.command_line import ExitCode
 
 ROOT = Path(__file__).resolve().parents[2]

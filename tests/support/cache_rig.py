@@ -15,7 +15,7 @@ from typing import Any
 from typer import testing
 from typer.main import get_command
 
-from kvcascade.tools.__main__ import app
+from kvcascade.tools.command_app import app
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Otherwise each call would read the parameters of every command: most of the time of a test.

@@ -20,7 +20,7 @@ from kvcascade.config.machine import Disk, Machine
 from kvcascade.errors import ConfigError, TierIOError
 from kvcascade.tiers.cpu.header import ArenaGeometry
 from kvcascade.tiers.nvme.path.writer.path_plan import plan_segments
-from kvcascade.tools.__main__ import app
+from kvcascade.tools.command_app import app
 from kvcascade.tools.commands.check.config_check import (
     OPEN_S,
     SCAN_S_PER_ENTRY,

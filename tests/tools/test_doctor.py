@@ -52,6 +52,7 @@ def test_nothing_is_wrong_with_a_good_machine() -> None:
         ({"locked_memory_bytes": 8 << 20}, "locked memory", Severity.ADVICE),
         ({"arena_free_bytes": 64 << 20}, "shared memory", Severity.PROBLEM),
         ({"arena_file_system": "ext4"}, "shared memory", Severity.ADVICE),
+        ({"arena_file_system": ""}, "shared memory", Severity.ADVICE),
         ({"has_shared_huge_pages": False}, "huge pages", Severity.ADVICE),
         ({"open_files": 1024}, "open files", Severity.ADVICE),
         ({"kept_arenas": 2}, "kept arenas", Severity.ADVICE),
@@ -79,7 +80,7 @@ def test_the_size_of_shared_memory_is_rounded_up(pinned: int, said: str) -> None
     assert f"--shm-size={said}," in found.remedy
 
 
-@pytest.mark.parametrize("kind", ["tmpfs", "overlay", "nfs4"])
+@pytest.mark.parametrize("kind", ["tmpfs", "overlay", "nfs4", ""])
 def test_a_path_in_the_wrong_place(kind: str) -> None:
     path = replace(GOOD.paths[0], file_system=kind)
     assert worst(replace(GOOD, paths=(path,))) == {"path /mnt/nvme/kv": Severity.ADVICE}
@@ -175,6 +176,20 @@ def test_an_arena_on_a_disk_is_said_once(tmp_path: Path) -> None:
     said = [each for each in found if "written to a disk" in each["found"]]
     is_on_disk = file_system_of(str(tmp_path)) not in MEMORY_FILE_SYSTEMS
     assert len(said) == int(is_on_disk)
+
+
+def test_a_machine_without_proc_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, folder = tmp_path / "transfer.json", str(tmp_path)
+    disk = {"type": "nvme", "path": folder, "capacity": "1MiB", "min_free": 0}
+    tiers = [{"type": "cpu", "capacity": "16MiB"}, disk]
+    path.write_text(json.dumps({"spec_name": "CascadeOffloadingSpec", "tiers": tiers}))
+    monkeypatch.setattr("psutil.PROCFS_PATH", str(tmp_path / "nowhere"))
+    answer = call("doctor", path, "--json")
+    said = {e["subject"]: e for e in answer.document["findings"] if "/proc" in e["remedy"]}
+    assert answer.code == 1 and said.keys() == {"shared memory", f"path {folder}"}
+    (problem,) = call("check", path, "--json").document["problems"]
+    assert problem in [each["found"] for each in answer.document["findings"]]
+    assert "nowhere/meminfo" in problem and "/proc" in problem
 
 
 @pytest.mark.parametrize("key", ["path", "arena_dir"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Collection, Sequence
@@ -268,6 +269,41 @@ def test_json_stands_alone_on_standard_output(capfd: pytest.CaptureFixture[str])
     said = capfd.readouterr()
     assert json.loads(said.out) == {"schema": "kvcascade.bench", "schema_version": 1, "figures": 1}
     assert "a library speaks" in said.err and "a child speaks" in said.err
+
+
+WHILE_LOADING = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
+class Finder:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == sys.argv[1]:
+            signal.raise_signal(int(sys.argv[2]))
+sys.meta_path.insert(0, Finder)
+from kvcascade.tools.__main__ import main
+sys.exit(main(["inspect", "/nowhere"]))
+"""
+"""Runs a command, with a signal when the given module is imported."""
+WHILE_PARSING = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
+from kvcascade.tools import __main__, command_app
+command_app.app = lambda **_: signal.raise_signal(int(sys.argv[2]))
+sys.exit(__main__.main(["version"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "module"),
+    [(WHILE_LOADING, "typer"), (WHILE_LOADING, "kvcascade.tools.command_app"), (WHILE_PARSING, "")],
+)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_a_command_begins_ends_it_quietly(
+    number: signal.Signals, code: str, module: str
+) -> None:
+    command = [sys.executable, "-c", code, module, str(int(number))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (ExitCode.INTERRUPTED, "", "")
 
 
 def test_a_command_needs_no_standard_output(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from kvcascade.tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER
 from kvcascade.tools.commands.command_line import ExitCode
 
 BLOCKS = 20
+MOUNT = "mount its disk"
 ON_A_COPY = [
     ["gc", "PATH", "--older-than", "0s"],
     ["gc", "PATH", "-n", "NAME", "--remove-namespace"],
@@ -131,34 +132,55 @@ def test_a_path_that_was_moved_needs_all_its_folders(original: list[Path], tmp_p
     assert call("verify", first, "--also", second, "--json").one["ok"] == BLOCKS
 
 
-@pytest.mark.parametrize("is_bare", [False, True])
+@pytest.mark.parametrize("left", ["nothing", "mount point", "link to nothing"])
 @pytest.mark.parametrize(
     "words",
     [["verify"], ["gc", "--max-size", "1"], ["export", "OUT"], ["import", "FILE"], ["store"]],
     ids=" ".join,
 )
 def test_a_missing_folder_is_no_wrong_call(
-    original: list[Path], tmp_path: Path, words: list[str], is_bare: bool
+    original: list[Path], tmp_path: Path, words: list[str], left: str
 ) -> None:
     """The sentence said to give the folder with `--also`, or to create it."""
     file = tmp_path / "file"
     assert call("export", original[0], file).code == ExitCode.OK
     original[1].rename(tmp_path / "away")
-    if is_bare:
+    if left == "mount point":
         original[1].mkdir()
+    if left == "link to nothing":
+        original[1].symlink_to(tmp_path / "gone")
     command, *rest = words
     places = {"FILE": file, "OUT": tmp_path / "out"}
     answer = call(command, original[0], *(places.get(word, word) for word in rest))
     assert answer.code == ExitCode.CANNOT_OPEN, answer.err
-    assert str(original[1]) in answer.err and "mount its disk" in answer.err
-    assert original[1].exists() is is_bare
+    assert str(original[1]) in answer.err
+    assert MOUNT in answer.err or (left == "link to nothing" and "check the path" in answer.err)
+    assert original[1].exists() is (left == "mount point")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["gc", "-n", "NAME", "--remove-namespace"], ["inspect"], ["verify"], ["import", "FILE"]],
+    ids=" ".join,
+)
+def test_a_folder_given_with_also_that_is_missing_is_named(
+    original: list[Path], tmp_path: Path, words: list[str]
+) -> None:
+    file, gone = tmp_path / "file", tmp_path / "gone"
+    assert call("export", original[0], file).code == ExitCode.OK
+    places = {"FILE": file, "NAME": folder_in(original[0]).name}
+    command, *rest = words
+    rest = [str(places.get(word, word)) for word in rest]
+    answer = call(command, original[0], *rest, "--also", gone)
+    assert answer.code == ExitCode.CANNOT_OPEN, answer.err
+    assert str(gone) in answer.err and MOUNT in answer.err and not gone.exists()
 
 
 def test_a_missing_folder_hides_nothing_of_the_others(original: list[Path], tmp_path: Path) -> None:
     original[1].rename(tmp_path / "away")
     for command in (["inspect"], ["top", "--once"]):
         answer = call(command[0], original[0], *command[1:], "--json")
-        assert answer.code == ExitCode.PROBLEMS and "mount its disk" in answer.out
+        assert answer.code == ExitCode.PROBLEMS and MOUNT in answer.out
     found = call("inspect", original[0], "--json").one
     assert found["blocks"] == BLOCKS and found["parts_missing"] == [1]
 

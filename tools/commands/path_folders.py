@@ -131,7 +131,12 @@ def folders_in(
     denied: dict[Path, TierIOError] = {}
     for number, root in enumerate(roots):
         with os_errors(f"listing {root}"):
-            names = sorted(fs.list_dir(root))
+            try:
+                names = sorted(fs.list_dir(root))
+            except FileNotFoundError:
+                if number:
+                    raise missing_folder(root) from None
+                raise
         if is_one:
             names = [name for name in names if name == path.name]
         for folder in (root / name for name in names if is_namespace_name(name)):
@@ -294,6 +299,13 @@ def _last_part(text: str) -> str:
 def _digits_of(one: NamespaceFolder) -> str:
     known = one.document.get("fingerprint")
     return known if isinstance(known, str) else one.name[-SHORT_FINGERPRINT_DIGITS:]
+
+
+def missing_folder(folder: Path) -> TierIOError:
+    """Return the error for a folder of a tier, not the first one, that is missing."""
+    problem = f"{folder} is a folder of this tier and is not there; mount its disk, or, if folders"
+    remedy = "are elsewhere, give all but the first with --also in their order"
+    return TierIOError(errno.ENOENT, f"{problem} {remedy}")
 
 
 def check_may_write(roots: Sequence[Path]) -> None:

@@ -48,7 +48,7 @@ from ...tiers.nvme.path.writer.path_options import (
 )
 from ...tiers.nvme.path.writer_note import WriterNote
 from .path_files import is_stopped, load_note, named
-from .path_folders import other_folders
+from .path_folders import missing_folder, other_folders
 
 TOOL_NAME = "kvcascade tool"
 JOIN_LIMIT_S = 5.0
@@ -338,11 +338,7 @@ def tier_roots(fs: FileSystem, root: Path, also: Sequence[Path]) -> list[Path]:
     others = list(also or other_folders(fs, root))
     for other in others:
         if not _is_there(fs, other):
-            raise TierIOError(
-                errno.ENOENT,
-                f"{other} is a folder of this tier and is not there; mount its disk, or, if "
-                "folders are elsewhere, give all but the first with --also in their order",
-            )
+            raise missing_folder(other)
     return [root, *others]
 
 

@@ -1,6 +1,6 @@
 """Commands that only a checkout has: options of `kvcascade bench` without a path, and of `demo`.
 
-`tools/__main__` registers `COMMANDS` where this module is importable.
+`tools/command_app` registers `COMMANDS` where this module is importable.
 """
 
 from __future__ import annotations

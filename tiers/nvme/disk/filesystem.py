@@ -471,6 +471,8 @@ def lock_message(path: Path) -> str:
 
 
 def _check_ours(found: os.stat_result, is_kind: Callable[[int], bool], path: Path) -> None:
+    if stat.S_ISLNK(found.st_mode):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     if not is_kind(found.st_mode):
         raise OSError(errno.EINVAL, "not the kind of file that was expected", str(path))
     if found.st_uid != os.geteuid():

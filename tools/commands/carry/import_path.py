@@ -135,7 +135,9 @@ def _check_folders(roots: Sequence[Path]) -> None:
     for root in roots:
         with os_errors(f"looking for {root}"):
             if not root.is_dir():
-                raise TierIOError(errno.ENOENT, f"there is no folder {root}; create it")
+                raise TierIOError(
+                    errno.ENOENT, f"there is no folder {root}; mount its disk, or create it"
+                )
     check_may_write(roots)
 
 

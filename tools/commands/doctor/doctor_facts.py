@@ -98,8 +98,10 @@ def _wanted(given: Given, machine: Machine, problems: list[str], warnings: list[
         return _Wanted()
     if not settings.tiers or not isinstance(settings.tiers[0], CpuTierOptions):
         return _Wanted(nvme=settings.nvme, remote=settings.remote)
-    cpu = settings.tiers[0]
-    return _Wanted(cpu_capacity(cpu, machine), cpu.arena_dir, settings.nvme, settings.remote)
+    cpu, pinned_bytes = settings.tiers[0], None
+    with suppress(ConfigError):  # the list says that the memory is not known
+        pinned_bytes = cpu_capacity(cpu, machine)
+    return _Wanted(pinned_bytes, cpu.arena_dir, settings.nvme, settings.remote)
 
 
 def _free_bytes(folder: Path, machine: Machine) -> int:

@@ -12,6 +12,7 @@ from ....config.machine import HUGETLBFS, MEMORY_FILE_SYSTEMS
 from ....config.sizes import human
 from .. import show
 
+UNKNOWN, MOUNT_PROC = "is on a file system that /proc does not name", "mount /proc"
 MIB, GIB = 1 << 20, 1 << 30
 MIN_OPEN_FILES = 4096
 """Open files that an engine with large NVMe tiers needs beside those of vLLM: one per segment."""
@@ -161,6 +162,8 @@ def _memory(facts: Facts) -> Iterator[Finding]:
         remedy = f"docker: --shm-size={size}, or `mount -o remount,size=` so much more than now"
         found = f"{folder} has {free} free, and the CPU tier takes {human(pinned)}"
         yield Finding("shared memory", Severity.PROBLEM, found, remedy)
+    elif not facts.arena_file_system:
+        yield Finding("shared memory", Severity.ADVICE, f"{folder} {UNKNOWN}", MOUNT_PROC)
     elif facts.arena_file_system not in MEMORY_FILE_SYSTEMS:
         found = f"{folder} is on {facts.arena_file_system}, so memory is also written to a disk"
         remedy = "set arena_dir to a folder in shared memory"
@@ -195,7 +198,9 @@ def _limits(facts: Facts) -> Iterator[Finding]:
 
 def _disk(path: PathFacts) -> Iterator[Finding]:
     subject, kind = f"path {path.path}", path.file_system
-    if kind in MEMORY_FILE_SYSTEMS:
+    if not kind:
+        yield Finding(subject, Severity.ADVICE, UNKNOWN, MOUNT_PROC)
+    elif kind in MEMORY_FILE_SYSTEMS:
         found = f"is on {kind}: it takes memory, and is lost at a reboot"
         yield Finding(subject, Severity.ADVICE, found, "give a folder on an NVMe device")
     elif kind in LAYERED_FILE_SYSTEMS:
@@ -205,7 +210,7 @@ def _disk(path: PathFacts) -> Iterator[Finding]:
         found = f"is on {kind}: a tier on a network disk is slow, and one host only may use it"
         yield Finding(subject, Severity.ADVICE, found, "give a folder on a local NVMe device")
     elif not path.has_direct_io and path.has_direct_io is not None:
-        found = f"{kind or 'its file system'} has no direct I/O: blocks also fill the page cache"
+        found = f"{kind} has no direct I/O: blocks also fill the page cache"
         yield Finding(subject, Severity.ADVICE, found, "use ext4 or xfs on a local NVMe device")
     else:
         yield Finding(subject, Severity.OK, f"{kind}, {human(path.free_bytes)} free")

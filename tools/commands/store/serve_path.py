@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import socket
@@ -15,7 +14,7 @@ from typing import Any
 from ....assembly.path_parts import OPTIONS_OF_PATH, PathParts, path_parts
 from ....config.environment import PREFIX, naming_variables, with_environment
 from ....config.sizes import human
-from ....errors import ConfigError, InUseError, TierIOError
+from ....errors import ConfigError, InUseError
 from ....handlers.node.path.path_service import WriterService
 from ....handlers.node.path.writer_search import RETIRED_PAUSE_S
 from ....logs import get_logger
@@ -23,7 +22,7 @@ from ....tiers.nvme.disk.filesystem import FileLock, FileSystem, RealFileSystem
 from ....tiers.nvme.path.path_lock import lock_path
 from ....tiers.nvme.path.writer.path_options import check_paths, load_record
 from ..path_files import load_note, named
-from ..path_folders import check_may_write
+from ..path_folders import check_may_write, missing_folder
 from ..path_session import check_disks, hand_over
 
 CHECK_INTERVAL_S = 0.5
@@ -82,8 +81,7 @@ def parts_of(
     for root in parts.roots:
         if not root.is_dir():
             if parts.record is not None:
-                problem = f"{root} is a folder of this tier and is not there; mount its disk"
-                raise TierIOError(errno.ENOENT, problem)
+                raise missing_folder(root)
             raise ConfigError(f"path {str(root)!r} does not exist; create it")
     check_disks(RealFileSystem(), parts.roots)
     return parts

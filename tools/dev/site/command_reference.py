@@ -10,7 +10,7 @@ from typing import Any
 
 import typer.main
 
-from ...__main__ import app
+from ...command_app import app
 from .config_reference import UndescribedError
 
 HELP_OPTIONS = {"--help", "-h"}
