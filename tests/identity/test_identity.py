@@ -562,12 +562,13 @@ def unsearchable_cache(hub: Path, model: str) -> None:
 def test_a_cache_that_cannot_be_searched_stops_no_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    model = "org/unsearchable"  # no other test notes its files
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    unsearchable_cache(tmp_path, "org/name")
-    note_files("org/name")
-    assert not have_files_changed("org/name")
-    assert not is_shareable(weights_identity("org/name", None, is_real=True))
-    assert prefers_mistral_files("org/name", None, None), "the load format tells them apart"
+    unsearchable_cache(tmp_path, model)
+    note_files(model)
+    assert not have_files_changed(model)
+    assert not is_shareable(weights_identity(model, None, is_real=True))
+    assert prefers_mistral_files(model, None, None), "the load format tells them apart"
 
 
 def test_a_download_directory_below_an_unknown_home_stops_no_start() -> None:
