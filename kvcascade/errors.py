@@ -8,6 +8,7 @@ machine, or of our own code. Each message names what was wrong and what to do.
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -91,6 +92,7 @@ _PATH_ERRNOS = frozenset(
         errno.ENOTDIR,
         errno.EISDIR,
         errno.ENAMETOOLONG,
+        errno.ELOOP,
         errno.EOVERFLOW,
     }
 )
@@ -114,8 +116,8 @@ def from_os_error(error: OSError, doing: str) -> KVCascadeError:
         remedy = "run as the user of the engines, or change the permissions"
         if error.errno == errno.EPERM:
             remedy += "; `chmod -R go-w` forbids others to write, `chattr -i` permits changes"
-    elif error.errno == errno.ELOOP:
-        remedy = f"replace the link {error.filename or 'in it'} by what it leads to"
+    elif error.errno == errno.ELOOP and os.path.islink(error.filename or ""):
+        remedy = f"replace the link {error.filename} by what it leads to"
         remedy += "; a bind mount or a list of paths keeps data elsewhere"
     else:
         remedy = "check the path" if error.errno in _PATH_ERRNOS else "check the device"

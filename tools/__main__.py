@@ -1,6 +1,6 @@
 """The entry of the command line: `kvcascade COMMAND`, or `python -m kvcascade.tools COMMAND`.
 
-The commands are imported here, which takes a moment: a signal ends the process quietly meanwhile.
+The commands are imported here, which takes a moment: SIGINT ends the process quietly meanwhile.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INTERRUPTED = 130
 """Exit status `ExitCode.INTERRUPTED`, which is not imported yet."""
 
@@ -21,17 +20,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Main thread only.
     """
-    heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
-    before = [(number, signal.signal(number, _end)) for number in heard]
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # a shell ignores it for its background
+        signal.signal(signal.SIGINT, _end)
     try:
         from .command_app import run
-        from .commands.command_line import terminable
     finally:
-        for number, handler in before:
-            signal.signal(number, handler)
+        signal.signal(signal.SIGINT, before)
     try:
-        with terminable():
-            return run(argv)
+        return run(argv)
     except KeyboardInterrupt:
         return INTERRUPTED
 

@@ -19,10 +19,7 @@ install() { "$venv/bin/python" -m pip --disable-pip-version-check install $quiet
 has_numa() { "$venv/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; }
 # The engine for CPUs is linked with libnuma. PyPI lacks it, and so does a small Debian.
 add_numa() {
-    (cd "$venv" && apt-get download -qq libnuma1 && dpkg-deb --extract libnuma1_*.deb numa) || {
-        echo "setup: the engine needs libnuma.so.1; install it (Debian: libnuma1), and repeat" >&2
-        exit 1
-    }
+    (cd "$venv" && apt-get download -qq libnuma1 && dpkg-deb -x libnuma1_*.deb numa) || return 0
     "$venv/bin/python" - "$venv"/numa/usr/lib/*/libnuma.so.1 <<'END'
 import pathlib, sys, sysconfig
 line = f"import ctypes; ctypes.CDLL({str(pathlib.Path(sys.argv[1]).absolute())!r})\n"
@@ -57,6 +54,10 @@ if [ "$engine" = cuda ]; then
 else
     install --no-deps -r "$pins/cpu.txt"
     has_numa || add_numa
+    has_numa || {
+        echo "setup: the engine needs libnuma.so.1; install it (Debian: libnuma1), and repeat" >&2
+        exit 1
+    }
 fi
 say "kvcascade itself"
 install --no-deps --no-build-isolation --editable .

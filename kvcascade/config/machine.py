@@ -103,7 +103,7 @@ class Machine:
         if not os.path.lexists(path):
             return PathKind.MISSING
         if not os.path.exists(path):
-            problem = f"{path} is a link to something that is not there"
+            problem = f"{path} is a link to nothing"
             raise FileNotFoundError(errno.ENOENT, problem)
         return PathKind.OTHER
 

@@ -192,7 +192,8 @@ def policy_name(at: At, value: Any) -> str:
 def folder(at: At, value: Any) -> Path:
     """Read an absolute path; "~" is the home folder."""
     if not _is_text(value) or not value or "\0" in value:
-        raise at.wrong(value, 'is not a folder; give its path in UTF-8, such as "/mnt/nvme/kv"')
+        remedy = 'give its path as text in UTF-8, such as "/mnt/nvme/kv"'
+        raise at.wrong(value, f"is not a folder; {remedy}")
     path = os.path.expanduser(value)
     if not os.path.isabs(path):
         raise at.wrong(value, "is a relative path; give an absolute path, without variables")

@@ -55,7 +55,7 @@ class PresenceMemory:
         self._lock = threading.Lock()
         self.until: dict[BlockHash, float] = {}
         """Time until which an answer counts; negative for an absent block. Oldest answers first.
-        Always the same dictionary: `key in until` is a quick test for unknown blocks."""
+        Always the same dictionary. `RemoteTier.may_hold` reads it as `of` does."""
         self._arrived_s: dict[BlockHash, float] = {}
         """Time of the last write of a block, whether it was there before or not; oldest first."""
         self.epoch = 0

@@ -64,8 +64,8 @@ class WaitingGrants:
     def serve(self, paths: list[int], allowed: int, why: Why, now_s: float) -> list[Reply]:
         """Answer grants from the free slots in `paths`, oldest first.
 
-        The write budget allows `allowed` slots. `why` is the reason if other slots are missing. If
-        that is LATER, a grant that needs more slots than are free stays until its deadline.
+        The write budget allows `allowed` slots. `why` is the reason if the tier lacks some of
+        these. If it is LATER, a grant that lacks some stays until its deadline.
         """
         replies: list[Reply] = []
         while self._waiting:
