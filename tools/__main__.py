@@ -20,13 +20,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Main thread only.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # a shell ignores it for its background
+    is_heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_heard:  # a shell ignores it for its background
         signal.signal(signal.SIGINT, _end)
     try:
         from .command_app import run
     finally:
-        signal.signal(signal.SIGINT, before)
+        if is_heard:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return run(argv)
     except KeyboardInterrupt:

@@ -15,7 +15,7 @@ from pathlib import Path
 from ..config.machine import (
     Machine,
     check_nvme,
-    nearest_existing,
+    disks_of,
     nvme_capacity,
     nvme_disk_bytes,
     refuse_namespace,
@@ -98,7 +98,7 @@ def path_options(tier: NvmeTierOptions, machine: Machine) -> PathOptions:
     """Return what a tier's options ask of its path. Raises `ConfigError` or `TierIOError`."""
     budget, segment = tier.write_budget, tier.segment_size
     with os_errors(f"looking at the disks of {tier.path[0]}"):
-        disks = [machine.disk(nearest_existing(path, machine)) for path in tier.path]
+        disks = disks_of(tier, machine)
     return PathOptions(
         nvme_capacity(tier, machine),
         min(tier.min_free.of(disk.total) for disk in disks),  # it is kept on each of them

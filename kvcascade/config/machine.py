@@ -185,7 +185,7 @@ def settled(config: CascadeConfig, machine: Machine, workers: int) -> CascadeCon
 
 def nvme_disk_bytes(tier: NvmeTierOptions, machine: Machine) -> int:
     """Return the total size of the tier's disks in bytes."""
-    return sum(disk.total for disk in _disks(tier, machine))
+    return sum(disk.total for disk in disks_of(tier, machine))
 
 
 def check_machine(
@@ -390,7 +390,7 @@ class _DiskRoom:
 
 
 def _disk_room(tier: NvmeTierOptions, machine: Machine) -> _DiskRoom:
-    disks = _disks(tier, machine)
+    disks = disks_of(tier, machine)
     own = sum(machine.used_by_namespaces(path) for path in tier.path)
     reserve = sum(tier.min_free.of(disk.total) for disk in disks)
     return _DiskRoom(sum(disk.free for disk in disks) + own, own, reserve)
@@ -522,8 +522,8 @@ def _looking_at(at: At, path: Path) -> Iterator[None]:
         raise at.wrong(str(path), problem) from None
 
 
-def _disks(tier: NvmeTierOptions, machine: Machine) -> list[Disk]:
-    """Return the file systems of a tier's paths, each once."""
+def disks_of(tier: NvmeTierOptions, machine: Machine) -> list[Disk]:
+    """Return the file systems of a tier's paths, each once. Raises `OSError`."""
     found = (machine.disk(nearest_existing(path, machine)) for path in tier.path)
     return list({disk.device: disk for disk in found}.values())
 

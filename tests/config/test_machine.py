@@ -31,7 +31,7 @@ from kvcascade.config.machine import (
     warnings_of,
     writing,
 )
-from kvcascade.config.schema import parse
+from kvcascade.config.schema import CascadeConfig, parse
 from kvcascade.errors import ConfigError
 
 GIB = 2**30
@@ -492,12 +492,8 @@ def test_a_folder_is_used_once_whatever_it_is_called(
     assert "is the same folder as" in text and str(tmp_path / "disk") in text
 
 
-@pytest.mark.parametrize("key", ["tiers[0].arena_dir", "tiers[1].path", "record"])
-@pytest.mark.parametrize("is_closed", [True, False])
-def test_a_path_that_cannot_be_looked_at(tmp_path: Path, key: str, is_closed: bool) -> None:
-    """In a folder that this user may not search, or longer than the system takes."""
-    (tmp_path / "closed").mkdir(mode=0)
-    path = str(tmp_path / "closed" / "kv") if is_closed else f"/{'x' * 5000}"
+def with_folder(key: str, path: str) -> CascadeConfig:
+    """Return a configuration of all kinds of folders, with this one at `key`."""
     places = {
         "tiers[0].arena_dir": "/dev/shm",
         "tiers[1].path": "/dev/shm/kvcascade-nowhere",
@@ -505,7 +501,16 @@ def test_a_path_that_cannot_be_looked_at(tmp_path: Path, key: str, is_closed: bo
     } | {key: path}
     cpu = {"type": "cpu", "capacity": "1MiB", "arena_dir": places["tiers[0].arena_dir"]}
     nvme = {"type": "nvme", "capacity": "1MiB", "min_free": 0, "path": places["tiers[1].path"]}
-    config = parse({"tiers": [cpu, nvme], "record": places["record"]})
+    return parse({"tiers": [cpu, nvme], "record": places["record"]})
+
+
+@pytest.mark.parametrize("key", ["tiers[0].arena_dir", "tiers[1].path", "record"])
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_path_that_cannot_be_looked_at(tmp_path: Path, key: str, is_closed: bool) -> None:
+    """In a folder that this user may not search, or longer than the system takes."""
+    (tmp_path / "closed").mkdir(mode=0)
+    path = str(tmp_path / "closed" / "kv") if is_closed else f"/{'x' * 5000}"
+    config = with_folder(key, path)
     with unprivileged():
         text = message(config, Machine())
     assert text.startswith(f"{key}: ") and "cannot be read (" in text
@@ -524,12 +529,8 @@ def test_a_path_that_cannot_be_looked_at(tmp_path: Path, key: str, is_closed: bo
 def test_a_link_to_nothing_is_named_as_such(key: str, below: str, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "gone")
-    places = {"tiers[0].arena_dir": "/dev/shm", "tiers[1].path": str(tmp_path / "kv")}
-    places |= {"record": str(tmp_path / "log"), key: str(link / below)}
-    cpu = {"type": "cpu", "capacity": "1MiB", "arena_dir": places["tiers[0].arena_dir"]}
-    nvme = {"type": "nvme", "capacity": "1MiB", "min_free": 0, "path": places["tiers[1].path"]}
     noted: list[str] = []
-    check_machine(parse({"tiers": [cpu, nvme], "record": places["record"]}), Machine(), noted)
+    check_machine(with_folder(key, str(link / below)), Machine(), noted)
     (text,) = noted
     assert text.startswith(f"{key}: ") and f"{link} is a link to" in text
 
