@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import os
 import signal
 import subprocess
 import sys
@@ -399,6 +400,17 @@ def test_a_closed_cache_keeps_no_memory_though_it_is_named(open_cache: Open) -> 
     assert resident_bytes() - before > 100 << 20
     cache.close()
     assert resident_bytes() - before < 64 << 20
+
+
+def test_a_closed_cache_keeps_no_file_open_though_it_is_named(
+    open_cache: Open, tmp_path: Path
+) -> None:
+    cache = new(open_cache)
+    assert cache.put([key(0)], [content(0)]) == [STORED] and len(cache.get([key(0)])) == 1
+    cache.close()
+    files = [os.readlink(f.path) for f in os.scandir("/proc/self/fd") if os.path.exists(f.path)]
+    mapped = Path("/proc/self/maps").read_text()
+    assert str(tmp_path) not in mapped + " ".join(files)
 
 
 def test_the_next_one_writes_when_the_writer_leaves(open_cache: Open) -> None:
