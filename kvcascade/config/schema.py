@@ -121,7 +121,8 @@ class Durability(StrEnum):
     """Failure that every block reported as stored survives."""
 
     PROCESS = "process"
-    """The death of the process."""
+    """The death of the process. After a loss of power, or a crash of the kernel, the latest blocks
+    are gone, and sometimes all."""
     POWER = "power"
     """A loss of power."""
 

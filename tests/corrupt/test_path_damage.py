@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic
 
+import msgspec
 import pytest
 from support.keys import key
 from support.path_engine import PathEngine
 from support.users import NOBODY
 
+from kvcascade.handlers.node.path import path_service
 from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
@@ -31,7 +33,7 @@ OPTIONS = PathOptions(capacity_of(4, PER_SEGMENT, BLOCK), segment_bytes=PER_SEGM
 BLOCKS, OTHERS = range(SLOTS), range(5000, 5000 + SLOTS - 3)
 NEW = range(9000, 9008)
 OK = BlockOutcome.OK
-HEADER = 4096
+HEADER = PAGE = 4096
 VICTIM = 3
 """Block whose cell, checksum and entry are damaged."""
 UNEXPECTED = ("should not", "Traceback")
@@ -472,3 +474,39 @@ def test_damage_while_engines_run(
     check_log(log)
     said = capfd.readouterr().err  # of the process, too
     assert not any(word in said for word in UNEXPECTED), said
+
+
+@pytest.mark.parametrize("durability", ["process", "power"])
+@pytest.mark.parametrize("boot", ["same", "other", "unknown"])
+def test_an_index_that_a_loss_of_power_tore_begins_empty_where_no_power_was_promised(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    boot: str,
+    durability: str,
+) -> None:
+    path, torn = tmp_path / "tier", tmp_path / "torn"
+    path.mkdir()
+    options = msgspec.structs.replace(OPTIONS, durability=durability)
+    engine = PathEngine([path], options, is_thread=True).open()
+    engine.store(BLOCKS)
+    shutil.copytree(path, torn, ignore=shutil.ignore_patterns("*.sock"))
+    engine.close()
+    (index,) = torn.glob("*/blocks/data.mdb")
+    data = index.read_bytes()
+    index.write_bytes(data[: 2 * PAGE] + bytes(16 * PAGE) + data[18 * PAGE :])
+    if boot != "same":
+        monkeypatch.setattr(path_service, "boot_id", lambda: boot.encode() * (boot != "unknown"))
+    again = PathEngine([torn], options, is_thread=True)
+    again.keeper.start()
+    again.until(lambda: bool(again.refusals) or again.tier.takes_puts)
+    if boot == "other" and durability == "process":
+        assert not again.refusals and "begins empty" in caplog.text
+        assert not again.holds(BLOCKS)
+        again.store(NEW)
+        assert set(again.get(NEW)) == {OK}
+    else:
+        assert "damaged" in again.refusals[0] and index.read_bytes()[2 * PAGE :][:PAGE] == bytes(
+            PAGE
+        )
+    again.close()

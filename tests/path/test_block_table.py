@@ -410,6 +410,21 @@ def test_a_full_tier_is_opened_after_any_end(tmp_path: Path) -> None:
     table.close()
 
 
+def test_an_entry_of_before_a_reset_is_absent(tmp_path: Path) -> None:
+    """A loss of power can leave a page as it was before the reset."""
+    table = lmdb_at(tmp_path / "blocks")
+    assert table.apply(Changes(0, [(KEYS[0], 7, 70)])).outcome is Committed.OK
+    with table._env.begin(db=table._blocks) as txn:
+        former = bytes(txn.get(KEYS[0], b""))
+    assert table.reset(1).outcome is Committed.OK
+    assert table.apply(Changes(1, [(KEYS[1], 8, 80)])).outcome is Committed.OK
+    with table._env.begin(write=True, db=table._blocks) as txn:
+        txn.put(KEYS[0], former)
+    assert table.get_many(KEYS[:2]) == [None, Entry(8, 80)]
+    assert scanned(table) == {hash_of(KEYS[1]): Entry(8, 80)}
+    table.close()
+
+
 def full(descriptor: int, offset: int, size: int, code: int = errno.ENOSPC) -> None:
     """Allocate nothing, as XFS does if disk or quota has less room than the range takes."""
     raise OSError(code, os.strerror(code))

@@ -30,6 +30,10 @@ META_PAGES = 2
 MAX_ERRNO = 4096
 
 
+class TornIndexError(CorruptionError):
+    """A page of an index is not as LMDB left it, and may never have reached the disk."""
+
+
 @dataclass(frozen=True, slots=True)
 class MetaPage:
     """The newer one of the pages that name the trees."""

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from ....errors import CorruptionError
 from ..namespace import INDEX_FILE
 from .clean_close import read_mark
-from .index_file import META_PAGES, damaged, newest_meta
+from .index_file import META_PAGES, TornIndexError, damaged, newest_meta
 
 READ_BYTES = 1 << 20
 ALWAYS_CHECKED_BYTES = 16 << 20
@@ -87,7 +87,7 @@ def check_pages(path: Path, *, is_trusted: bool) -> None:
     """Raise `CorruptionError` if LMDB could not walk the file in `path`, or `OSError`.
 
     No process may be writing to the file. `check_file` must have passed. With `is_trusted` the file
-    is checked as one with a clean mark.
+    is checked as one with a clean mark. Without either the error is a `TornIndexError`.
     """
     descriptor = os.open(path / INDEX_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -98,7 +98,8 @@ def check_pages(path: Path, *, is_trusted: bool) -> None:
             _read_all(descriptor)
         walk.run(is_trusted)
     except _Damage as damage:
-        raise CorruptionError(damaged(path, str(damage))) from None
+        kind = CorruptionError if is_trusted else TornIndexError
+        raise kind(damaged(path, str(damage))) from None
     finally:
         os.close(descriptor)
 

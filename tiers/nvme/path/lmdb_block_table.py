@@ -10,8 +10,9 @@ reader table (`lock=False`). No transaction is open between two calls.
 | `slots` | slot u32, big endian | hash of the block in it |
 | `meta` | name | `format`, `identity`, `epoch`, `commit`, `changes`, `totals`, `day` |
 
-All other numbers are little endian. The check of an entry covers hash, slot and checksum. An entry
-that fails it counts as absent. `changes` lists what the last commit changed (`Journal`): number,
+All other numbers are little endian. The check of an entry covers hash, slot, checksum and epoch. An
+entry that fails it counts as absent. So does one of before a reset, in a page that a loss of power
+kept from being overwritten. `changes` lists what the last commit changed (`Journal`): number,
 epoch and reset flag as u64, then counts of removed and stored blocks as u64, then 12 bytes (hash of
 the key u64, slot u32) per removed and 20 bytes (hash, checksum u64, slot u32) per stored block.
 
@@ -76,6 +77,7 @@ _NEW_NAME = f"{INDEX_FILE}.new"
 _NO_ENTRY = b"\xff" * ENTRY_BYTES
 _U64_MASK = (1 << 64) - 1
 _SLOT_FACTOR = 0x9E3779B97F4A7C15
+_EPOCH_FACTOR = 0x165667B19E3779F9
 _CHECK_FACTOR = 0xC2B2AE3D27D4EB4F
 """Odd factors: each input bit reaches the upper half of the product, which is the check."""
 
@@ -142,7 +144,7 @@ class LmdbBlockTable:
         """See `BlockTable`."""
         try:
             with self._env.begin(db=self._blocks) as txn:
-                return [_parse_entry(key, txn.get(key)) for key in keys]
+                return [_parse_entry(key, txn.get(key), self.epoch) for key in keys]
         except lmdb.Error:
             return [None] * len(keys)
 
@@ -152,7 +154,7 @@ class LmdbBlockTable:
         at_once, after = max(limit, LIST_BATCH), key
         while not found and (batch := self._batch_after(after, at_once)):  # else all are damaged
             after = batch[-1][0]
-            parsed = ((k, _parse_entry(k, value)) for k, value in batch)
+            parsed = ((k, _parse_entry(k, value, self.epoch)) for k, value in batch)
             found = list(islice(((k, entry) for k, entry in parsed if entry is not None), limit))
         self._check_follows(key, found)
         return found
@@ -177,7 +179,7 @@ class LmdbBlockTable:
                 values = [v if len(v) == ENTRY_BYTES else _NO_ENTRY for v in values]
             rows = np.frombuffer(b"".join(values), dtype=_ENTRY_ROW)
             mixed = hashes_of(keys, CHECK_SEED) ^ rows["checksum"]
-            mixed ^= rows["slot"] * np.uint64(_SLOT_FACTOR)
+            mixed ^= rows["slot"] * np.uint64(_SLOT_FACTOR) ^ np.uint64(_epoch_part(self.epoch))
             is_whole = mixed * np.uint64(_CHECK_FACTOR) >> np.uint64(32) == rows["check"]
             whole = rows[is_whole]
             slots = whole["slot"].astype(np.int32)
@@ -285,7 +287,7 @@ class LmdbBlockTable:
             "the index in %s does not name the blocks of all slots; it is repaired", self.path
         )
         for key, value in txn.cursor(db=self._blocks):
-            entry = _parse_entry(key, value)
+            entry = _parse_entry(key, value, self.epoch)
             if entry is not None:
                 txn.put(_SLOT.pack(entry.slot), key, overwrite=False, db=self._slots)
 
@@ -316,6 +318,7 @@ class _Commit:
     def __init__(self, table: LmdbBlockTable, txn: lmdb.Transaction[bytes]) -> None:
         self._txn = txn
         self._slots = table._slots
+        self._epoch = table.epoch
         self.already: list[int] = []
         self.removed: list[tuple[bytes, int]] = []
         self._stored: list[tuple[int, int, int]] = []
@@ -325,7 +328,7 @@ class _Commit:
         txn, slots = self._txn, self._slots
         for key in changes.removals:
             value = txn.pop(key)
-            entry = _parse_entry(key, value)
+            entry = _parse_entry(key, value, self._epoch)
             if entry is not None:
                 place = _SLOT.pack(entry.slot)
                 if txn.get(place, db=slots) == key:
@@ -340,9 +343,9 @@ class _Commit:
         """Add blocks whose keys are absent, or present with a damaged entry."""
         txn, slots = self._txn, self._slots
         for position, (key, slot, checksum) in enumerate(puts):
-            value = _ENTRY.pack(slot, _check(key, slot, checksum), checksum)
+            value = _ENTRY.pack(slot, _check(key, slot, checksum, self._epoch), checksum)
             if not txn.put(key, value, overwrite=False):
-                if _parse_entry(key, txn.get(key)) is not None:
+                if _parse_entry(key, txn.get(key), self._epoch) is not None:
                     self.already.append(position)
                     continue
                 txn.put(key, value)
@@ -364,7 +367,7 @@ class _Commit:
     def _drop_former(self, key: bytes, slot: int) -> None:
         """Remove the entry of the block that `slots` names for a slot, if it says the same."""
         value = self._txn.get(key)
-        entry = _parse_entry(key, value)
+        entry = _parse_entry(key, value, self._epoch)
         if entry is None or entry.slot == slot:
             self._txn.delete(key)
             self.removed.append((key, slot))
@@ -461,17 +464,21 @@ def _reserve(file: Path, size: int, *, is_synced: bool = False) -> None:
             opened.sync()
 
 
-def _check(key: bytes, slot: int, checksum: int) -> int:
+def _check(key: bytes, slot: int, checksum: int, epoch: int) -> int:
     """Return the check of an entry: the upper half of a product over its parts."""
     mixed = xxh3_64_intdigest(key, CHECK_SEED) ^ checksum ^ (slot * _SLOT_FACTOR & _U64_MASK)
-    return (mixed * _CHECK_FACTOR & _U64_MASK) >> 32
+    return ((mixed ^ _epoch_part(epoch)) * _CHECK_FACTOR & _U64_MASK) >> 32
 
 
-def _parse_entry(key: bytes, value: bytes | None) -> Entry | None:
+def _epoch_part(epoch: int) -> int:
+    return epoch * _EPOCH_FACTOR & _U64_MASK
+
+
+def _parse_entry(key: bytes, value: bytes | None, epoch: int) -> Entry | None:
     if value is None or len(value) != ENTRY_BYTES:
         return None
     slot, check, checksum = _ENTRY.unpack(value)
-    return Entry(slot, checksum) if check == _check(key, slot, checksum) else None
+    return Entry(slot, checksum) if check == _check(key, slot, checksum, epoch) else None
 
 
 def _pack_journal(journal: Journal) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +18,8 @@ import numpy as np
 from ......errors import KVCascadeError, os_errors
 from ......logs import get_logger
 from ....disk.filesystem import FileSystem
-from ....namespace import NamespaceKey
+from ....index.index_file import TornIndexError
+from ....namespace import INDEX_FILE, NamespaceKey
 from ...block_table import MAX_COMMIT_BLOCKS, BlockTable, Changes, block_table_bytes
 from ...path_messages import Committed
 from ...presence_file import OpenPresence, is_of_this_boot, open_presence
@@ -57,21 +59,39 @@ class StartMeans:
     """`presence_file.boot_id()`."""
 
     def table_of(self, home: NamespaceHome, *, is_durable: bool) -> BlockTable:
-        """Open the block table of a namespace. Raises a `KVCascadeError`."""
+        """Open the block table of a namespace. Raises a `KVCascadeError`.
+
+        Without `is_durable`, pages of a table that another boot of the machine had open may have
+        missed the disk. A table that is damaged then begins empty.
+        """
         layout = home.layout
         digest = NamespaceKey("", home.description["fields"]).digest
         identity = digest + b"%d/%d" % (layout.block_bytes, layout.slots)
         with os_errors(f"opening {home.folders[0]}"):
             self.fs.make_dir(home.folders[0] / BLOCKS)
             self.fs.sync_dir(home.folders[0])
-        return self.open_table(
+        is_same_boot = is_of_this_boot(self.fs, home.folders[0], self.boot)
+        opened = partial(
+            self.open_table,
             home.folders[0] / BLOCKS,
             block_table_bytes(home.slots),
             identity,
             is_durable=is_durable,
-            is_same_boot=is_of_this_boot(self.fs, home.folders[0], self.boot),
+            is_same_boot=is_same_boot,
             wall_clock=self.wall_clock,
         )
+        try:
+            return opened()
+        except TornIndexError:
+            if is_durable or not self.boot:
+                raise
+        _log.warning(
+            "%s begins empty: a loss of power damaged its index; durability power prevents that",
+            home.folders[0],
+        )
+        with os_errors(f"removing the index of {home.folders[0]}"):
+            self.fs.unlink(home.folders[0] / BLOCKS / INDEX_FILE)
+        return opened()
 
 
 def open_namespace_writer(
