@@ -97,6 +97,7 @@ _PATH_ERRNOS = frozenset(
     }
 )
 _DENIED_ERRNOS = frozenset({errno.EACCES, errno.EPERM})
+_OTHER_KIND = errno.EMEDIUMTYPE  # which no call to the system returns for a file of a cache
 
 
 def from_os_error(error: OSError, doing: str) -> KVCascadeError:
@@ -119,9 +120,16 @@ def from_os_error(error: OSError, doing: str) -> KVCascadeError:
     elif error.errno == errno.ELOOP and os.path.islink(error.filename or ""):
         remedy = f"replace the link {error.filename} by what it leads to"
         remedy += "; a bind mount or a list of paths keeps data elsewhere"
+    elif error.errno == _OTHER_KIND:
+        remedy = f"restore {error.filename}, or remove it"
     else:
         remedy = "check the path" if error.errno in _PATH_ERRNOS else "check the device"
     return TierIOError(error.errno, f"{reason} while {doing}; {remedy}")
+
+
+def other_kind(path: object) -> OSError:
+    """Return the error for a file of a cache in whose place is something else, such as a pipe."""
+    return OSError(_OTHER_KIND, "not the kind of file that was expected", str(path))
 
 
 @contextmanager

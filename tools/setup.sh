@@ -16,16 +16,7 @@ steps=6 step=0
 say() { step=$((step + 1)); printf '[setup %d/%d] %s\n' "$step" "$steps" "$1"; }
 quiet=$([ -t 1 ] || echo --quiet) # someone who watches sees each package arrive
 install() { "$venv/bin/python" -m pip --disable-pip-version-check install $quiet "$@"; }
-has_numa() { "$venv/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; }
-# The engine for CPUs is linked with libnuma. PyPI lacks it, and so does a small Debian.
-add_numa() {
-    (cd "$venv" && apt-get download -qq libnuma1 && dpkg-deb -x libnuma1_*.deb numa) || return 0
-    "$venv/bin/python" - "$venv"/numa/usr/lib/*/libnuma.so.1 <<'END'
-import pathlib, sys, sysconfig
-line = f"import ctypes; ctypes.CDLL({str(pathlib.Path(sys.argv[1]).absolute())!r})\n"
-pathlib.Path(sysconfig.get_path("purelib"), "libnuma.pth").write_text(line)
-END
-}
+. tools/numa.sh
 has_cuda() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; }
 
 command -v "$python" >/dev/null || { echo "setup: no $python found; set PYTHON=..." >&2; exit 1; }

@@ -47,7 +47,9 @@ unpack=wheel
 case $version in
     0.16.* | 0.17.* | 0.18.* | 0.19.*)
         once "$kept/seed" "environment for vLLM 0.16 to 0.19" seed_environment
-        python=$kept/seed/bin/python
+        python=$kept/seed/bin/python venv=$kept/seed
+        . tools/numa.sh
+        has_numa || add_numa
         # These insist on two preloaded libraries by name; what matters here is that they are named.
         mkdir -p "$kept/preload"
         libm=$("$python" -c 'import math, pathlib, re

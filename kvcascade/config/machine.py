@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
@@ -48,6 +48,8 @@ NAMESPACE_FILE = "namespace.json"
 """A folder that holds this file is a namespace of an NVMe tier."""
 RECORD_FILE = Path(".kvcascade", "path.json")
 """File in the first folder of a path with the options that are in force."""
+MAX_RECORD_BYTES = 1 << 20
+"""Most bytes of that file that are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +68,9 @@ class Disk:
 
     device: int
     """Number that identifies the file system."""
-    total: int
+    total: int = field(compare=False)
     """All there is."""
-    free: int
+    free: int = field(compare=False)
     """Space that this user may still write."""
 
 
@@ -104,7 +106,7 @@ class Machine:
             return PathKind.MISSING
         if not os.path.exists(path):
             problem = f"{path} is a link to nothing"
-            raise FileNotFoundError(errno.ENOENT, problem)
+            raise FileNotFoundError(errno.ENOENT, problem, str(path))
         return PathKind.OTHER
 
     def identity(self, path: Path) -> object:
@@ -164,7 +166,9 @@ class Machine:
     def recorded_capacity(self, folder: Path) -> int:
         """Return the capacity that is recorded with a path in its first folder; 0 if none is."""
         with suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            return int(json.loads((folder / RECORD_FILE).read_bytes())["options"]["capacity_bytes"])
+            fd = os.open(folder / RECORD_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            with open(fd, "rb") as file:  # a pipe must not block, nor a huge file take memory
+                return int(json.loads(file.read(MAX_RECORD_BYTES))["options"]["capacity_bytes"])
         return 0
 
 
@@ -215,7 +219,7 @@ def check_nvme(config: CascadeConfig, machine: Machine, noted: list[str] | None 
         for path in tier.path:
             with noting(noted):
                 _check_path(at, path, machine, owners)
-        with noting(noted), _looking_at(at, tier.path[0]):
+        with noting(noted), _looking_at(at, *tier.path):
             _check_disks(tier, machine)
 
 
@@ -267,7 +271,8 @@ def _room_warning(tier: NvmeTierOptions, machine: Machine) -> ConfigError | None
 
 def _unequal_warning(tier: NvmeTierOptions, machine: Machine) -> ConfigError | None:
     """Return why folders on unequal disks hold less than the capacity; None if they hold it."""
-    capacity, held = nvme_capacity(tier, machine), nvme_held_bytes(tier, machine)
+    capacity = nvme_capacity(tier, machine)
+    held = sum(part for _, part in nvme_held_bytes(tier, machine))
     each = capacity // len(tier.path)
     if held >= each * len(tier.path):
         return None
@@ -345,23 +350,17 @@ def nvme_capacity(tier: NvmeTierOptions, machine: Machine) -> int:
     return _capacity(tier, machine, _disk_room(tier, machine))
 
 
-def nvme_held_bytes(tier: NvmeTierOptions, machine: Machine) -> int:
-    """Return the part of the tier's capacity that its disks have room for.
+def nvme_held_bytes(tier: NvmeTierOptions, machine: Machine) -> list[tuple[list[Path], int]]:
+    """Return the part of the capacity that each disk of the tier has room for, with its paths.
 
     Each folder gets an equal part of the capacity, so the room of a larger disk is not all used.
     """
-    parts: dict[int, list[Path]] = {}
-    disks: dict[int, Disk] = {}
-    for path in tier.path:
-        disk = machine.disk(nearest_existing(path, machine))
-        disks[disk.device] = disk
-        parts.setdefault(disk.device, []).append(path)
-    each = nvme_capacity(tier, machine) // len(tier.path)
-    reserve = min(tier.min_free.of(disk.total) for disk in disks.values())  # kept on each of them
-    return sum(
-        min(each * len(paths), _usable_bytes(disks[device], paths, machine, reserve))
-        for device, paths in parts.items()
-    )
+    disks, each = disks_of(tier, machine), nvme_capacity(tier, machine) // len(tier.path)
+    reserve = min(tier.min_free.of(disk.total) for disk in disks)  # kept on each of them
+    return [
+        (paths, min(each * len(paths), _usable_bytes(disk, paths, machine, reserve)))
+        for disk, paths in disks.items()
+    ]
 
 
 def _usable_bytes(disk: Disk, paths: Sequence[Path], machine: Machine, reserve: int) -> int:
@@ -513,19 +512,22 @@ def _lack_of_room(tier: NvmeTierOptions, capacity: int, room: _DiskRoom) -> Conf
 
 
 @contextmanager
-def _looking_at(at: At, path: Path) -> Iterator[None]:
-    """Turn an `OSError` about a path into a `ConfigError` about its key."""
+def _looking_at(at: At, *paths: Path) -> Iterator[None]:
+    """Turn an `OSError` about a path, or the first of several, into a `ConfigError` of its key."""
     try:
         yield
     except OSError as error:
         problem = f"cannot be read ({error.strerror}); give a folder that this user may enter"
-        raise at.wrong(str(path), problem) from None
+        below = [path for path in paths if path.is_relative_to(error.filename or path)]
+        raise at.wrong(str((below or paths)[0]), problem) from None
 
 
-def disks_of(tier: NvmeTierOptions, machine: Machine) -> list[Disk]:
-    """Return the file systems of a tier's paths, each once. Raises `OSError`."""
-    found = (machine.disk(nearest_existing(path, machine)) for path in tier.path)
-    return list({disk.device: disk for disk in found}.values())
+def disks_of(tier: NvmeTierOptions, machine: Machine) -> dict[Disk, list[Path]]:
+    """Return the file systems of a tier's paths, each with its paths. Raises `OSError`."""
+    found: dict[Disk, list[Path]] = {}
+    for path in tier.path:
+        found.setdefault(machine.disk(nearest_existing(path, machine)), []).append(path)
+    return found
 
 
 def nearest_existing(path: Path, machine: Machine) -> Path:

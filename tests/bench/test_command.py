@@ -16,6 +16,7 @@ import typer
 from support.bench_scale import SMOKE
 from support.clock import ManualClock
 
+from kvcascade.errors import ConfigError
 from kvcascade.tools.__main__ import main
 from kvcascade.tools.commands.bench.bench_results import (
     OURS,
@@ -150,6 +151,12 @@ def test_facts(tmp_path: Path) -> None:
     assert versions["kvcascade"] in line and "\n" not in line
     free = machine["shared_memory_free_bytes"] / 2**30
     assert f"{free:.1f} GiB free in /dev/shm" in line
+
+
+def test_a_machine_without_proc_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.PROCFS_PATH", str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="mount /proc"):
+        machine_facts(tmp_path)
 
 
 def test_facts_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

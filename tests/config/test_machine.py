@@ -17,6 +17,7 @@ from support.users import unprivileged
 from kvcascade.assembly.path_parts import path_options
 from kvcascade.config.machine import (
     FREE_ATTEMPTS,
+    RECORD_FILE,
     Disk,
     Machine,
     Memory,
@@ -419,7 +420,8 @@ def test_of_unequal_disks_each_folder_holds_its_part(
 ) -> None:
     config, twin = configured(path=paths, capacity=f"{capacity}GiB"), SmallerSecondDisk()
     check_machine(config, twin)
-    assert nvme_held_bytes(config.nvme[0], twin) == pytest.approx(held * GIB)
+    parts = nvme_held_bytes(config.nvme[0], twin)
+    assert sum(part for _, part in parts) == pytest.approx(held * GIB)
     said = warnings_of(config, twin)
     assert bool(said) == (held < capacity)
     if said:
@@ -535,6 +537,14 @@ def test_a_link_to_nothing_is_named_as_such(key: str, below: str, tmp_path: Path
     assert text.startswith(f"{key}: ") and f"{link} is a link to" in text
 
 
+def test_of_several_folders_only_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "b").symlink_to(tmp_path / "gone")
+    paths, noted = [str(tmp_path / "a"), str(tmp_path / "b" / "kv")], list[str]()
+    check_nvme(configured(path=paths, capacity="1MiB", min_free=0), Machine(), noted)
+    (text,) = noted
+    assert text.startswith(f'tiers[1].path: "{paths[1]}" cannot be read ({tmp_path / "b"} is a')
+
+
 def test_this_machine(tmp_path: Path) -> None:
     machine = Machine()
     memory, disk = machine.memory(), machine.disk(tmp_path)
@@ -607,6 +617,18 @@ def test_the_default_share_of_the_disk_leaves_room_for_what_is_there() -> None:
     told = message(config, full)
     assert told.startswith('tiers[1].min_free: "5% = 51.2 GiB" leaves nothing of 1.0 GiB')
     assert "free space there" in told
+
+
+def test_a_record_that_is_a_pipe_or_huge_is_none(tmp_path: Path) -> None:
+    """The check of a start waited for a writer of the pipe without end."""
+    record = tmp_path / RECORD_FILE
+    record.parent.mkdir()
+    os.mkfifo(record)
+    assert Machine().recorded_capacity(tmp_path) == 0
+    record.unlink()
+    with record.open("wb") as file:
+        file.truncate(1 << 40)
+    assert Machine().recorded_capacity(tmp_path) == 0
 
 
 def test_this_machine_counts_its_devices() -> None:

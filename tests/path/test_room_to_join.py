@@ -15,6 +15,7 @@ from kvcascade.tiers.nvme.path.writer.namespace.namespace_openings import (
     ROOM_LIMIT_S,
     BeingOpenedError,
 )
+from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 
 TWO = 120
 """Segments of a path that has room for the tables of two models and a few segments."""
@@ -96,6 +97,29 @@ def test_a_disk_without_a_reserve_gets_room_that_the_other_model_does_not_take_a
             break
         old.store(list(range(first, first + 64)))
     assert new.welcome is not None, new.refused
+
+
+@pytest.mark.parametrize("segments", [TWO, 20_000])
+def test_idle_models_are_spared_if_all_of_them_are_not_room_enough(segments: int) -> None:
+    """Each counted with all that its tables may take, and lost its blocks before the refusal."""
+    rig = PathRig(segments)
+    for name, first in (("old", 0), ("new", 5000)):
+        node = RigNode(rig, name)
+        fill(node, range(first, first + 80))
+        rig.step(20, seconds=600.0)
+    rig.close()
+    rig.fs.size_bytes = rig.fs.used_bytes(Path("/")) + (64 << 10)
+    capacity = capacity_of(20_000, 8, BLOCK_BYTES)
+    rig.start(msgspec.structs.replace(rig.options, capacity_bytes=capacity))
+    other = RigNode(rig, "other", rig.options)
+    wait(rig, other)
+    (refused,) = other.refused
+    assert "free space there" in refused.text
+    rig.fs.size_bytes = 1 << 30
+    for name, first in (("old", 0), ("new", 5000)):
+        node = RigNode(rig, name, rig.options)
+        wait(rig, node)
+        assert node.held(range(first, first + 80)) == list(range(first, first + 80))
 
 
 def test_a_model_whose_tables_never_fit_is_refused_and_costs_nothing() -> None:

@@ -7,8 +7,10 @@ import os
 import random
 import re
 import shutil
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -204,6 +206,42 @@ def test_a_link_leads_nowhere(folder: Path, foreign: Path, name: str) -> None:
         engine.put(range(1000, 1008))
         engine.close()
     assert {p: p.read_bytes() for p in [outside, *outside.rglob("*")] if p.is_file()} == before
+
+
+OTHER_KINDS = [
+    "segments",
+    "blocks",
+    "blocks/data.mdb",
+    "presence",
+    "state",
+    "state/lru_stamp.arr",
+    "namespace.json",
+    "lock",
+    "../.kvcascade",
+    "../.kvcascade/path.json",
+    "../.kvcascade/writer.lock",
+]
+
+
+@pytest.mark.parametrize("name", OTHER_KINDS)
+def test_another_kind_of_file_is_named(folder: Path, name: str, tmp_path: Path) -> None:
+    """A pipe or a socket in place of a file or folder, and a folder in place of a file."""
+    target = folder / name
+    target = target.parent.resolve() / target.name
+    was_file = target.is_file()
+    target.rename(tmp_path / "away")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+    makers: list[Callable[[], object]] = [
+        lambda: os.mkfifo(target, 0o600),
+        lambda: (tmp_path / "socket").rename(target),
+        lambda: target.mkdir(0o700) if was_file else target.touch(0o600),
+    ]
+    for make in makers:
+        make()
+        told = try_engine_on(folder.parent)
+        assert isinstance(told, str) and f"; restore {target}, or remove it" in told
+        target.rmdir() if target.is_dir() else target.unlink()
 
 
 HOSTILE_KEYS = [b"../../../etc/passwd", b"/etc/passwd", b"\0" * 36, b"a/b\n$(reboot)", b"\xff" * 64]

@@ -76,28 +76,48 @@ def test_what_tiers_hold(config: Path, tmp_path: Path) -> None:
     assert "131,072 bytes" in call("check", config, "--model", LLAMA).out
 
 
-class SmallerSecondDisk(Machine):
-    """The disk of folders named "b" has 64 MiB, others have 512."""
+class UnequalDisks(Machine):
+    """The disks of folders have the MiB that their names say, others have 512."""
 
     def disk(self, folder: Path) -> Disk:
-        is_small = folder.name == "b"
-        size = 64 * MIB if is_small else 512 * MIB
-        return Disk(device=1 + is_small, total=size, free=size)
+        mib = int(folder.name) if folder.name.isdigit() else 512
+        return Disk(device=mib, total=mib * MIB, free=mib * MIB)
 
 
-def test_of_unequal_disks_each_holds_at_most_its_part(config: Path, tmp_path: Path) -> None:
-    paths = [tmp_path / "a", tmp_path / "b"]
+def checked_disks(config: Path, parent: Path, disks: list[int], capacity: int) -> CheckReport:
+    paths = [parent / str(mib) for mib in disks]
     for path in paths:
         path.mkdir()
-    disk = {**DISK, "capacity": "400MiB", "path": list(map(str, paths))}
+    disk = {**DISK, "capacity": capacity, "path": list(map(str, paths))}
     change(config, tiers=[{"type": "cpu", "capacity": "64MiB"}, disk])
-    shape = BlockShape(16, 4096)
-    report = check(read_config(config), shape, machine=SmallerSecondDisk())
-    whole = plan_segments(400 * MIB, 65536, 2)
-    assert not report.problems and report.tiers[1].capacity_bytes == 400 * MIB
-    assert report.tiers[1].segments == whole.segments * 264 // 400
-    assert report.tiers[1].blocks == whole.segments * 264 // 400 * whole.slots_per_segment
-    assert any("is more than 264.0 MiB, which these disks hold" in each for each in report.doubts)
+    return check(read_config(config), BlockShape(16, 4096), machine=UnequalDisks())
+
+
+@pytest.mark.parametrize(
+    ("disks", "capacity", "segments"),
+    [
+        ([512, 64], 400 * MIB, 7 + 2),
+        ([512, 511, 64], 600 * MIB + 1, 7 + 7 + 2),
+        ([512, 74, 72], 600 * MIB, 7 + 2 + 2),  # a segment has 25 MiB
+        ([90, 512, 513], 600 * MIB, 3 + 7 + 7),
+        ([87, 512, 513], 600 * MIB, 2 + 7 + 7),  # and its tables 13
+    ],
+)
+def test_of_unequal_disks_each_holds_at_most_its_part(
+    config: Path, tmp_path: Path, disks: list[int], capacity: int, segments: int
+) -> None:
+    report = checked_disks(config, tmp_path, disks, capacity)
+    whole = plan_segments(capacity, 65536, len(disks))
+    assert not report.problems and report.tiers[1].capacity_bytes == capacity
+    assert whole.segments == 7 * len(disks) and report.tiers[1].segments == segments
+    assert report.tiers[1].blocks == segments * whole.slots_per_segment
+    assert any(", which these disks hold" in each for each in report.doubts)
+
+
+def test_disks_that_hold_their_parts_hold_all_segments(config: Path, tmp_path: Path) -> None:
+    """Also of a capacity that is no multiple of the number of folders."""
+    report = checked_disks(config, tmp_path, [700, 701], 400 * MIB + 1)
+    assert report.tiers[1].segments == plan_segments(400 * MIB + 1, 65536, 2).segments
 
 
 OTHER_FOLDERS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import kvcascade
 from kvcascade.errors import ConfigError
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.namespace import DESCRIPTION
 from kvcascade.tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER
 from kvcascade.tools.commands.command_line import ExitCode
 
@@ -176,6 +178,14 @@ def test_a_folder_given_with_also_that_is_missing_is_named(
     assert str(gone) in answer.err and MOUNT in answer.err and not gone.exists()
 
 
+def test_a_link_to_nothing_given_with_also_is_named(original: list[Path], tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "gone")
+    answer = call("inspect", original[0], "--also", link)
+    assert answer.code == ExitCode.CANNOT_OPEN and MOUNT in answer.err
+    assert f"{link} is a folder of this tier and is not there (it is a link to" in answer.err
+
+
 def test_a_missing_folder_hides_nothing_of_the_others(original: list[Path], tmp_path: Path) -> None:
     original[1].rename(tmp_path / "away")
     for command in (["inspect"], ["top", "--once"]):
@@ -183,6 +193,42 @@ def test_a_missing_folder_hides_nothing_of_the_others(original: list[Path], tmp_
         assert answer.code == ExitCode.PROBLEMS and MOUNT in answer.out
     found = call("inspect", original[0], "--json").one
     assert found["blocks"] == BLOCKS and found["parts_missing"] == [1]
+
+
+def test_the_version_of_a_later_folder_is_said(original: list[Path]) -> None:
+    """The sentence said that version 3 is not read, which is that of the first folder."""
+    later = folder_in(original[1]) / DESCRIPTION
+    later.write_text(later.read_text().replace('"format_version": 3', '"format_version": 4'))
+    assert call("inspect", original[0], "--json").one["state"] == "version 4"
+    assert "has format version 4, which" in call("verify", original[0]).err
+
+
+def test_a_path_that_is_mounted_read_only_lacks_no_permission(
+    original: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = os.statvfs(original[0])
+    values = [*found[:8], found.f_flag | os.ST_RDONLY, found.f_namemax]
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(values))
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    answer = call("store", original[0])
+    assert answer.code == ExitCode.CANNOT_OPEN and "Read-only file system" in answer.err
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "gc", "store"])
+def test_an_empty_path_is_not_the_current_folder(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a shell variable that is not set: `store` made a cache of that folder."""
+    monkeypatch.chdir(tmp_path)
+    answer = call(command, "")
+    assert answer.code == ExitCode.USAGE and "it is empty; give a folder" in answer.err
+
+
+def test_a_name_that_is_no_text_is_a_path(tmp_path: Path) -> None:
+    """LMDB was given the name as text."""
+    fill_path(tmp_path / "kv", BLOCKS)
+    root = (tmp_path / "kv").rename(tmp_path / os.fsdecode(b"\xff"))
+    assert call("verify", root, "--json").one["ok"] == BLOCKS
 
 
 def test_names_of_one_folder_are_the_same(tmp_path: Path) -> None:

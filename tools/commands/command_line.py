@@ -57,11 +57,19 @@ _OF_KIND = {
     ErrorKind.CONFIG: ExitCode.USAGE,
 }
 
+
+def given_path(text: str) -> Path:
+    """Return a path; not the current folder for a shell variable that is empty."""
+    if not text:
+        raise typer.BadParameter("it is empty; give a folder")
+    return Path(text)
+
+
 # Paths are `readable=False`: the parser would call a locked path a wrong call (status 2).
 PathArgument = Annotated[
     Path,
     typer.Argument(
-        metavar="PATH", help="The tier's path, or one namespace directory in it.", readable=False
+        metavar="PATH", help="The tier's path, or one namespace directory in it.", parser=given_path
     ),
 ]
 AlsoOption = Annotated[

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...errors import FormatError, os_errors
+from ...errors import FormatError, os_errors, other_kind
 from ...tiers.nvme.disk.filesystem import FileSystem, RealFile
 from ...tiers.nvme.path.frames import DECODE_ERRORS
 from ...tiers.nvme.path.presence_file import PRESENCE, has_clean_mark, read_head
@@ -100,7 +100,7 @@ def open_read_only(path: Path) -> RealFile:
     descriptor = os.open(path, os.O_RDONLY | _OPEN_FLAGS)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not the kind of file that was expected", str(path))
+            raise other_kind(path)
     except BaseException:
         os.close(descriptor)
         raise

@@ -25,7 +25,12 @@ from ...tiers.nvme.namespace import (
 )
 from ...tiers.nvme.path.writer.namespace.namespace_home import SEGMENTS, read_descriptions
 from ...tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER, load_record
-from ...tiers.nvme.segments.format import MAX_DESCRIPTION_BYTES, SegmentLayout, segment_number
+from ...tiers.nvme.segments.format import (
+    FORMAT_VERSION,
+    MAX_DESCRIPTION_BYTES,
+    SegmentLayout,
+    segment_number,
+)
 from .path_files import load_note, named
 
 MAX_NAMES_SHOWN = 8
@@ -268,7 +273,9 @@ def _look(fs: FileSystem, name: str, folders: tuple[Path, ...]) -> NamespaceFold
     try:
         return NamespaceFolder(name, folders, read_descriptions(fs, folders), True, "")
     except FormatError:
-        return NamespaceFolder(name, folders, document, False, "")
+        documents = (_document(fs, folder) for folder in folders)
+        others = (each for each in documents if each.get("format_version") != FORMAT_VERSION)
+        return NamespaceFolder(name, folders, next(others, document), False, "")
     except KVCascadeError as error:
         return NamespaceFolder(name, folders, document, False, str(error))
 
@@ -303,9 +310,10 @@ def _digits_of(one: NamespaceFolder) -> str:
 
 def missing_folder(folder: Path) -> TierIOError:
     """Return the error for a folder of a tier, not the first one, that is missing."""
-    problem = f"{folder} is a folder of this tier and is not there; mount its disk, or, if folders"
-    remedy = "are elsewhere, give all but the first with --also in their order"
-    return TierIOError(errno.ENOENT, f"{problem} {remedy}")
+    link = " (it is a link to nothing)" if folder.is_symlink() else ""
+    problem = f"{folder} is a folder of this tier and is not there{link}"
+    remedy = "mount its disk, or, if folders are elsewhere, give all but the first with --also in"
+    return TierIOError(errno.ENOENT, f"{problem}; {remedy} their order")
 
 
 def check_may_write(roots: Sequence[Path]) -> None:
@@ -314,5 +322,7 @@ def check_may_write(roots: Sequence[Path]) -> None:
         with os_errors(f"opening {root}"), suppress(FileNotFoundError, NotADirectoryError):
             os.stat(root)
             if not os.access(root, os.W_OK | os.X_OK, effective_ids=True):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+                is_read_only = os.statvfs(root).f_flag & os.ST_RDONLY
+                code = errno.EROFS if is_read_only else errno.EACCES
+                raise OSError(code, os.strerror(code))
             os.stat(root / PATH_FOLDER / PATH_FILE)  # its folder is for its user alone

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import ClassVar
 from weakref import WeakSet
 
-from ....errors import PROCESS_ERRNOS, InUseError
+from ....errors import PROCESS_ERRNOS, InUseError, other_kind
 
 PAGE_BYTES = 4096
 BLOCK_UNIT_BYTES = 512
@@ -332,7 +332,7 @@ class RealFileSystem(FileSystem):
         is_read_only = False
         try:
             new = os.O_CREAT | os.O_EXCL if create else 0
-            descriptor = os.open(path, os.O_RDWR | new | _OPEN_FLAGS, FILE_MODE)
+            descriptor = _open(path, os.O_RDWR | new | _OPEN_FLAGS)
         except OSError as error:
             if create or error.errno != errno.EROFS:
                 raise
@@ -444,7 +444,7 @@ class RealFileSystem(FileSystem):
     def _lock_once(path: Path, shared: bool) -> int | None:
         """Return the locked descriptor, or None if the name was removed before the lock was
         taken."""
-        descriptor = os.open(path, _LOCK_FLAGS, FILE_MODE)
+        descriptor = _open(path, _LOCK_FLAGS)
         try:
             ours = os.fstat(descriptor)
             _check_ours(ours, stat.S_ISREG, path)
@@ -470,11 +470,20 @@ def lock_message(path: Path) -> str:
     )
 
 
+def _open(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags, FILE_MODE)
+    except OSError as error:
+        if error.errno in (errno.EISDIR, errno.ENXIO):  # a folder or a socket
+            raise other_kind(path) from None
+        raise
+
+
 def _check_ours(found: os.stat_result, is_kind: Callable[[int], bool], path: Path) -> None:
     if stat.S_ISLNK(found.st_mode):
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     if not is_kind(found.st_mode):
-        raise OSError(errno.EINVAL, "not the kind of file that was expected", str(path))
+        raise other_kind(path)
     if found.st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
     if found.st_mode & OTHERS_WRITE:

@@ -441,7 +441,7 @@ def _open_env(file: Path, map_bytes: int, *, is_durable: bool) -> lmdb.Environme
     """Open or create an LMDB file. Raises a `KVCascadeError`."""
     try:
         return lmdb.open(
-            os.fspath(file),
+            os.fsencode(file),
             subdir=False,
             map_size=map_bytes,
             mode=0o600,

@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from ..command_line import JsonOption, answering, answering_apart, emit
+from ..command_line import JsonOption, answering, answering_apart, emit, given_path
 
 DiskArgument = Annotated[
-    Path, typer.Argument(metavar="PATH", help="A folder on the disk to measure.", readable=False)
+    Path,
+    typer.Argument(metavar="PATH", help="A folder on the disk to measure.", parser=given_path),
 ]
 
 

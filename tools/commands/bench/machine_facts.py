@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ....config.machine import file_system_of
+from ....config.machine import Machine, file_system_of
 from ....tiers.cpu.arena import DEFAULT_ARENA_DIR
 from ..version import installed_version
 from .bench_results import LMCACHE
@@ -22,10 +22,13 @@ UNKNOWN = "unknown"
 
 
 def machine_facts(folder: Path) -> dict[str, Any]:
-    """Return facts about machine, GPU (if torch sees one) and the file system of a folder."""
+    """Return facts about machine, GPU (if torch sees one) and the file system of a folder.
+
+    Raises `ConfigError` if /proc does not tell the memory.
+    """
     import psutil
 
-    memory = psutil.virtual_memory()
+    memory = Machine().memory()
     disk, shared = psutil.disk_usage(str(folder)), psutil.disk_usage(DEFAULT_ARENA_DIR)
     return {
         "processor": _processor() or platform.machine(),

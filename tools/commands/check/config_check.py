@@ -25,8 +25,8 @@ from ....tiers.cpu.arena_limits import probe_machine
 from ....tiers.cpu.header import ArenaGeometry
 from ....tiers.cpu.huge_pages import address_of, gather, map_file
 from ....tiers.cpu.prefault import prefault
-from ....tiers.nvme.path.writer.path_plan import plan_namespace
-from ....tiers.nvme.segments.format import PAGE_BYTES
+from ....tiers.nvme.path.writer.path_plan import SegmentPlan, fixed_bytes, plan_namespace
+from ....tiers.nvme.segments.format import PAGE_BYTES, SegmentLayout
 from ....tiers.remote.base import RemoteEngine
 from ....tiers.remote.engines.opened_folder import folder_of_url
 from ....tiers.remote.remote_options import open_remote_engine
@@ -299,12 +299,26 @@ def _nvme(
     capacity = asked.capacity_bytes
     if block_bytes is not None:
         plan = plan_namespace(asked, block_bytes, len(tier.path))
-        held = min(capacity, nvme_held_bytes(tier, machine))
-        segments = plan.segments if len(tier.path) == 1 else plan.segments * held // capacity
+        segments = plan.segments
+        if len(tier.path) > 1:
+            segments = _held_segments(tier, machine, plan, block_bytes)
         blocks = segments * plan.slots_per_segment
     tokens = _tokens(blocks, shape)
     share = share_of(tier.capacity)
     return TierReport(tier.type, where, capacity, tier.policy, blocks, tokens, segments, share)
+
+
+def _held_segments(
+    tier: NvmeTierOptions, machine: Machine, plan: SegmentPlan, block_bytes: int
+) -> int:
+    """Return the number of segments of a plan that the disks of a tier have room for."""
+    file_bytes = SegmentLayout(block_bytes, plan.slots_per_segment, "0" * 64).file_bytes
+    tables = fixed_bytes(plan.slots, 0, tier.policy)
+    total, each = 0, plan.segments // len(tier.path)
+    for paths, held in nvme_held_bytes(tier, machine):
+        usable = held - (tables if tier.path[0] in paths else 0)
+        total += min(each * len(paths), max(0, usable) // file_bytes)
+    return total
 
 
 def _tokens(blocks: int | None, shape: BlockShape | None) -> int | None:

@@ -10,10 +10,10 @@ from typing import Annotated
 
 import typer
 
-from ..command_line import AlsoOption, ExitCode, answering, finish
+from ..command_line import AlsoOption, ExitCode, answering, finish, given_path
 
 TierPath = Annotated[
-    Path, typer.Argument(metavar="PATH", help="The tier's first path.", readable=False)
+    Path, typer.Argument(metavar="PATH", help="The tier's first path.", parser=given_path)
 ]
 CapacityOption = Annotated[
     str | None,

@@ -372,7 +372,8 @@ class PathNamespaces:
             with suppress(OSError):  # the opening itself says what is wrong
                 short = size + self.options.min_free_bytes - self.fs.free_bytes(self.roots[path])
                 missing = max(short, -space.capacity.left_bytes(path, opening.own_bytes[path]))
-                if 0 < missing <= space.freeable_bytes(path):
+                is_enough = 0 < missing <= space.freeable_bytes(path)
+                if is_enough and short <= _leaving_bytes(space, self.fs, self.roots[path], path):
                     return path
         return None
 
@@ -442,6 +443,20 @@ class PathNamespaces:
         """Record other facts with the path; they hold only once they are on the disk."""
         save_record(self.fs, self.roots[0], record)
         self.record = record
+
+
+def _leaving_bytes(space: PathSpace, fs: FileSystem, root: Path, path: int) -> int:
+    """Return the bytes in a path that leave the disk with all segments and idle namespaces.
+
+    The capacity counts more of them: all that their tables may take. Raises `OSError`.
+    """
+    total = 0
+    for name in space.idle.names.union(space.namespaces):
+        if name in space.namespaces and space.namespaces[name].clients:
+            total += space.files.segment_bytes(name, path)
+        elif fs.exists(root / name):
+            total += fs.used_bytes(root / name)
+    return total
 
 
 def _with_room(fs: FileSystem, home: NamespaceHome, capacity: PathCapacity) -> NamespaceHome:

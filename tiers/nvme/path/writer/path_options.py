@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from .....config.machine import MAX_RECORD_BYTES
 from .....config.sizes import MAX_BYTES, human
 from .....errors import ConfigError, CorruptionError, NoSpaceError, os_errors
 from ....policies import order_class
@@ -28,7 +29,6 @@ PATH_FOLDER = ".kvcascade"
 """Folder in the first path that belongs to the path and to no namespace."""
 PATH_FILE = "path.json"
 PATH_RECORD_VERSION = 1
-MAX_RECORD_BYTES = 1 << 20
 POWER = "power"
 DURABILITIES = ("process", POWER)
 DRIFTING = ("capacity_bytes", "min_free_bytes")
