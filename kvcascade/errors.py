@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from pathlib import Path
 
 
 class ErrorKind(Enum):
@@ -98,6 +100,7 @@ _PATH_ERRNOS = frozenset(
 )
 _DENIED_ERRNOS = frozenset({errno.EACCES, errno.EPERM})
 _OTHER_KIND = errno.EMEDIUMTYPE  # which no call to the system returns for a file of a cache
+_NOT_THERE_ERRNOS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP})
 
 
 def from_os_error(error: OSError, doing: str) -> KVCascadeError:
@@ -141,3 +144,24 @@ def os_errors(doing: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise from_os_error(error, doing) from error
+
+
+def file_mode(path: Path) -> int:
+    """Return the mode of the file that a path leads to; 0 if there is none.
+
+    Raises `OSError` if it cannot be looked at. From Python 3.14 on, `Path.is_dir` and its kin
+    answer False then.
+    """
+    try:
+        return os.stat(path).st_mode
+    except ValueError:  # a null byte
+        return 0
+    except OSError as error:
+        if error.errno in _NOT_THERE_ERRNOS:
+            return 0
+        raise
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether a path leads to a folder. Raises as `file_mode`."""
+    return stat.S_ISDIR(file_mode(path))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,6 +20,7 @@ from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
 
+from .errors import file_mode, is_folder
 from .logs import get_logger
 from .weight_digest import digest_files
 
@@ -67,9 +69,10 @@ def weights_identity(
 def _weights_word(model: str, revision: str | None, download_dir: str | None) -> str | None:
     """Return a word for the weights; None if they are not found. Raises `OSError`."""
     path = Path(model)
-    if path.is_file():
+    mode = file_mode(path)
+    if stat.S_ISREG(mode):
         return f"files:{digest_files(_parts_of(path), path.parent)}"
-    folder = path if path.is_dir() else _hub_snapshot(model, revision, download_dir)
+    folder = path if stat.S_ISDIR(mode) else _hub_snapshot(model, revision, download_dir)
     if folder is None:
         return None
     commit = _snapshot_commit(folder)
@@ -104,7 +107,7 @@ def prefers_mistral_files(model: str, revision: str | None, download_dir: str | 
     """
     try:
         path = Path(model)
-        folder = path if path.is_dir() else _hub_snapshot(model, revision, download_dir)
+        folder = path if is_folder(path) else _hub_snapshot(model, revision, download_dir)
         return folder is not None and bool(_matching(folder, ["consolidated*.safetensors"]))
     except OSError:
         return True

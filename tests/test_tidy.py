@@ -175,6 +175,17 @@ def test_no_pickle() -> None:
     assert not [f"{n}:{line}" for n, tree in modules() for line in nodes(tree, imports_pickle)]
 
 
+def test_no_path_says_that_what_cannot_be_looked_at_is_not_there() -> None:
+    """From Python 3.14 on it would; `file_mode` raises, `os.path.isdir` never does."""
+
+    def asks(node: ast.AST) -> bool:
+        called = node.func if isinstance(node, ast.Call) and not node.args else None
+        return isinstance(called, ast.Attribute) and called.attr in {"exists", "is_dir", "is_file"}
+
+    found = [f"{n}:{line}" for n, tree in modules(*PACKAGE_FOLDERS) for line in nodes(tree, asks)]
+    assert not [where for where in found if not where.startswith("tools/dev/")]
+
+
 def test_tests_do_not_sleep() -> None:
     def sleeps(node: ast.AST) -> bool:
         if isinstance(node, ast.ImportFrom):

@@ -69,7 +69,7 @@ class DriverBatch:
     def __call__(
         self, targets: Addresses, sources: Addresses, sizes: Addresses, order: SourceOrder
     ) -> None:
-        first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        first, failed = ctypes.c_size_t(0), ctypes.c_size_t(-1)  # no copy
         code = self._call(
             targets.ctypes.data,
             sources.ctypes.data,
@@ -82,7 +82,8 @@ class DriverBatch:
             self._current_stream(),
         )
         if code:
-            raise RuntimeError(f"cuMemcpyBatchAsync failed: error {code} at copy {failed.value}")
+            at = f" at copy {failed.value}" if failed.value < len(sizes) else ""
+            raise RuntimeError(f"cuMemcpyBatchAsync failed: error {code}{at}")
 
 
 def driver_batch(library: str = DRIVER) -> Batch:

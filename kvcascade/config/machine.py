@@ -11,6 +11,7 @@ import errno
 import fcntl
 import json
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from ..errors import ConfigError
+from ..errors import ConfigError, file_mode
 from .cgroup import group_memory
 from .options import At, noting
 from .schema import CascadeConfig, CpuTierOptions, NvmeTierOptions, WriteMode
@@ -100,14 +101,13 @@ class Machine:
 
     def kind(self, path: Path) -> PathKind:
         """Return the kind of `path`, following links."""
-        if path.is_dir():
-            return PathKind.FOLDER
-        if not os.path.lexists(path):
-            return PathKind.MISSING
-        if not os.path.exists(path):
+        mode = file_mode(path)
+        if mode:
+            return PathKind.FOLDER if stat.S_ISDIR(mode) else PathKind.OTHER
+        if os.path.lexists(path):
             problem = f"{path} is a link to nothing"
             raise FileNotFoundError(errno.ENOENT, problem, str(path))
-        return PathKind.OTHER
+        return PathKind.MISSING
 
     def identity(self, path: Path) -> object:
         """Return a value that is equal for paths that lead to one folder, existing or not."""
@@ -154,7 +154,7 @@ class Machine:
     def devices(self) -> int:
         """Return the number of GPUs of the machine; 0 if there is none, or none can be counted."""
         nvidia, amd = GPU_FOLDERS
-        if nvidia.is_dir():
+        if os.path.isdir(nvidia):
             return len(list(nvidia.iterdir()))
         return sum(map(_has_compute_units, amd.glob("*/properties")))
 

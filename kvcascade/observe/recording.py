@@ -34,7 +34,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from ..errors import os_errors
+from ..errors import file_mode, os_errors
 from ..logs import get_logger
 from ..threads import start_thread
 from ..tiers.base import BlockHash
@@ -172,7 +172,7 @@ def _has_ended(folder: Path, prefix: str, newest: int) -> bool:
     except OSError:
         return False
     # The writer may have begun the next file, which it locks before it unlocks this one.
-    return not (folder / _file_name(prefix, newest + 1)).exists()
+    return not file_mode(folder / _file_name(prefix, newest + 1))
 
 
 class Recorder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from struct import pack
 from typing import Any
 
 import numpy as np
@@ -34,4 +35,19 @@ def test_the_call_that_failed_is_named() -> None:
         batch(some, some, some, SourceOrder.ANY)
     ((*_, count, attributes, _, kinds, _, stream),) = given
     assert (count, kinds, stream) == (3, 1, 99)
-    assert ctypes.c_uint.from_address(attributes).value == 3, "pinned memory is read in any order"
+    said = ctypes.string_at(attributes, 24)
+    assert said == pack("=6I", 3, 0, 0, 0, 0, 0), "pinned memory is read in any order"
+
+
+@pytest.mark.parametrize("blamed", [None, 2**64 - 1])
+def test_no_copy_is_named_where_the_driver_names_none(blamed: int | None) -> None:
+    """CUDA's header says SIZE_MAX; an error of earlier work may leave the number as it was."""
+
+    def call(*arguments: Any) -> int:
+        if blamed is not None:
+            ctypes.c_size_t.from_address(arguments[7]).value = blamed
+        return 700
+
+    some = np.arange(3, dtype=np.uint64)
+    with pytest.raises(RuntimeError, match="error 700$"):
+        DriverBatch(call, lambda: 99)(some, some, some, SourceOrder.STREAM)

@@ -148,6 +148,7 @@ GOOD = {
         ({"parts": 10**12}, CorruptionError),
         ({"fields": []}, CorruptionError),
         ({"fingerprint": None}, CorruptionError),
+        ({"about": json.loads("[" * 100 + "]" * 100)}, CorruptionError),
     ],
 )
 def test_bad_descriptions(change: dict[str, object], error: type[KVCascadeError]) -> None:

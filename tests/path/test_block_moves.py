@@ -235,6 +235,7 @@ def test_an_interrupt_at_any_moment_leaves_the_turn_to_the_next_call() -> None:
         assert move(lambda: None).read
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="`with` may leave its lock held there")
 def test_an_interrupt_at_any_moment_keeps_no_other_thread_from_its_call() -> None:
     calls = RunningCalls()
     changed: Any = calls._changed

@@ -205,10 +205,11 @@ def test_other_versions_and_other_paths_are_refused() -> None:
 
 
 def test_fields_of_any_depth_end_no_writer() -> None:
-    """Some can be read and not be written again, because that takes more of the stack."""
+    """Some can be read and not be written again, because that takes more of the stack. From Python
+    3.14 on 50,000 lists can be written, as 2.5 GB of indentation."""
     rig = PathRig()
     deepest = bisect(range(100_000), False, key=lambda depth: not is_readable(nested(depth)))
-    for depth in range(deepest - 40, deepest + 1):
+    for depth in (100, *range(deepest - 40, deepest + 1)):
         spec = NamespaceSpec("model", nested(depth), b"{}", BLOCK_BYTES)
         client = next(rig.numbers)
         rig.inboxes[client] = deque()

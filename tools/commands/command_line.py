@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import signal
+import stat
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -20,7 +21,15 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from ...errors import ConfigError, ErrorKind, KVCascadeError, from_os_error, os_errors
+from ...errors import (
+    ConfigError,
+    ErrorKind,
+    KVCascadeError,
+    file_mode,
+    from_os_error,
+    is_folder,
+    os_errors,
+)
 
 SCHEMA_VERSION = 1
 """Version of every JSON document; it increases when a field is removed or changes its meaning."""
@@ -194,11 +203,11 @@ def check_is_file(option: str, path: Path) -> None:
     """Raise `CommandError` if a path does not exist or is a folder, or `TierIOError` if this user
     cannot read it."""
     with os_errors(f"looking for {path}"):
-        is_folder, is_there = path.is_dir(), path.exists()
-    if is_folder:
+        mode = file_mode(path)
+    if stat.S_ISDIR(mode):
         problem = f"{path} is a folder; give the name of a file in it"
         raise CommandError(f"{option}: {problem}", ExitCode.USAGE)
-    if not is_there:
+    if not mode:
         raise CommandError(f"{option}: there is no file {path}", ExitCode.USAGE)
     if not os.access(path, os.R_OK, effective_ids=True):
         denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -217,14 +226,15 @@ def check_place(option: str, path: Path | None) -> None:
 
 
 def _check_place(option: str, path: Path) -> None:
-    if path.is_dir():
+    mode = file_mode(path)
+    if stat.S_ISDIR(mode):
         raise ConfigError(f"{option}: {path} is a folder; give the name of a file in it")
-    if path.exists():
+    if mode:
         if not os.access(path, os.W_OK):
             raise ConfigError(f"{option}: {path} cannot be written by this user; give another")
         return
     folder = path.absolute().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
+    if not is_folder(folder) or not os.access(folder, os.W_OK):
         raise ConfigError(f"{option}: {folder} is not a writable folder; give another")
 
 

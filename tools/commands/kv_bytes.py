@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError
+from ...errors import ConfigError, file_mode, is_folder
 
 TYPE_BYTES = {
     "float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2,
@@ -131,9 +132,9 @@ def _type_bytes(name: str | None) -> int:
 def _load(model: str) -> tuple[Mapping[str, Any], str]:
     path = Path(model)
     try:
-        if path.is_dir():
+        if is_folder(path):
             path = path / "config.json"
-        is_file = path.is_file()
+        is_file = stat.S_ISREG(file_mode(path))
     except OSError as error:
         raise ConfigError(f"--model: {path} cannot be read ({error.strerror})") from None
     if is_file:

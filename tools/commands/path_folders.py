@@ -7,7 +7,6 @@ and remove them, and nothing more.
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +28,7 @@ from ...tiers.nvme.segments.format import (
     FORMAT_VERSION,
     MAX_DESCRIPTION_BYTES,
     SegmentLayout,
+    read_json,
     segment_number,
 )
 from .path_files import load_note, named
@@ -283,7 +283,7 @@ def _look(fs: FileSystem, name: str, folders: tuple[Path, ...]) -> NamespaceFold
 def _document(fs: FileSystem, folder: Path) -> Mapping[str, Any]:
     """Return the contents of `namespace.json`, whatever they are; empty without an object."""
     with suppress(OSError, ValueError, RecursionError):
-        found = json.loads(fs.read(folder / DESCRIPTION, MAX_DESCRIPTION_BYTES))
+        found = read_json(fs.read(folder / DESCRIPTION, MAX_DESCRIPTION_BYTES))
         return found if isinstance(found, dict) else {}
     return {}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -165,7 +166,7 @@ def _number(value: Any) -> float:
 
 
 def _read_lines(path: Path, limit: int | None) -> Trace:
-    parts = _recorded_parts(path) if path.is_dir() else [path]
+    parts = _recorded_parts(path) if os.path.isdir(path) else [path]
     first = _first_line(parts[0])
     is_record = recording.FORMAT_KEY in first
     if is_record and first[recording.FORMAT_KEY] != recording.FORMAT:

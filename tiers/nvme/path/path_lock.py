@@ -140,6 +140,6 @@ class PathDoor:
             ) from error
 
     def _address(self) -> str:
-        if _DESCRIPTORS.is_dir():
+        if os.path.isdir(_DESCRIPTORS):
             return f"{_DESCRIPTORS}/{self._fd}/{SOCKET_NAME}"
         return str(self._folder / SOCKET_NAME)  # no /proc: only short paths work

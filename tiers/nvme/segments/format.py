@@ -18,6 +18,8 @@ FORMAT_VERSION = 3
 PAGE_BYTES = 4096
 MAX_KEY_BYTES = 64
 MAX_DESCRIPTION_BYTES = 1 << 20
+MAX_DEPTH = 100
+"""Lists in lists of a document that others may have written."""
 MAX_SLOTS = 2**31 - 1
 MAX_BLOCK_BYTES = 2**32 - PAGE_BYTES
 MAX_INDEX_BYTES = 2**42
@@ -97,6 +99,26 @@ def segment_number(name: str) -> int | None:
     return int(digits) if is_number and digits != name else None
 
 
+def read_json(data: str | bytes) -> Any:
+    """Parse a document that others may have written.
+
+    Raises `ValueError`, or `RecursionError` for lists in lists beyond `MAX_DEPTH`. Pythons differ
+    in how many they read, and indentation makes text of the square of their number.
+    """
+    document = json.loads(data)
+    level = [document]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for each in level
+            if isinstance(each, dict | list)
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+    if level:
+        raise RecursionError("too many lists in lists")
+    return document
+
+
 def parse_description(data: bytes, where: str) -> dict[str, Any]:
     """Return the parsed document of `namespace.json`.
 
@@ -104,7 +126,7 @@ def parse_description(data: bytes, where: str) -> dict[str, Any]:
     """
     remedy = f"remove the directory {where} to start empty"
     try:
-        document = json.loads(data)
+        document = read_json(data)
     except (ValueError, RecursionError):
         raise CorruptionError(f"{where}/namespace.json is damaged; {remedy}") from None
     if not isinstance(document, dict) or document.get("format") != "kvcascade-namespace":

@@ -102,9 +102,9 @@ class RawDisk:
 def drop_page_cache(paths: Sequence[Path]) -> None:
     """Drop files, or all files below a folder, from the page cache."""
     for path in paths:
-        below = path.rglob("*") if path.is_dir() else [path]
+        below = path.rglob("*") if os.path.isdir(path) else [path]
         for file in below:
-            if file.is_file():
+            if os.path.isfile(file):
                 _forget(file)
 
 

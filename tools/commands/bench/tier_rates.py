@@ -25,7 +25,7 @@ import numpy as np
 
 from ....assembly.node_parts import SlotMemory
 from ....config.sizes import human
-from ....errors import os_errors
+from ....errors import is_folder, os_errors
 from ....handlers.device.copier import GpuBlocks
 from ....handlers.device.device_cpu import CpuDeviceCopier, cpu_layouts
 from ....handlers.device.geometry import PageRef, WorkerLayout
@@ -160,7 +160,7 @@ def recommended_block_bytes(table: Table) -> int:
 
 def _check_folder(path: Path, needed_bytes: int) -> None:
     with os_errors(f"looking at {path}"):
-        if not path.is_dir():
+        if not is_folder(path):
             problem = f"there is no folder {path}; give one on the disk to measure"
             raise CommandError(problem, ExitCode.CANNOT_OPEN)
         if not os.access(path, os.W_OK | os.X_OK):

@@ -24,6 +24,7 @@ from ....tiers.nvme.segments.format import (
     MAX_KEY_BYTES,
     MAX_SLOTS,
     PAGE_BYTES,
+    read_json,
     tensor,
 )
 from ..path_files import open_read_only
@@ -212,7 +213,7 @@ def _parse(data: bytes, file_bytes: int, path: Path) -> tuple[CarriedHead, int]:
 
 
 def _object(text: str) -> Mapping[str, Any]:
-    value = json.loads(text)
+    value = read_json(text)
     if not isinstance(value, dict):
         raise ValueError("not an object")
     return value

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn
 
-from ....errors import ConfigError, os_errors
+from ....errors import ConfigError, file_mode, os_errors
 from ....tiers.nvme.segments.chains import head_of
 from ..block_scan import NamedBlock, Throttle, scan_blocks
 from ..path_blocks import OpenPath
@@ -35,7 +35,7 @@ def export_namespace(
     Raises a `KVCascadeError`; no file is left behind then.
     """
     target = real_file(out)
-    if target.exists() and not may_replace:
+    if not may_replace and file_mode(target):
         raise ConfigError(f"{out} exists already; give another name, or --force")
     name, epoch = namespace.name, int(path.facts(namespace.name)["epoch"])
     if path.was_reset(name):

@@ -14,7 +14,7 @@ from typing import Any
 
 from ....assembly.path_parts import PathParts, described, existing_names, path_parts
 from ....block_cache import BlockCache, CacheOptions, PutOutcome
-from ....errors import ConfigError, InUseError, KVCascadeError, TierIOError, os_errors
+from ....errors import ConfigError, InUseError, KVCascadeError, TierIOError, is_folder, os_errors
 from ....tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ....tiers.nvme.namespace import DESCRIPTION, NamespaceKey
 from ....tiers.nvme.path.path_messages import NamespaceSpec
@@ -134,7 +134,7 @@ def _check_folders(roots: Sequence[Path]) -> None:
     """Raise `TierIOError` if a folder is missing, cannot be looked at, or is another user's."""
     for root in roots:
         with os_errors(f"looking for {root}"):
-            if not root.is_dir():
+            if not is_folder(root):
                 raise TierIOError(
                     errno.ENOENT, f"there is no folder {root}; mount its disk, or create it"
                 )

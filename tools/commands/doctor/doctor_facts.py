@@ -106,7 +106,7 @@ def _wanted(given: Given, machine: Machine, problems: list[str], warnings: list[
 
 def _free_bytes(folder: Path, machine: Machine) -> int:
     with suppress(OSError):  # a problem of the configuration says why
-        return machine.disk(folder).free if folder.is_dir() else 0
+        return machine.disk(folder).free if os.path.isdir(folder) else 0
     return 0
 
 

@@ -7,6 +7,7 @@ out. No sentence holds a credential.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from ....assembly.named import configured
 from ....config.environment import text_keys
 from ....config.options import At
 from ....config.remote import RemoteTierOptions, parse_remote
-from ....errors import ConfigError, os_errors
+from ....errors import ConfigError, file_mode, os_errors
 from ....tiers.remote.base import FAILURES, RemoteEngine, RemoteEntry, RemoteOutcome
 from ....tiers.remote.objects import Seal, counter_name
 from ....tiers.remote.remote_options import folder_problem, missing_extra, open_remote_engine
@@ -119,7 +120,7 @@ def opened(remote: str, settings: Sequence[str] | None) -> Iterator[RemoteServer
 
 def _of_file(path: Path) -> RemoteTierOptions:
     with os_errors("looking for the file of REMOTE"):
-        is_file = path == STANDARD_INPUT or path.is_file()
+        is_file = path == STANDARD_INPUT or stat.S_ISREG(file_mode(path))
     if not is_file:  # the word may hold a password
         message = 'REMOTE: is neither a URL nor a file; give one such as "s3://bucket/kv"'
         raise CommandError(message, ExitCode.USAGE)

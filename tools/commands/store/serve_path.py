@@ -14,7 +14,7 @@ from typing import Any
 from ....assembly.path_parts import OPTIONS_OF_PATH, PathParts, path_parts
 from ....config.environment import PREFIX, naming_variables, with_environment
 from ....config.sizes import human
-from ....errors import ConfigError, InUseError
+from ....errors import ConfigError, InUseError, is_folder
 from ....handlers.node.path.path_service import WriterService
 from ....handlers.node.path.writer_search import RETIRED_PAUSE_S
 from ....logs import get_logger
@@ -79,7 +79,7 @@ def parts_of(
     with naming_variables({f"store.{name}": f"{PREFIX}NVME_{name.upper()}" for name in unset}):
         parts = path_parts(RealFileSystem(), list(paths), {**options, **given}, "store")
     for root in parts.roots:
-        if not root.is_dir():
+        if not is_folder(root):
             if parts.record is not None:
                 raise missing_folder(root)
             raise ConfigError(f"path {str(root)!r} does not exist; create it")

@@ -41,6 +41,7 @@ from ....segments.format import (
     PAGE_BYTES,
     SegmentLayout,
     parse_description,
+    read_json,
 )
 from ....segments.segment_files import SegmentFiles
 from ...block_table import block_table_bytes
@@ -150,7 +151,7 @@ class NamespaceHome:
 def key_of(spec: NamespaceSpec) -> NamespaceKey:
     """Return the identity that a node names. Raises `ConfigError`."""
     try:
-        fields, about = json.loads(spec.fields), json.loads(spec.about or b"{}")
+        fields, about = read_json(spec.fields), read_json(spec.about or b"{}")
     except (ValueError, RecursionError):
         fields = about = None
     if not isinstance(fields, dict) or not isinstance(about, dict):
