@@ -39,6 +39,21 @@ def test_nodes_are_those_with_memory_that_the_process_may_use(
     assert memory_nodes(tmp_path / "none", status) == ()
 
 
+@pytest.mark.parametrize(
+    ("has_cpu", "nodes"),
+    [("0\n", (0,)), ("0-1\n", (0, 1)), ("4\n", (0, 1, 2)), ("\n", (0, 1, 2)), (None, (0, 1, 2))],
+)
+def test_memory_without_cpus_is_left_out(
+    has_cpu: str | None, nodes: tuple[int, ...], tmp_path: Path
+) -> None:
+    system, status = tmp_path / "has_memory", tmp_path / "status"
+    system.write_text("0-2\n")
+    status.write_text("Mems_allowed_list:\t0-7\n")
+    if has_cpu is not None:
+        (tmp_path / "has_cpu").write_text(has_cpu)
+    assert memory_nodes(system, status) == nodes
+
+
 def test_pieces_take_turns(fd: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "kvcascade")
     length = 3 * PIECE_BYTES + 8192

@@ -20,6 +20,7 @@ import mmap
 import os
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
 
@@ -47,7 +48,11 @@ def memory_nodes(
     system: Path = Path("/sys/devices/system/node/has_memory"),
     status: Path = Path("/proc/self/status"),
 ) -> tuple[int, ...]:
-    """Return the nodes with memory that this process may use; empty if the kernel does not tell."""
+    """Return the nodes with memory that this process may use; empty if the kernel does not tell.
+
+    Nodes without CPUs are left out, unless there is no other: their memory is that of a GPU, or far
+    away (CXL).
+    """
     try:
         nodes = _numbers(system.read_text())
         allowed = next(
@@ -57,7 +62,10 @@ def memory_nodes(
         )
     except (OSError, ValueError, StopIteration):
         return ()
-    return tuple(sorted(nodes & allowed))
+    usable = nodes & allowed
+    with suppress(OSError, ValueError):
+        usable = usable & _numbers(system.with_name("has_cpu").read_text()) or usable
+    return tuple(sorted(usable))
 
 
 def bind_memory(address: int, length: int, node: int) -> None:
