@@ -16,6 +16,7 @@ process runs, and a warning is logged.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import platform
@@ -86,7 +87,8 @@ def spread(fd: int, length: int, nodes: Sequence[int], bind: Bind = bind_memory)
     Logs the result. If the kernel refuses, pieces assigned before keep their node. Raises `OSError`
     if the file cannot be mapped.
     """
-    piece = round_up(max(PIECE_BYTES, length // PIECES_MAX), PIECE_BYTES)
+    step = max(PIECE_BYTES, os.fstatvfs(fd).f_bsize)  # pages of hugetlbfs may be larger
+    piece = round_up(max(step, length // PIECES_MAX), step)
     for start, node in zip(range(0, length, piece), cycle(nodes), strict=False):
         size = min(piece, length - start)
         # One mapping a piece: each piece of a shared one becomes a mapping, of 65,530 allowed.
@@ -94,11 +96,13 @@ def spread(fd: int, length: int, nodes: Sequence[int], bind: Bind = bind_memory)
             try:
                 bind(address_of(memory), size, node)
             except OSError as error:
+                is_forbidden = error.errno == errno.EPERM
                 logger.warning(
                     "the CPU arena lies on the NUMA node of the process that made it: spreading it "
-                    "over nodes %s was refused (%s); in a container, allow CAP_SYS_NICE",
+                    "over nodes %s was refused (%s)%s",
                     _named(nodes),
                     error,
+                    "; in a container, allow CAP_SYS_NICE" if is_forbidden else "",
                 )
                 return
     logger.info(
