@@ -6,6 +6,7 @@ namespace share it. It survives restarts and `kill -9` exactly as the blocks the
 Times are wall-clock times, because the window outlives processes. If the clock goes back, the
 totals of the day move to the current bucket. Writes are then never forgotten early, but all of them
 expire together, a day later. If the clock jumps ahead, the buckets of the skipped time are cleared.
+A time before `SET_FROM_S` is that of a clock that is not set yet. Nothing expires by it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ DAY_S = 86_400
 BUCKET_S = 900
 BUCKETS = DAY_S // BUCKET_S + 1
 """Number of buckets: the current one, and those of the 24 hours before it."""
+SET_FROM_S = 1_577_836_800
+"""Start of 2020 in seconds. A machine without a clock of its own begins in 1970, until it has asked
+the network."""
 
 _NEWEST = struct.Struct("<Q")
 RECORD_BYTES = _NEWEST.size + BUCKETS * 16
@@ -66,9 +70,10 @@ def _at(record: bytes, now_s: float) -> tuple[int, _Table]:
         return now, np.zeros((BUCKETS, 2), dtype=np.uint64)
     (newest,) = _NEWEST.unpack_from(record)
     table: _Table = np.frombuffer(record, dtype="<u8", offset=_NEWEST.size).reshape(-1, 2).copy()
-    if newest == now + 1:  # tolerates a clock that was set back by seconds
+    is_set, was_set = (bucket * BUCKET_S >= SET_FROM_S for bucket in (now, newest))
+    if newest == now + 1 or (was_set and not is_set):  # tolerates a clock set back by seconds
         return newest, table
-    if newest > now:
+    if newest > now or (is_set and not was_set):
         day = table.sum(axis=0)
         table[:] = 0
         table[now % BUCKETS] = day

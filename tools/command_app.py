@@ -119,10 +119,12 @@ def _run(argv: Sequence[str] | None) -> int:
         code = app(args=words, prog_name="kvcascade", standalone_mode=not as_json)
     except SystemExit as ended:
         code = ended.code
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         if INSTALL not in words:
             raise
-        problem = f"{error.filename or 'a file'} cannot be written ({error.strerror})"
+        problem = str(error)
+        if isinstance(error, OSError):
+            problem = f"{error.filename or 'a file'} cannot be written ({error.strerror})"
         remedy = "set HOME to a folder of yours, or use what --show-completion prints"
         return complain(f"{INSTALL}: {problem}; {remedy}", ExitCode.CANNOT_OPEN, as_json)
     except Exception as error:

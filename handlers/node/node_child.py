@@ -129,7 +129,10 @@ def command(socket_fd: int, arena_fd: int, module: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     """Return this process's environment, with its module search path as PYTHONPATH."""
-    found = [os.path.abspath(path) for path in sys.path]
+    found: list[str] = []
+    for path in sys.path:
+        with suppress(FileNotFoundError):  # relative to a working directory that was deleted
+            found.append(os.path.abspath(path))
     return {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(found)}
 
 

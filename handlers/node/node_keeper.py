@@ -40,6 +40,9 @@ START_LIMIT_S = 30.0
 SILENCE_LIMIT_S = 60.0
 """Longest silence of a node that has work or is not ready yet. Then it or its disk is stuck, and
 the node is ended."""
+LISTEN_GAP_S = 5.0
+"""Most silence that the time between two polls counts for. After a longer gap this process was
+stopped, perhaps together with the node (`docker pause`)."""
 LISTEN_INTERVAL_S = 0.02
 """Shortest time between two polls by `listen`. Each poll releases the interpreter lock briefly,
 which restarts the wait of a copying thread for the lock."""
@@ -237,11 +240,13 @@ class NodeKeeper:
     def poll(self) -> None:
         """Receive messages, and restart a dead node. Takes microseconds and never blocks."""
         with self._lock:
-            now_s = self._polled_s = self._clock()
-            stream = self._stream
+            now_s = self._clock()
+            unheard_s = max(0.0, now_s - self._polled_s - LISTEN_GAP_S)
+            self._polled_s, stream = now_s, self._stream
             if stream is None:
                 self._start_if_allowed()
                 return
+            stream.heard_s = min(now_s, stream.heard_s + unheard_s)
             if stream.unsent:
                 stream.flush()
             before = stream.received_bytes

@@ -8,6 +8,7 @@ versions of control groups are read. If neither is found, there is no limit.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -32,7 +33,8 @@ class _Names:
     """File and field names of one version of control groups."""
 
     mounts: tuple[str, ...]
-    limit: str
+    limits: tuple[str, ...]
+    """The lowest applies. Above `memory.high` the kernel slows the processes down to a halt."""
     used: str
     reclaimable: tuple[str, ...]
     """Lines of `memory.stat` for memory that the kernel can reclaim, such as the page cache. They
@@ -41,13 +43,13 @@ class _Names:
 
 _V2 = _Names(
     ("", "unified"),
-    "memory.max",
+    ("memory.max", "memory.high"),
     "memory.current",
     ("inactive_file", "active_file", "slab_reclaimable"),
 )
 _V1 = _Names(
     ("memory",),
-    "memory.limit_in_bytes",
+    ("memory.limit_in_bytes",),
     "memory.usage_in_bytes",
     ("total_inactive_file", "total_active_file"),
 )
@@ -90,12 +92,16 @@ def _walk(root: Path, names: _Names, path: PurePosixPath) -> Iterator[GroupMemor
 
 
 def _read(folder: Path, names: _Names) -> GroupMemory | None:
+    limits: list[int] = []
+    for name in names.limits:
+        with suppress(OSError, ValueError):  # "max": no limit here
+            limits.append(int((folder / name).read_text()))
     try:
-        limit = int((folder / names.limit).read_text())
+        limit = min(limits)
         used = int((folder / names.used).read_text())
         lines = (folder / "memory.stat").read_text().splitlines()
         stat = {name: int(count) for name, _, count in (line.partition(" ") for line in lines)}
-    except (OSError, ValueError):  # "max": no limit here
+    except (OSError, ValueError):  # no limit
         return None
     reclaimable = sum(stat.get(name, 0) for name in names.reclaimable)
     return GroupMemory(limit, max(limit - used + reclaimable, 0))

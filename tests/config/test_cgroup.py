@@ -60,6 +60,21 @@ def test_every_group_above_counts(tmp_path: Path) -> None:
     assert found == GroupMemory(64 * GIB, 4 * GIB)
 
 
+@pytest.mark.parametrize(
+    ("limit", "high", "lowest"),
+    [("max", 8 * GIB, 8), (64 * GIB, 8 * GIB, 8), (8 * GIB, 64 * GIB, 8), (8 * GIB, "max", 8)],
+)
+def test_the_lower_one_of_both_limits_counts(
+    tmp_path: Path, limit: int | str, high: int | str, lowest: int
+) -> None:
+    """Docker and Kubernetes set `memory.max`, systemd's `MemoryHigh` the other one."""
+    group(tmp_path / "tree" / "pod", limit, GIB)
+    (tmp_path / "tree" / "pod" / "memory.high").write_text(f"{high}\n")
+    group(tmp_path / "tree" / "pod" / "engine", 32 * GIB, GIB)
+    found = group_memory(tmp_path / "tree", member(tmp_path, "0::/pod/engine"))
+    assert found == GroupMemory(lowest * GIB, (lowest - 1) * GIB)
+
+
 @pytest.mark.parametrize("path", ["/docker/0123", "/../../kubepods/pod1", "/"])
 def test_a_container_whose_path_is_the_hosts(tmp_path: Path, path: str) -> None:
     """It sees its own group as the root, whatever the path says."""

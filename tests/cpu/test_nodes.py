@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,6 +41,21 @@ def test_nodes_are_those_with_memory_that_the_process_may_use(
     assert memory_nodes(tmp_path / "none", status) == ()
 
 
+@pytest.mark.parametrize(
+    ("has_cpu", "nodes"),
+    [("0\n", (0,)), ("0-1\n", (0, 1)), ("4\n", (0, 1, 2)), ("\n", (0, 1, 2)), (None, (0, 1, 2))],
+)
+def test_memory_without_cpus_is_left_out(
+    has_cpu: str | None, nodes: tuple[int, ...], tmp_path: Path
+) -> None:
+    system, status = tmp_path / "has_memory", tmp_path / "status"
+    system.write_text("0-2\n")
+    status.write_text("Mems_allowed_list:\t0-7\n")
+    if has_cpu is not None:
+        (tmp_path / "has_cpu").write_text(has_cpu)
+    assert memory_nodes(system, status) == nodes
+
+
 def test_pieces_take_turns(fd: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "kvcascade")
     length = 3 * PIECE_BYTES + 8192
@@ -57,16 +74,30 @@ def test_of_a_large_arena_pieces_are_larger(fd: int) -> None:
     assert len(asked) <= PIECES_MAX and sum(asked) == length
 
 
-def test_a_refusal_is_one_line_and_no_fault(fd: int, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("page_bytes", [2 << 20, 512 << 20, 1 << 30])
+def test_a_piece_has_whole_pages(page_bytes: int, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On hugetlbfs the kernel maps, assigns and unmaps whole pages only."""
+    length = 3 << 30
+    os.ftruncate(fd, length)
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_bsize=page_bytes))
+    asked: list[int] = []
+    spread(fd, length, (0, 1), lambda at, size, node: asked.append(size))
+    assert set(asked) == {max(page_bytes, PIECE_BYTES)} and sum(asked) == length
+
+
+@pytest.mark.parametrize(("code", "has_remedy"), [(errno.EPERM, True), (errno.EINVAL, False)])
+def test_a_refusal_is_one_line_and_no_fault(
+    code: int, has_remedy: bool, fd: int, caplog: pytest.LogCaptureFixture
+) -> None:
     os.ftruncate(fd, PIECE_BYTES)
 
     def refuse(address: int, length: int, node: int) -> None:
-        raise OSError(1, "Operation not permitted")
+        raise OSError(code, os.strerror(code))
 
     caplog.set_level("INFO", "kvcascade")
     spread(fd, PIECE_BYTES, (0, 1), refuse)
     (line,) = caplog.messages
-    assert "not permitted" in line and "CAP_SYS_NICE" in line
+    assert os.strerror(code) in line and ("CAP_SYS_NICE" in line) == has_remedy
 
 
 def test_the_kernel_keeps_the_node_for_who_maps_the_file_later(fd: int) -> None:

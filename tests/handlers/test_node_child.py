@@ -12,6 +12,7 @@ import pytest
 from support.children import environment
 
 from kvcascade.errors import TierIOError
+from kvcascade.handlers.node import node_child
 from kvcascade.handlers.node.node_child import launch
 from kvcascade.handlers.node.path.path_client import NODE_MODULE
 from kvcascade.handlers.node.path_wire import NodeReady
@@ -31,6 +32,18 @@ def test_a_failed_start_leaves_nothing_open(
     with pytest.raises(TierIOError, match="starting the process"):
         launch(NodeReady(), os.memfd_create("arena"), NODE_MODULE)
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_deleted_working_directory_is_no_place_for_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interactive Python has "" in its path."""
+    monkeypatch.setattr(sys, "path", ["", "lib", "/usr/lib/modules"])
+    monkeypatch.chdir(tmp_path)
+    there = node_child.environment()["PYTHONPATH"]
+    assert there == f"{tmp_path}:{tmp_path}/lib:/usr/lib/modules"
+    tmp_path.rmdir()
+    assert node_child.environment()["PYTHONPATH"] == "/usr/lib/modules"
 
 
 _PROBE = """

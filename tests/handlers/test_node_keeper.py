@@ -101,6 +101,12 @@ class Stage:
             keeper=InlineExecutor(),
         )
 
+    def wait_in_silence(self, seconds: float) -> None:
+        """Poll every second until the time is over."""
+        for _ in range(int(seconds)):
+            self.clock.advance(1.0)
+            self.keeper.poll()
+
     def launch(self) -> Connection:
         child = PlayedChild()
         self.children.append(child)
@@ -264,11 +270,31 @@ def test_a_silent_node_is_killed(stage: Stage) -> None:
     stage.keeper.poll()
     assert not stage.children[0].was_killed, "without work there is nothing to say"
     assert stage.submit("a")
-    stage.clock.advance(limits.SILENCE_LIMIT_S)
-    stage.keeper.poll()
+    stage.wait_in_silence(limits.SILENCE_LIMIT_S)
     assert not stage.children[0].was_killed
     stage.clock.advance(1.0)
     stage.keeper.poll()
+    assert stage.children[0].was_killed and stage.ended == [("a", False)]
+
+
+def test_a_process_that_was_stopped_with_its_node_listens_first(stage: Stage) -> None:
+    """`docker pause` stops both, and the node needs a moment to answer."""
+    assert stage.submit("a")
+    stage.keeper.poll()
+    stage.clock.advance(10 * limits.SILENCE_LIMIT_S)
+    stage.keeper.poll()
+    stage.wait_in_silence(limits.SILENCE_LIMIT_S - limits.LISTEN_GAP_S)
+    assert not stage.children[0].was_killed
+    stage.clock.advance(1.0)
+    stage.keeper.poll()
+    assert stage.children[0].was_killed and stage.ended == [("a", False)]
+
+
+def test_a_silent_node_is_killed_however_rarely_it_is_listened_to(stage: Stage) -> None:
+    assert stage.submit("a")
+    for _ in range(int(limits.SILENCE_LIMIT_S / limits.LISTEN_GAP_S) + 1):
+        stage.clock.advance(3 * limits.LISTEN_GAP_S)
+        stage.keeper.poll()
     assert stage.children[0].was_killed and stage.ended == [("a", False)]
 
 
@@ -278,8 +304,7 @@ def test_a_silent_node_that_cannot_be_killed_is_hung_up_on(stage: Stage) -> None
     child.dies_when_killed = False
     assert stage.submit("a")
     child.hear(1)
-    stage.clock.advance(limits.SILENCE_LIMIT_S + 1.0)
-    stage.keeper.poll()
+    stage.wait_in_silence(limits.SILENCE_LIMIT_S + 1.0)
     assert child.theirs.recv(1) == b"", "the end of the stream"
     stage.keeper.poll()
     assert stage.ended == [] and len(stage.children) == 1
@@ -608,7 +633,8 @@ def test_a_node_that_never_gets_ready_is_killed_and_another_started() -> None:
     stage.keeper._start_if_allowed()
     assert not stage.submit("too early")
     stage.is_mute = False
-    stage.clock.advance(limits.SILENCE_LIMIT_S + 1)
+    stage.wait_in_silence(limits.SILENCE_LIMIT_S)
+    stage.clock.advance(1.0)
     assert not stage.submit("too late")
     assert stage.children[0].was_killed
     assert stage.submit("taken") and len(stage.children) == 2

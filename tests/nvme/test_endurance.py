@@ -72,6 +72,16 @@ def test_a_clock_that_was_ahead_counts_for_a_day() -> None:
     assert endurance.day_totals(record, NOW_S + 4 * DAY_S) == DayTotals()
 
 
+def test_a_clock_that_is_not_set_yet_forgets_nothing() -> None:
+    record = endurance.add(b"", 30.0, 3, 1)
+    assert endurance.day_totals(record, 60.0 + 2 * DAY_S) == DayTotals()
+    record = endurance.add(record, NOW_S, 100, 0)
+    record = endurance.add(record, 60.0, 1, 0)
+    assert endurance.day_totals(record, 90.0) == DayTotals(104, 1)
+    assert endurance.day_totals(record, NOW_S + DAY_S / 2) == DayTotals(104, 1)
+    assert endurance.day_totals(record, NOW_S + DAY_S + BUCKET_S) == DayTotals()
+
+
 def test_merged_records_have_the_bytes_of_both_by_their_time() -> None:
     old = endurance.add(b"", NOW_S, 10, 1)
     new = endurance.add(endurance.add(b"", NOW_S + BUCKET_S, 3, 0), NOW_S + DAY_S / 2, 5, 2)

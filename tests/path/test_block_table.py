@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import shutil
+import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -21,7 +22,10 @@ from support.memory_block_table import MemoryBlockDisk, MemoryBlockTable
 
 from kvcascade.errors import CorruptionError, FormatError, KVCascadeError, NoSpaceError
 from kvcascade.tiers.nvme.index import index_pages
+from kvcascade.tiers.nvme.path import block_table, lmdb_block_table
 from kvcascade.tiers.nvme.path.block_table import (
+    MAX_CHURN_PAGES,
+    MAX_COMMIT_BLOCKS,
     BlockTable,
     Changes,
     Entry,
@@ -389,6 +393,56 @@ def test_the_map_holds_every_slot_under_churn_and_a_reset(tmp_path: Path, batch:
         assert table.count() == slots
         assert table.reset(epoch + 1).outcome is Committed.OK
     table.close()
+
+
+def made_with_pages(folder: Path, page_bytes: int) -> None:
+    """Make an empty table as a machine whose system has pages of this size makes it."""
+    lmdb_block_table._create(folder, 1 << 20)
+    with (folder / "data.mdb").open("r+b") as file:
+        heads = [bytearray(file.read(4096)) for _ in range(2)]
+        file.truncate(0)
+        for page, head in enumerate(heads):
+            struct.pack_into("<I", head, 40, page_bytes)
+            file.seek(page * page_bytes)
+            file.write(head.ljust(page_bytes, b"\0"))
+
+
+@pytest.mark.parametrize("page_bytes", [4096, 16384, 32768])
+def test_pages_of_any_size_have_room_for_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page_bytes: int
+) -> None:
+    """A sixteenth of the largest commit, and a table in proportion. The next machine may have
+    smaller pages."""
+    slots, batch = 32_000, MAX_COMMIT_BLOCKS // 16
+    monkeypatch.setattr(block_table, "MAX_CHURN_PAGES", MAX_CHURN_PAGES // 16)
+    size, rng = block_table_bytes(slots, page_bytes), random.Random(1)
+    made_with_pages(tmp_path, page_bytes)
+    table = open_block_table(tmp_path, size, IDENTITY, is_durable=False)
+    for commit in range(slots // batch + 10):
+        is_full = commit >= slots // batch
+        cleared = rng.sample(range(slots), batch) if is_full else ()
+        puts = [
+            (rng.randbytes(36), slot, 1)
+            for slot in cleared or range(commit * batch, (commit + 1) * batch)
+        ]
+        assert table.apply(Changes(0, puts, cleared=cleared)).outcome is Committed.OK
+    table.abandon()
+    table = open_block_table(tmp_path, size, IDENTITY, is_durable=False)
+    assert table.count() == slots
+    table.close()
+
+
+def test_larger_pages_than_lmdb_makes_are_refused(tmp_path: Path) -> None:
+    made_with_pages(tmp_path, 65536)
+    with pytest.raises(CorruptionError, match="remove the directory"):
+        open_block_table(tmp_path, 1 << 20, IDENTITY, is_durable=False)
+
+
+@pytest.mark.parametrize(
+    ("slots", "size"), [(SLOTS, 2 << 20), (5000, 8 << 20), (500_000, 188 << 20)]
+)
+def test_pages_of_4_kib_take_what_they_took(slots: int, size: int) -> None:
+    assert block_table_bytes(slots, 4096) == size
 
 
 def test_a_full_tier_is_opened_after_any_end(tmp_path: Path) -> None:

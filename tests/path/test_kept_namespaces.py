@@ -106,6 +106,7 @@ def test_what_could_not_be_opened_counts_and_gives_its_room_later() -> None:
     assert space.own_bytes(0) == taken
     oldest = space.idle.oldest(None)
     assert oldest is not None and oldest[0] == warm.name, "the other one rests"
+    rig.wall.now_s -= 6 * 3600.0  # the clock is set right
     rig.step(seconds=RETRY_AFTER_S)
     assert space.take_coldest(None, {0})
     rig.step()

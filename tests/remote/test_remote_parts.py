@@ -25,6 +25,7 @@ from support.waiting import WAIT_LIMIT_S, wait_until
 
 from kvcascade.config.options import At
 from kvcascade.config.remote import WriteWhen, parse_remote
+from kvcascade.tiers.base import RESET_TICKS_PER_S
 from kvcascade.tiers.remote import presence
 from kvcascade.tiers.remote.base import (
     HEADER_BYTES,
@@ -249,6 +250,18 @@ def test_a_reset_while_a_question_ends_is_not_taken_for_done() -> None:
     assert generation.current(1.0).outcome is RemoteOutcome.BUSY
     assert generation.is_reset_pending and generation.value is None and generation.own_mark is None
     assert generation.current(1.0).outcome is RemoteOutcome.OK and generation.own_mark == 7
+
+
+def test_a_reset_by_a_clock_that_was_ahead_hides_no_later_one() -> None:
+    """What is passed on is carried out, and its new mark is passed on without another reset."""
+    twin, wall = RemoteTwin(), [2_000_000_000.0]
+    generation = SharedGeneration(twin, "g", "m", ManualClock(), lambda: wall[0])
+    generation.reset()
+    ahead, wall[0] = generation.current(1.0), wall[0] - 7200.0
+    generation.reset(int(wall[0] * RESET_TICKS_PER_S), is_new=False)
+    assert (later := generation.current(1.0)).value > ahead.value
+    generation.reset(generation.mark, is_new=False)
+    assert generation.current(1.0).value == later.value
 
 
 BAD_REPLIES = (

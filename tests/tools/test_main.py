@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 import subprocess
 import sys
@@ -318,6 +319,20 @@ def test_completion_for_a_home_that_cannot_be_written(
     assert main(["--install-completion", "bash"]) == ExitCode.CANNOT_OPEN
     said = capsys.readouterr().err
     assert "cannot be written" in said and "--show-completion" in said and said.count("\n") == 1
+
+
+def test_completion_for_a_user_without_a_home(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unknown(number: int) -> object:
+        raise KeyError(number)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # the test names it
+    assert main(["--install-completion", "bash"]) == ExitCode.CANNOT_OPEN
+    said = capsys.readouterr().err
+    assert "home" in said and "set HOME" in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize("words", ["config", "check -", "doctor -", "remote ls -"])

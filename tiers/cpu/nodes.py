@@ -16,10 +16,12 @@ process runs, and a warning is logged.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
 
@@ -47,7 +49,11 @@ def memory_nodes(
     system: Path = Path("/sys/devices/system/node/has_memory"),
     status: Path = Path("/proc/self/status"),
 ) -> tuple[int, ...]:
-    """Return the nodes with memory that this process may use; empty if the kernel does not tell."""
+    """Return the nodes with memory that this process may use; empty if the kernel does not tell.
+
+    Nodes without CPUs are left out, unless there is no other: their memory is that of a GPU, or far
+    away (CXL).
+    """
     try:
         nodes = _numbers(system.read_text())
         allowed = next(
@@ -57,7 +63,10 @@ def memory_nodes(
         )
     except (OSError, ValueError, StopIteration):
         return ()
-    return tuple(sorted(nodes & allowed))
+    usable = nodes & allowed
+    with suppress(OSError, ValueError):
+        usable = usable & _numbers(system.with_name("has_cpu").read_text()) or usable
+    return tuple(sorted(usable))
 
 
 def bind_memory(address: int, length: int, node: int) -> None:
@@ -78,7 +87,8 @@ def spread(fd: int, length: int, nodes: Sequence[int], bind: Bind = bind_memory)
     Logs the result. If the kernel refuses, pieces assigned before keep their node. Raises `OSError`
     if the file cannot be mapped.
     """
-    piece = round_up(max(PIECE_BYTES, length // PIECES_MAX), PIECE_BYTES)
+    step = max(PIECE_BYTES, os.fstatvfs(fd).f_bsize)  # pages of hugetlbfs may be larger
+    piece = round_up(max(step, length // PIECES_MAX), step)
     for start, node in zip(range(0, length, piece), cycle(nodes), strict=False):
         size = min(piece, length - start)
         # One mapping a piece: each piece of a shared one becomes a mapping, of 65,530 allowed.
@@ -86,11 +96,13 @@ def spread(fd: int, length: int, nodes: Sequence[int], bind: Bind = bind_memory)
             try:
                 bind(address_of(memory), size, node)
             except OSError as error:
+                is_forbidden = error.errno == errno.EPERM
                 logger.warning(
                     "the CPU arena lies on the NUMA node of the process that made it: spreading it "
-                    "over nodes %s was refused (%s); in a container, allow CAP_SYS_NICE",
+                    "over nodes %s was refused (%s)%s",
                     _named(nodes),
                     error,
+                    "; in a container, allow CAP_SYS_NICE" if is_forbidden else "",
                 )
                 return
     logger.info(

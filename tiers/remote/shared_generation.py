@@ -40,6 +40,9 @@ from .objects import generation_of
 
 GENERATION_FRESH_S = 5.0
 """Age after which the generation is not used. Another host's reset is seen no later."""
+CLOCKS_DIFFER_S = 60
+"""Most seconds by which the clocks of two hosts may differ. A mark that is further ahead is of a
+wrong clock, and does not tell whether the namespace had a reset: resets are carried out."""
 REFRESH_S = 4.0
 """Age after which the generation is read again in the background."""
 IN_USE_S = 60.0
@@ -317,7 +320,8 @@ class SharedGeneration:
             return last
         mark = max(last.value, self.mark)
         is_foreign = mark > reset.known and mark != reset.mark
-        reset.is_raised = reset.is_new or mark < reset.mark
+        is_ahead = reset.mark <= now + CLOCKS_DIFFER_S * RESET_TICKS_PER_S < mark
+        reset.is_raised = reset.is_new or mark < reset.mark or is_ahead
         if not reset.is_raised:
             reset.own_mark = reset.mark if is_foreign else mark
             return last

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,8 +18,10 @@ BYTES_PER_SLOT = 256
 """Bytes per slot when both tables are full; 178 were measured after a million random keys."""
 CHURN_BYTES_PER_SLOT = 1024
 """Bytes per slot of small tables for pages that a commit replaces: it may touch all of them."""
-MAX_CHURN_BYTES = 64 << 20
-"""Bytes for pages that a commit replaces: enough for one of `MAX_COMMIT_BLOCKS`."""
+MAX_CHURN_PAGES = 16 << 10
+"""Pages that a commit replaces: enough for one of `MAX_COMMIT_BLOCKS`."""
+PAGE_BYTES = min(mmap.PAGESIZE, 32 << 10)
+"""Bytes of a page of a new table: LMDB takes the system's pages, up to 32 KiB."""
 MAX_COMMIT_BLOCKS = 4096
 """Limit on the blocks that a commit adds, and on those that it evicts; more follow in the next one.
 With 8,192 of each, 4 of 150 commits found no room in the map of a table of 500,000 slots; with
@@ -158,8 +161,8 @@ class BlockTable(Protocol):
         ...
 
 
-def block_table_bytes(slots: int) -> int:
+def block_table_bytes(slots: int, page_bytes: int = PAGE_BYTES) -> int:
     """Return the address space for a table of this number of slots: the disk space it takes."""
-    churn = min(CHURN_BYTES_PER_SLOT * slots, MAX_CHURN_BYTES)
+    churn = min(CHURN_BYTES_PER_SLOT * slots, MAX_CHURN_PAGES * page_bytes)
     whole = FIXED_BYTES + BYTES_PER_SLOT * slots + churn
     return -(-whole // (1 << 20)) << 20

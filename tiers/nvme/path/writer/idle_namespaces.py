@@ -9,7 +9,7 @@ writer's thread only.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +48,7 @@ class IdleNamespace:
     day: bytes = b""
     """Record of the bytes written in the last day; empty if it was not read."""
     usable_from_s: float = 0.0
-    """Wall-clock time from which it may be opened for its room, in seconds: it failed before."""
+    """Monotonic time from which it may be opened for its room, in seconds: it failed before."""
     locks: list[FileLock] = field(default_factory=list)
     """Shared locks, so that older versions do not remove it."""
 
@@ -56,8 +56,12 @@ class IdleNamespace:
 class IdleNamespaces:
     """All namespaces of the path that are not open."""
 
-    def __init__(self, means: StartMeans, roots: Sequence[Path]) -> None:
+    def __init__(
+        self, means: StartMeans, roots: Sequence[Path], clock: Callable[[], float]
+    ) -> None:
+        """`clock` is monotonic, in seconds."""
         self._means = means
+        self._clock = clock
         self._roots = tuple(roots)
         self._found: dict[str, IdleNamespace] = {}
 
@@ -103,7 +107,7 @@ class IdleNamespaces:
         """Do not try to take the segments of a namespace for a while, or never if `is_final`."""
         if name in self._found:
             pause_s = math.inf if is_final else RETRY_AFTER_S
-            self._found[name].usable_from_s = self._means.wall_clock() + pause_s
+            self._found[name].usable_from_s = self._clock() + pause_s
 
     @property
     def names(self) -> frozenset[str]:
@@ -155,7 +159,7 @@ class IdleNamespaces:
 
     @property
     def _usable(self) -> list[IdleNamespace]:
-        now_s = self._means.wall_clock()
+        now_s = self._clock()
         return [one for one in self._found.values() if one.usable_from_s <= now_s]
 
     def _look(self, name: str, options: PathOptions) -> IdleNamespace:
@@ -178,7 +182,7 @@ class IdleNamespaces:
 
     def _keep(self, name: str, options: PathOptions) -> None:
         """Count a namespace that cannot be opened for now, unless its directory is not ours."""
-        fs, now_s = self._means.fs, self._means.wall_clock()
+        fs = self._means.fs
         folders = [root / name for root in self._roots]
         try:
             fs.check_dir(folders[0])
@@ -187,13 +191,14 @@ class IdleNamespaces:
         try:
             last_used_s = fs.modified_at(folders[0] / LOCK)
         except OSError:
-            last_used_s = now_s
+            last_used_s = self._means.wall_clock()
         with os_errors(f"looking at {name}"):
             sizes = [fs.used_bytes(folder) if fs.exists(folder) else 0 for folder in folders]
         with suppress(KVCascadeError):  # it counts with what is there if nobody can say more
             home = open_home(fs, self._roots, name, options, is_locked=False)
             sizes = self._sizes_of(home) if home is not None else sizes
-        self._found[name] = IdleNamespace(name, sizes, last_used_s, b"", now_s + RETRY_AFTER_S)
+        self._found[name] = IdleNamespace(name, sizes, last_used_s)
+        self.put_off(name, is_final=False)
 
     def _sizes_of(self, home: NamespaceHome) -> list[int]:
         """Return what a namespace takes in each path, open or not. Raises `TierIOError`.

@@ -80,7 +80,7 @@ class PathNamespaces:
         self.fs: FileSystem = means.fs
         self.record = record_in_force(means.fs, roots, options)
         in_force = self.record.options
-        idle = IdleNamespaces(means, roots)
+        idle = IdleNamespaces(means, roots, clock)
         idle.find(in_force)
         capacity = PathCapacity(means.fs, roots, in_force, clock)
         self._looked_at: set[str] = set()
