@@ -123,6 +123,17 @@ def test_what_a_request_computes_anyway_is_not_ahead_of_its_head() -> None:
     assert rig.manager.counters.promotions_not_worth == 1, "it counts requests"
 
 
+def test_a_request_that_ends_in_the_step_of_its_miss_leaves_nothing_behind() -> None:
+    rig = Rig([], (FAST_S, FAST_S))
+    backlog = rig.worth.backlog
+    for number in range(200, 203):
+        request = Request(positions={key(number): 100})
+        assert rig.manager.lookup([key(number)], request) == 0
+        rig.manager.finish_request(request)
+        rig.manager.end_step()
+        assert (backlog.tokens, backlog._left, backlog._named) == (0.0, {}, {})
+
+
 def test_each_slow_tier_has_probes_of_its_own() -> None:
     rig = Rig(HEAD, (SLOW_S, SLOW_S))
     rig.serve(Request())

@@ -96,6 +96,20 @@ class IdleNamespaces:
         now_s = self._means.wall_clock()
         self._found[home.name] = IdleNamespace(home.name, sizes, now_s, day)
 
+    def keep(self, home: NamespaceHome, bytes_by_path: list[int], day: bytes) -> None:
+        """Count a namespace that is about to be closed, with its record of the last day.
+
+        Its locks are taken over, so that nobody removes it meanwhile.
+        """
+        last_used_s = self._means.wall_clock()
+        with suppress(OSError):
+            last_used_s = self._means.fs.modified_at(home.folders[0] / LOCK)
+        locks = list(home.locks)
+        home.locks.clear()
+        self._found[home.name] = IdleNamespace(
+            home.name, bytes_by_path, last_used_s, day, locks=locks
+        )
+
     def take(self, name: str) -> bytes:
         """Forget a namespace that was opened or removed. Return its record of the last day."""
         one = self._found.pop(name, None)

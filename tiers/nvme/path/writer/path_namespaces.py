@@ -58,6 +58,7 @@ from .path_options import (
 )
 from .path_plan import fixed_bytes, plan_namespace
 from .path_space import PathSpace
+from .unused_namespaces import UnusedNamespaces
 
 _log = get_logger(__name__)
 
@@ -92,6 +93,7 @@ class PathNamespaces:
             means, in_force.policy, executor, self._own_bytes, self._lacking, clock
         )
         self.space = PathSpace(capacity, idle, self.openings, self._open_idle, executor, clock)
+        self.unused = UnusedNamespaces(self.space, self._close, executor)
 
     @property
     def options(self) -> PathOptions:
@@ -297,8 +299,8 @@ class PathNamespaces:
 
         Raises a `KVCascadeError`.
         """
-        if name in self.openings:
-            raise InUseError(f"{name} is being opened; try again later")
+        if name in self.openings or self.unused.is_closing(name):
+            raise InUseError(f"{name} is being opened or closed; try again later")
         home = open_home(self.fs, self.roots, name, self.options)
         day = self.space.idle.take(name)
         try:
@@ -346,6 +348,7 @@ class PathNamespaces:
         `NoSpaceError` if that is not enough.
         """
         capacity = self.space.capacity
+        self.unused.await_closing(opening.name)
         check_mounted(self.fs, self.roots)
         for path, size in enumerate(sizes):
             if self.fs.exists(self.roots[path]):
@@ -379,6 +382,7 @@ class PathNamespaces:
 
     def _open_idle(self, name: str) -> None:
         """Begin to open a namespace without a node, because its room is needed."""
+        self._looked_at.discard(name)
         self._begin_opening(name, self._home_of, is_for_room=True)
 
     def _begin_opening(
@@ -395,6 +399,7 @@ class PathNamespaces:
 
     def _home_of(self, opening: NamespaceToOpen) -> NamespaceHome:
         """Open the directories of an existing namespace. Runs on an I/O thread."""
+        self.unused.await_closing(opening.name)
         check_mounted(self.fs, self.roots)
         home = open_home(self.fs, self.roots, opening.name, self.options)
         if home is None:

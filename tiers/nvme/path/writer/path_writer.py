@@ -376,6 +376,7 @@ class PathWriter:
             self.path.space.files.mend()
         if not any(client.is_tool for client in self._clients.values()):
             self.path.remove_empty()  # a tool may have more questions about one
+            self.path.unused.close_next(now_s)
         self._send_figures()
 
     def _send_figures(self) -> None:

@@ -171,16 +171,15 @@ class SegmentJobs:
             self._done.append(lambda: self._made(files, some))
             self._done.append(lambda: self._give_up(files, left))
 
-        def make(n: int) -> None:
-            try:
-                create(n)
-            except Exception as error:  # too little memory, too: the segment must not stay planned
-                reason = error
-                if n > 1:
-                    return make(1)
-                self._done.append(lambda: self._failed(files, numbers, reason))
+        def make() -> None:
+            for n in sorted({1, len(numbers)}, reverse=True):
+                try:
+                    return create(n)
+                except Exception as error:  # too little memory, too: none must stay planned
+                    reason = error
+            self._done.append(lambda: self._failed(files, numbers, reason))
 
-        self._submit(lambda: make(len(numbers)), lambda: self._failed(files, numbers, None))
+        self._submit(make, lambda: self._failed(files, numbers, None))
 
     def delete(self, namespace: NamespaceWriter, number: int) -> None:
         """Begin to delete a segment without blocks."""

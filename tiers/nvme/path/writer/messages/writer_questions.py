@@ -15,8 +15,8 @@ An answer with `error` says in one sentence what to do, and names the `kind` of 
 (`ErrorKind`). `left_bytes` has what is left of the capacity of each path, which may be negative.
 Older writers tell neither `kind` nor `left_bytes`.
 
-The last four are about one namespace. One that no node has open is opened, and stays open with its
-writer, unless its room is needed. `namespace` is answered with `blocks`, `slots`, `epoch`,
+The last four are about one namespace. One that no node has open is opened, and stays open for some
+minutes, unless its room is needed. `namespace` is answered with `blocks`, `slots`, `epoch`,
 `written_bytes`, `read_bytes`, `day` (`written_bytes`, `read_bytes`), `granted_slots`,
 `dropped_at_opening`: number of blocks whose segment files were missing, and `engines`: the names of
 the nodes that have joined, at most `MAX_ENGINES_NAMED`.

@@ -211,6 +211,7 @@ class NamespaceWriter:
     def close(self) -> None:
         """Close cleanly: everything is durable. Raises a `KVCascadeError`; it is closed anyway."""
         self.write_totals()
+        self.grants = WaitingGrants(self.presence, self.space, frozenset)  # ends a cycle
         try:
             self.table.close()
             self._presence.close_clean()
@@ -220,6 +221,7 @@ class NamespaceWriter:
 
     def abandon(self) -> None:
         """Close as a kill would; nothing is synced and nothing marked as clean."""
+        self.grants = WaitingGrants(self.presence, self.space, frozenset)  # ends a cycle
         self.table.abandon()
         self._presence.file.close()
         self.recency.close(is_clean=False)
