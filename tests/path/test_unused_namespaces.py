@@ -178,9 +178,7 @@ def test_models_that_come_and_go_keep_no_file(is_removed: bool, tmp_path: Path) 
         assert kept(folder_of(node))
         leave(node)
     if is_removed:
-        for namespace in [*rig.writer.namespaces.values()]:
-            assert rig.writer.path.remove(namespace)
-        del namespace
+        assert all(map(rig.writer.path.remove, [*rig.writer.namespaces.values()]))
         rig.step()
     else:
         left_alone(rig, UNUSED_LIMIT_S + 3)

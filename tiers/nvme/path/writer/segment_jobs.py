@@ -172,6 +172,7 @@ class SegmentJobs:
             self._done.append(lambda: self._give_up(files, left))
 
         def make() -> None:
+            reason: Exception | None = None
             for n in sorted({1, len(numbers)}, reverse=True):
                 try:
                     return create(n)
