@@ -15,7 +15,6 @@ bytes are never returned.
 from __future__ import annotations
 
 import errno
-import gc
 import json
 import os
 import socket
@@ -280,8 +279,8 @@ class BlockCache:
         """Leave the path; as its writer, close it cleanly. Idempotent.
 
         No call begins any more. Those of other threads that have begun end first, or run out of
-        their time. No file of the path stays open. In a forked process nothing happens to the cache
-        of its parent.
+        their time. If they end, no file of the path stays open. In a forked process nothing happens
+        to the cache of its parent.
         """
         self._is_closed = True
         if os.getpid() != self._pid:
@@ -294,8 +293,6 @@ class BlockCache:
             if self._client.close() and is_idle:
                 self._moves.give_back()  # else the caller's reference would keep it
                 self._mapped = None
-                if not _is_ending.is_set():
-                    gc.collect()  # objects of the node refer to each other and keep files open
 
     def __enter__(self) -> BlockCache:
         return self

@@ -99,7 +99,7 @@ _PATH_ERRNOS = frozenset(
     }
 )
 _DENIED_ERRNOS = frozenset({errno.EACCES, errno.EPERM})
-_OTHER_KIND = errno.EMEDIUMTYPE  # which no call to the system returns for a file of a cache
+_OTHER_KIND = errno.EMEDIUMTYPE  # no call to the system returns it for a file of a cache
 _NOT_THERE_ERRNOS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP})
 
 
@@ -123,6 +123,8 @@ def from_os_error(error: OSError, doing: str) -> KVCascadeError:
     elif error.errno == errno.ELOOP and os.path.islink(error.filename or ""):
         remedy = f"replace the link {error.filename} by what it leads to"
         remedy += "; a bind mount or a list of paths keeps data elsewhere"
+    elif error.errno == errno.EROFS:
+        remedy = "mount it so that it can be written"
     elif error.errno == _OTHER_KIND:
         remedy = f"restore {error.filename}, or remove it"
     else:

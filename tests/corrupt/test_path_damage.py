@@ -487,7 +487,8 @@ def test_an_index_that_a_loss_of_power_tore_begins_empty_where_no_power_was_prom
 ) -> None:
     path, torn = tmp_path / "tier", tmp_path / "torn"
     path.mkdir()
-    options = msgspec.structs.replace(OPTIONS, durability=durability)
+    change = {"durability": durability, "write_budget_bytes": 1 << 30}  # the start reads its use
+    options = msgspec.structs.replace(OPTIONS, **change)
     engine = PathEngine([path], options, is_thread=True).open()
     engine.store(BLOCKS)
     shutil.copytree(path, torn, ignore=shutil.ignore_patterns("*.sock"))
@@ -506,7 +507,5 @@ def test_an_index_that_a_loss_of_power_tore_begins_empty_where_no_power_was_prom
         again.store(NEW)
         assert set(again.get(NEW)) == {OK}
     else:
-        assert "damaged" in again.refusals[0] and index.read_bytes()[2 * PAGE :][:PAGE] == bytes(
-            PAGE
-        )
+        assert "damaged" in again.refusals[0] and not any(index.read_bytes()[2 * PAGE :][:PAGE])
     again.close()

@@ -408,7 +408,7 @@ def test_a_closed_cache_keeps_no_file_open_though_it_is_named(
     cache = new(open_cache)
     assert cache.put([key(0)], [content(0)]) == [STORED] and len(cache.get([key(0)])) == 1
     cache.close()
-    files = [os.readlink(f.path) for f in os.scandir("/proc/self/fd") if os.path.exists(f.path)]
+    files = [os.readlink(f.path) for f in os.scandir("/proc/self/fd") if os.path.lexists(f.path)]
     mapped = Path("/proc/self/maps").read_text()
     assert str(tmp_path) not in mapped + " ".join(files)
 

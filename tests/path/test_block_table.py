@@ -22,6 +22,7 @@ from support.memory_block_table import MemoryBlockDisk, MemoryBlockTable
 
 from kvcascade.errors import CorruptionError, FormatError, KVCascadeError, NoSpaceError
 from kvcascade.tiers.nvme.index import index_pages
+from kvcascade.tiers.nvme.index.index_file import TornIndexError
 from kvcascade.tiers.nvme.path import block_table, lmdb_block_table
 from kvcascade.tiers.nvme.path.block_table import (
     MAX_CHURN_PAGES,
@@ -476,6 +477,43 @@ def test_an_entry_of_before_a_reset_is_absent(tmp_path: Path) -> None:
         txn.put(KEYS[0], former)
     assert table.get_many(KEYS[:2]) == [None, Entry(8, 80)]
     assert scanned(table) == {hash_of(KEYS[1]): Entry(8, 80)}
+    table.close()
+
+
+def test_an_index_of_before_a_reset_is_torn(tmp_path: Path) -> None:
+    folder = tmp_path / "blocks"
+    filled(folder)
+    former = (folder / "data.mdb").read_bytes()
+    table = lmdb_at(folder)
+    assert table.reset(1).outcome is Committed.OK
+    table.abandon()
+    (folder / "data.mdb").write_bytes(former)
+    with pytest.raises(TornIndexError, match="its epoch is 0, and was 1"):
+        lmdb_at(folder)
+
+
+def test_an_epoch_that_is_not_noted_begins_anew(tmp_path: Path) -> None:
+    """The checks of a development version covered no epoch."""
+    table = lmdb_at(tmp_path / "blocks")
+    assert table.reset(1).outcome is Committed.OK
+    assert table.apply(Changes(1, [(KEYS[0], 7, 70)])).outcome is Committed.OK
+    table.close()
+    (tmp_path / "blocks" / "epoch").unlink()
+    for _ in range(2):
+        table = lmdb_at(tmp_path / "blocks")
+        assert (table.epoch, table.count()) == (2, 0)
+        table.close()
+
+
+def test_a_new_index_has_no_marks_of_a_former_one(tmp_path: Path) -> None:
+    folder = tmp_path / "blocks"
+    table = lmdb_at(folder)
+    assert table.reset(1).outcome is Committed.OK
+    table.close()
+    (folder / "data.mdb").unlink()
+    table = lmdb_at(folder)
+    assert table.epoch == 0
+    assert [entry.name for entry in folder.iterdir()] == ["data.mdb"]
     table.close()
 
 

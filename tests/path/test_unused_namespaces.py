@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from support.path_rig import BLOCK_BYTES, PathRig, RigNode
 
 from kvcascade.errors import InUseError
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
-from kvcascade.tiers.nvme.path.path_messages import Committed
+from kvcascade.tiers.nvme.path.path_messages import Ask, Committed
 from kvcascade.tiers.nvme.path.writer import unused_namespaces
 from kvcascade.tiers.nvme.path.writer.namespace.namespace_openings import BeingOpenedError
 from kvcascade.tiers.nvme.path.writer.unused_namespaces import UNUSED_LIMIT_S
@@ -46,6 +47,47 @@ def left_alone(rig: PathRig, seconds: float = UNUSED_LIMIT_S) -> None:
     """The writer works for a while, and nobody asks for anything."""
     for _ in range(round(seconds) + 2):
         rig.step(seconds=1.0)
+
+
+def seconds_until_closed(rig: PathRig, name: str) -> int:
+    """Leave the writer alone until a namespace is closed."""
+    for seconds in range(round(2 * UNUSED_LIMIT_S)):
+        if name not in rig.writer.namespaces:
+            return seconds
+        rig.step(seconds=1.0)
+    raise AssertionError(f"{name} was never closed")
+
+
+def test_one_that_is_opened_again_at_once_is_kept_as_long() -> None:
+    rig = PathRig(WIDE)
+    node = RigNode(rig, "leaves")
+    node.store(KEYS)
+    leave(node)
+    name = folder_of(node).name
+    seconds_until_closed(rig, name)
+    with pytest.raises(BeingOpenedError):
+        rig.writer.path.look_at(name)
+    rig.step(seconds=0.3)
+    assert seconds_until_closed(rig, name) > UNUSED_LIMIT_S - 10
+
+
+def test_use_beside_a_tool_counts() -> None:
+    rig = PathRig(WIDE)
+    stays, node = RigNode(rig, "stays"), RigNode(rig, "leaves")
+    node.store(KEYS)
+    leave(node)
+    left_alone(rig, UNUSED_LIMIT_S - 100)
+    tool = 9999
+    rig.inboxes[tool] = deque()
+    rig.writer.connect(tool)
+    rig.send(tool, Ask(1, "list", b"{}"))
+    left_alone(rig, 100)
+    again = RigNode(rig, "leaves")
+    left_alone(rig, 100)
+    leave(again)
+    rig.writer.disconnect(tool)
+    assert seconds_until_closed(rig, folder_of(again).name) > UNUSED_LIMIT_S - 10
+    assert folder_of(stays).name in rig.writer.namespaces
 
 
 def test_it_is_closed_and_found_again_with_its_blocks_and_its_room() -> None:

@@ -214,13 +214,19 @@ def test_a_path_that_is_mounted_read_only_lacks_no_permission(
     assert answer.code == ExitCode.CANNOT_OPEN and "Read-only file system" in answer.err
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "gc", "store"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(["inspect", ""], ["verify", ""], ["gc", ""], ["store", ""], ["top", "", "--once"]),
+        *(["inspect", ".", "--also", ""], ["store", ".", "--also", ""]),
+    ],
+)
 def test_an_empty_path_is_not_the_current_folder(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a shell variable that is not set: `store` made a cache of that folder."""
     monkeypatch.chdir(tmp_path)
-    answer = call(command, "")
+    answer = call(*command)
     assert answer.code == ExitCode.USAGE and "it is empty; give a folder" in answer.err
 
 

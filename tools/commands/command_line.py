@@ -84,7 +84,10 @@ PathArgument = Annotated[
 AlsoOption = Annotated[
     list[Path] | None,
     typer.Option(
-        "--also", metavar="PATH", help="Another path of the same tier (repeatable).", readable=False
+        "--also",
+        metavar="PATH",
+        help="Another path of the same tier (repeatable).",
+        parser=given_path,
     ),
 ]
 NamespaceOption = Annotated[

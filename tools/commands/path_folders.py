@@ -274,7 +274,8 @@ def _look(fs: FileSystem, name: str, folders: tuple[Path, ...]) -> NamespaceFold
         return NamespaceFolder(name, folders, read_descriptions(fs, folders), True, "")
     except FormatError:
         documents = (_document(fs, folder) for folder in folders)
-        others = (each for each in documents if each.get("format_version") != FORMAT_VERSION)
+        versions = ((each.get("format_version", FORMAT_VERSION), each) for each in documents)
+        others = (each for version, each in versions if version != FORMAT_VERSION)
         return NamespaceFolder(name, folders, next(others, document), False, "")
     except KVCascadeError as error:
         return NamespaceFolder(name, folders, document, False, str(error))

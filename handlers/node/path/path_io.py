@@ -167,9 +167,13 @@ class IOThreads(NodeIO):
             executor.shutdown(wait=False, cancel_futures=True)
 
     def wait(self) -> None:
-        """Wait for work in flight, after `close`."""
+        """Wait for work in flight, after `close`. No file is open then."""
         for executor in (self._stores, self._loads):
             executor.shutdown(wait=True)
+        if self._files is not None:
+            self._files.close()
+            self._files = None
+            del self.reader, self.writer
 
     # -- on I/O threads ------------------------------------------------------------------------
 

@@ -38,12 +38,12 @@ import lmdb
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from ....errors import CorruptionError, FormatError, KVCascadeError, os_errors
+from ....errors import CorruptionError, FormatError, KVCascadeError, NoSpaceError, os_errors
 from ....logs import get_logger
 from ... import endurance
 from ..disk.filesystem import RealFileSystem
-from ..index.clean_close import write_mark
-from ..index.index_file import check_file, damaged, from_lmdb, is_lack_of_room
+from ..index.clean_close import EPOCH_NAME, NAME, read_mark, write_mark
+from ..index.index_file import TornIndexError, check_file, damaged, from_lmdb, is_lack_of_room
 from ..index.index_pages import check_pages
 from ..namespace import INDEX_FILE
 from .block_table import Applied, Changes, Entry, ScanBatch
@@ -132,6 +132,12 @@ class LmdbBlockTable:
             if txn.stat(self._slots)["entries"] < txn.stat(self._blocks)["entries"]:
                 self._name_slots(txn)
         self.sync()
+        noted = read_mark(self.path, EPOCH_NAME)
+        if self.epoch < (noted or 0):
+            why = f"its epoch is {self.epoch}, and was {noted}"
+            raise TornIndexError(damaged(self.path, why))
+        if self.epoch and noted is None:  # the checks of its entries may cover no epoch
+            self.reset(self.epoch + 1)
 
     # -- looking -------------------------------------------------------------------------------
 
@@ -229,8 +235,12 @@ class LmdbBlockTable:
                 txn.put(_EPOCH, _U64.pack(epoch), db=self._meta)
                 self._write_meta(txn, journal)
             self._env.sync(True)
+            write_mark(self.path, epoch, EPOCH_NAME)
         except lmdb.Error as error:
             return self._failed(error)
+        except KVCascadeError as error:
+            is_full = isinstance(error, NoSpaceError)
+            return Applied(Committed.NO_SPACE if is_full else Committed.IO_ERROR)
         self.epoch, self.commit_number = epoch, journal.number
         return Applied(Committed.OK, journal=journal)
 
@@ -420,13 +430,15 @@ def open_block_table(
 
 
 def _create(folder: Path, map_bytes: int) -> None:
-    """Make an empty LMDB file. It gets its name once it is whole on the disk.
+    """Make an empty LMDB file. It gets its name once it is whole on the disk, without old marks.
 
     Raises a `KVCascadeError` or `OSError`.
     """
     new = folder / _NEW_NAME
-    with suppress(FileNotFoundError):
-        os.unlink(new)
+    for old in (new, folder / NAME, folder / EPOCH_NAME):
+        with suppress(FileNotFoundError):
+            os.unlink(old)
+    RealFileSystem().sync_dir(folder)
     try:
         _open_env(new, map_bytes, is_durable=True).close()
         _reserve(new, map_bytes, is_synced=True)

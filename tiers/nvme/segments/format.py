@@ -19,7 +19,7 @@ PAGE_BYTES = 4096
 MAX_KEY_BYTES = 64
 MAX_DESCRIPTION_BYTES = 1 << 20
 MAX_DEPTH = 100
-"""Lists in lists of a document that others may have written."""
+"""Levels of a document that others may have written, with that of its numbers and texts."""
 MAX_SLOTS = 2**31 - 1
 MAX_BLOCK_BYTES = 2**32 - PAGE_BYTES
 MAX_INDEX_BYTES = 2**42

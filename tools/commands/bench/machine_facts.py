@@ -28,7 +28,8 @@ def machine_facts(folder: Path) -> dict[str, Any]:
     """
     import psutil
 
-    memory = Machine().memory()
+    Machine().memory()  # says what to do without /proc
+    memory = psutil.virtual_memory()
     disk, shared = psutil.disk_usage(str(folder)), psutil.disk_usage(DEFAULT_ARENA_DIR)
     return {
         "processor": _processor() or platform.machine(),

@@ -313,11 +313,11 @@ def _held_segments(
 ) -> int:
     """Return the number of segments of a plan that the disks of a tier have room for."""
     file_bytes = SegmentLayout(block_bytes, plan.slots_per_segment, "0" * 64).file_bytes
-    tables = fixed_bytes(plan.slots, 0, tier.policy)
     total, each = 0, plan.segments // len(tier.path)
     for paths, held in nvme_held_bytes(tier, machine):
-        usable = held - (tables if tier.path[0] in paths else 0)
-        total += min(each * len(paths), max(0, usable) // file_bytes)
+        numbers = map(tier.path.index, paths)
+        tables = sum(fixed_bytes(plan.slots, number, tier.policy) for number in numbers)
+        total += min(each * len(paths), max(0, held - tables) // file_bytes)
     return total
 
 

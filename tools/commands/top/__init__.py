@@ -17,6 +17,7 @@ from ..command_line import (
     answering,
     emit,
     finish,
+    given_path,
 )
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ MAX_INTERVAL_S = 86_400.0
 PathOption = Annotated[
     Path | None,
     typer.Argument(
-        metavar="PATH", help="The tier's path, to show the state on disk.", readable=False
+        metavar="PATH", help="The tier's path, to show the state on disk.", parser=given_path
     ),
 ]
 IntervalOption = Annotated[

@@ -30,6 +30,7 @@ from .namespace.namespace_home import (
 )
 from .namespace.namespace_start import StartMeans
 from .path_capacity import RETRY_AFTER_S
+from .path_options import POWER
 
 RECENT_S = DAY_S + 2 * NOTE_USE_EVERY_S
 """Time since the noted use after which nothing was written in the last day."""
@@ -186,7 +187,7 @@ class IdleNamespaces:
                 last_used_s = fs.modified_at(home.folders[0] / LOCK)
             is_recent = self._means.wall_clock() - last_used_s < RECENT_S
             is_counted = is_recent and options.write_budget_bytes is not None
-            day = self._day_of(home) if is_counted else b""
+            day = self._day_of(home, options) if is_counted else b""
             sizes = self._sizes_of(home)  # afterwards, since the table may have changed
             locks = list(home.locks)
             home.locks.clear()
@@ -226,7 +227,7 @@ class IdleNamespaces:
             used = [fs.used_bytes(folder) for folder in home.folders]
         return [max(now, home.most_bytes(path)) for path, now in enumerate(used)]
 
-    def _day_of(self, home: NamespaceHome) -> bytes:
+    def _day_of(self, home: NamespaceHome, options: PathOptions) -> bytes:
         """Return the record of the last day; empty if the block table cannot be opened.
 
         The table does not grow to a raised capacity meanwhile.
@@ -234,7 +235,8 @@ class IdleNamespaces:
         slots = home.slots
         home.slots = min(slots, recorded_slots(self._means.fs, home.folders[0]) or slots)
         try:
-            table = self._means.table_of(home, is_durable=False)
+            is_durable = options.durability == POWER
+            table = self._means.table_of(home, is_durable=is_durable)
             day = table.day_record()
             table.close()
         except KVCascadeError as error:

@@ -375,8 +375,8 @@ class PathNamespaces:
             with suppress(OSError):  # the opening itself says what is wrong
                 short = size + self.options.min_free_bytes - self.fs.free_bytes(self.roots[path])
                 missing = max(short, -space.capacity.left_bytes(path, opening.own_bytes[path]))
-                is_enough = 0 < missing <= space.freeable_bytes(path)
-                if is_enough and short <= _leaving_bytes(space, self.fs, self.roots[path], path):
+                has_enough = 0 < missing <= space.freeable_bytes(path)
+                if has_enough and _can_have(short, opening, space, self.fs, self.roots[path], path):
                     return path
         return None
 
@@ -450,11 +450,28 @@ class PathNamespaces:
         self.record = record
 
 
-def _leaving_bytes(space: PathSpace, fs: FileSystem, root: Path, path: int) -> int:
-    """Return the bytes in a path that leave the disk with all segments and idle namespaces.
+def _can_have(
+    short: int,
+    opening: NamespaceToOpen,
+    space: PathSpace,
+    fs: FileSystem,
+    root: Path,
+    path: int,
+) -> bool:
+    """Return whether the disk of a path has enough bytes, of what may leave it, that it lacks.
 
-    The capacity counts more of them: all that their tables may take. Raises `OSError`.
+    The capacity counts more of them: all that tables may take. The directories are searched once:
+    what leaves them is no longer lacking. Raises `OSError`.
     """
+    if short <= 0:
+        return True
+    if path not in opening.can_have_room:
+        opening.can_have_room[path] = short <= _leaving_bytes(space, fs, root, path)
+    return opening.can_have_room[path]
+
+
+def _leaving_bytes(space: PathSpace, fs: FileSystem, root: Path, path: int) -> int:
+    """Return the bytes in a path that leave the disk with all segments and idle namespaces."""
     total = 0
     for name in space.idle.names.union(space.namespaces):
         if name in space.namespaces and space.namespaces[name].clients:

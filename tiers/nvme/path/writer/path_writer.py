@@ -374,9 +374,10 @@ class PathWriter:
         self._out += self._held.signs_of_life()
         if not self.path.space.is_taking:
             self.path.space.files.mend()
-        if not any(client.is_tool for client in self._clients.values()):
-            self.path.remove_empty()  # a tool may have more questions about one
-            self.path.unused.close_next(now_s)
+        has_tool = any(client.is_tool for client in self._clients.values())
+        if not has_tool:  # which may have more questions about one
+            self.path.remove_empty()
+        self.path.unused.close_next(now_s, may_close=not has_tool)
         self._send_figures()
 
     def _send_figures(self) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from .....errors import KVCascadeError, NoSpaceError
 from .....logs import get_logger
@@ -172,13 +173,12 @@ class SegmentJobs:
             self._done.append(lambda: self._give_up(files, left))
 
         def make() -> None:
-            reason: Exception | None = None
             for n in sorted({1, len(numbers)}, reverse=True):
                 try:
                     return create(n)
                 except Exception as error:  # too little memory, too: none must stay planned
-                    reason = error
-            self._done.append(lambda: self._failed(files, numbers, reason))
+                    if n == 1:
+                        self._done.append(partial(self._failed, files, numbers, error))
 
         self._submit(make, lambda: self._failed(files, numbers, None))
 
@@ -193,8 +193,7 @@ class SegmentJobs:
                 namespace.home.segments.remove(number)
                 self._done.append(lambda: self._deleted(files, number))
             except Exception as error:
-                reason = error
-                self._done.append(lambda: self._kept(files, number, reason))
+                self._done.append(partial(self._kept, files, number, error))
 
         self._submit(delete, lambda: self._kept(files, number, None))
 

@@ -34,10 +34,11 @@ class UnusedNamespaces:
         self._closing: tuple[str, Future[None]] | None = None
         """Name of the namespace that is being closed, or was closed last."""
 
-    def close_next(self, now_s: float) -> None:
+    def close_next(self, now_s: float, *, may_close: bool) -> None:
         """Begin to close a namespace that no node has used for `UNUSED_LIMIT_S`, if there is one.
 
-        Call it about once a second. `now_s` is monotonic.
+        Call it about once a second; without `may_close` it only notes the time. `now_s` is
+        monotonic.
         """
         space, since_s = self._space, self._since_s
         unused = [each for each in space.namespaces.values() if not each.clients]
@@ -46,12 +47,18 @@ class UnusedNamespaces:
         for name, namespace in zip(names, unused, strict=True):
             taken = space.taking is not None and space.taking.name == name
             has_work = taken or space.files.has_work(name) or namespace.is_resetting
-            if has_work or self.is_closing() or now_s - self._since_s[name] < UNUSED_LIMIT_S:
+            if (
+                has_work
+                or not may_close
+                or self.is_closing()
+                or now_s - self._since_s[name] < UNUSED_LIMIT_S
+            ):
                 continue
             day = namespace.table.day_record()  # reads and totals were written down since
             sizes = [space.files.bytes_in(name, path) for path in range(space.capacity.paths)]
             space.idle.keep(namespace.home, sizes, day)
             space.forget(name)
+            del self._since_s[name]  # it may be opened again within a second
             with suppress(RuntimeError):  # the executor is shutting down: as a kill would
                 self._closing = name, self._executor.submit(self._close, namespace)
             return

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ......errors import ClosedError, KVCascadeError, TierIOError
 from ......logs import get_logger
@@ -50,6 +50,8 @@ class NamespaceToOpen:
     begun_s: float = 0.0
     own_bytes: Sequence[int] = ()
     """Bytes of our files in each path when the opening starts, with `bytes_by_path`."""
+    can_have_room: dict[int, bool] = field(default_factory=dict)
+    """Paths whose disk had too little room: whether all that may leave it is enough."""
 
 
 class NamespaceOpenings:
