@@ -22,7 +22,7 @@ from support.memory_block_table import MemoryBlockDisk, MemoryBlockTable
 
 from kvcascade.errors import CorruptionError, FormatError, KVCascadeError, NoSpaceError
 from kvcascade.tiers.nvme.index import index_pages
-from kvcascade.tiers.nvme.index.index_file import TornIndexError
+from kvcascade.tiers.nvme.index.clean_close import note_epoch, noted_epoch, read_mark
 from kvcascade.tiers.nvme.path import block_table, lmdb_block_table
 from kvcascade.tiers.nvme.path.block_table import (
     MAX_CHURN_PAGES,
@@ -480,29 +480,46 @@ def test_an_entry_of_before_a_reset_is_absent(tmp_path: Path) -> None:
     table.close()
 
 
-def test_an_index_of_before_a_reset_is_torn(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_noted", [True, False])
+def test_an_index_of_another_epoch_than_the_noted_one_begins_anew(
+    tmp_path: Path, is_noted: bool
+) -> None:
+    """A loss of power left pages of before a reset, or a development version noted no epoch."""
     folder = tmp_path / "blocks"
     filled(folder)
     former = (folder / "data.mdb").read_bytes()
     table = lmdb_at(folder)
     assert table.reset(1).outcome is Committed.OK
-    table.abandon()
-    (folder / "data.mdb").write_bytes(former)
-    with pytest.raises(TornIndexError, match="its epoch is 0, and was 1"):
-        lmdb_at(folder)
-
-
-def test_an_epoch_that_is_not_noted_begins_anew(tmp_path: Path) -> None:
-    """The checks of a development version covered no epoch."""
-    table = lmdb_at(tmp_path / "blocks")
-    assert table.reset(1).outcome is Committed.OK
     assert table.apply(Changes(1, [(KEYS[0], 7, 70)])).outcome is Committed.OK
     table.close()
-    (tmp_path / "blocks" / "epoch").unlink()
+    if is_noted:
+        (folder / "data.mdb").write_bytes(former)
+    else:
+        (folder / "epoch").unlink()
     for _ in range(2):
-        table = lmdb_at(tmp_path / "blocks")
+        table = lmdb_at(folder)
         assert (table.epoch, table.count()) == (2, 0)
         table.close()
+
+
+def test_a_reset_that_was_only_noted_is_carried_out(tmp_path: Path) -> None:
+    filled(tmp_path / "blocks")
+    note_epoch(tmp_path / "blocks", 1)
+    table = lmdb_at(tmp_path / "blocks")
+    assert (table.epoch, table.count()) == (2, 0)
+    table.close()
+
+
+def test_an_epoch_that_cannot_be_noted_is_no_reset(tmp_path: Path) -> None:
+    keys = filled(tmp_path / "blocks")
+    table = lmdb_at(tmp_path / "blocks")
+    (tmp_path / "blocks" / "epoch").unlink()
+    (tmp_path / "blocks" / "epoch").mkdir()
+    assert table.reset(1).outcome is Committed.IO_ERROR
+    assert (table.epoch, table.count()) == (0, len(keys))
+    table.close()
+    with pytest.raises(KVCascadeError, match="epoch"):
+        lmdb_at(tmp_path / "blocks")
 
 
 def test_a_new_index_has_no_marks_of_a_former_one(tmp_path: Path) -> None:
@@ -512,8 +529,7 @@ def test_a_new_index_has_no_marks_of_a_former_one(tmp_path: Path) -> None:
     table.close()
     (folder / "data.mdb").unlink()
     table = lmdb_at(folder)
-    assert table.epoch == 0
-    assert [entry.name for entry in folder.iterdir()] == ["data.mdb"]
+    assert (table.epoch, noted_epoch(folder), read_mark(folder)) == (0, 0, None)
     table.close()
 
 

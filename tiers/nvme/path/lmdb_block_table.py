@@ -38,12 +38,19 @@ import lmdb
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from ....errors import CorruptionError, FormatError, KVCascadeError, NoSpaceError, os_errors
+from ....errors import (
+    CorruptionError,
+    FormatError,
+    KVCascadeError,
+    NoSpaceError,
+    TierIOError,
+    os_errors,
+)
 from ....logs import get_logger
 from ... import endurance
 from ..disk.filesystem import RealFileSystem
-from ..index.clean_close import EPOCH_NAME, NAME, read_mark, write_mark
-from ..index.index_file import TornIndexError, check_file, damaged, from_lmdb, is_lack_of_room
+from ..index.clean_close import NAME, note_epoch, noted_epoch, write_mark
+from ..index.index_file import check_file, damaged, from_lmdb, is_lack_of_room
 from ..index.index_pages import check_pages
 from ..namespace import INDEX_FILE
 from .block_table import Applied, Changes, Entry, ScanBatch
@@ -132,12 +139,19 @@ class LmdbBlockTable:
             if txn.stat(self._slots)["entries"] < txn.stat(self._blocks)["entries"]:
                 self._name_slots(txn)
         self.sync()
-        noted = read_mark(self.path, EPOCH_NAME)
-        if self.epoch < (noted or 0):
-            why = f"its epoch is {self.epoch}, and was {noted}"
-            raise TornIndexError(damaged(self.path, why))
-        if self.epoch and noted is None:  # the checks of its entries may cover no epoch
-            self.reset(self.epoch + 1)
+        noted = noted_epoch(self.path)
+        if self.epoch != noted <= MAX_EPOCH:
+            self._begin_anew(noted)
+
+    def _begin_anew(self, noted: int) -> None:
+        """Empty a table of another epoch than the noted one: a reset of it was not completed, was
+        lost with the power, or is of a version whose entries have no epoch in their checks."""
+        _log.warning(
+            "the index in %s begins empty: its epoch is %d, not %d", self.path, self.epoch, noted
+        )
+        if self.reset(max(self.epoch, noted) + 1).outcome is not Committed.OK:
+            problem = f"the index in {self.path} of another epoch could not be emptied"
+            raise TierIOError(None, f"{problem}; check the device")
 
     # -- looking -------------------------------------------------------------------------------
 
@@ -229,13 +243,13 @@ class LmdbBlockTable:
             return Applied(Committed.STALE)
         journal = Journal(self.commit_number + 1, epoch, is_reset=True)
         try:
+            note_epoch(self.path, epoch)
             with self._env.begin(write=True) as txn:
                 txn.drop(self._blocks, delete=False)
                 txn.drop(self._slots, delete=False)
                 txn.put(_EPOCH, _U64.pack(epoch), db=self._meta)
                 self._write_meta(txn, journal)
             self._env.sync(True)
-            write_mark(self.path, epoch, EPOCH_NAME)
         except lmdb.Error as error:
             return self._failed(error)
         except KVCascadeError as error:
@@ -430,14 +444,15 @@ def open_block_table(
 
 
 def _create(folder: Path, map_bytes: int) -> None:
-    """Make an empty LMDB file. It gets its name once it is whole on the disk, without old marks.
+    """Make an empty LMDB file. It gets its name once it is whole on the disk, and no old mark is.
 
     Raises a `KVCascadeError` or `OSError`.
     """
     new = folder / _NEW_NAME
-    for old in (new, folder / NAME, folder / EPOCH_NAME):
+    for old in (new, folder / NAME):
         with suppress(FileNotFoundError):
             os.unlink(old)
+    note_epoch(folder, 0)
     RealFileSystem().sync_dir(folder)
     try:
         _open_env(new, map_bytes, is_durable=True).close()

@@ -185,7 +185,7 @@ class NamespaceWriter:
             self.space.clear()
         if was_resetting and now_s < self.resets.retry_at_s:
             return False
-        applied = self.table.reset(self.presence.epoch)
+        applied = self.table.reset(max(self.presence.epoch, self.table.epoch + 1))
         if applied.journal is None:
             self.resets.retry_at_s = now_s + PATH_REST_S
             return False
