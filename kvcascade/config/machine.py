@@ -25,7 +25,7 @@ from ..errors import ConfigError, file_mode
 from .cgroup import group_memory
 from .options import At, noting
 from .schema import CascadeConfig, CpuTierOptions, NvmeTierOptions, WriteMode
-from .sizes import AnySize, Bytes, DeviceShare, FreeShare, Share, human
+from .sizes import MAX_RECORD_BYTES, AnySize, Bytes, DeviceShare, FreeShare, Share, human
 
 KEPT_ARENAS = "kvcascade-kept-*"
 """Pattern of the arenas that outlived their engines, in the folder of arenas."""
@@ -49,8 +49,6 @@ NAMESPACE_FILE = "namespace.json"
 """A folder that holds this file is a namespace of an NVMe tier."""
 RECORD_FILE = Path(".kvcascade", "path.json")
 """File in the first folder of a path with the options that are in force."""
-MAX_RECORD_BYTES = 1 << 20
-"""Most bytes of that file that are read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from fractions import Fraction
 
 MAX_BYTES = 2**63 - 1
 """Largest amount that file offsets can address."""
+MAX_RECORD_BYTES = 1 << 20
+"""Most bytes that are read of the record of a path."""
 
 _BINARY = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _DECIMAL = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -16,8 +16,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from .....config.machine import MAX_RECORD_BYTES
-from .....config.sizes import MAX_BYTES, human
+from .....config.sizes import MAX_BYTES, MAX_RECORD_BYTES, human
 from .....errors import ConfigError, CorruptionError, NoSpaceError, os_errors
 from ....policies import order_class
 from ...disk.filesystem import FileSystem
