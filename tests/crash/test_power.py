@@ -35,9 +35,9 @@ class Known:
     """Facts about one engine's blocks, by number."""
 
     acknowledged: set[int] = field(default_factory=set)
-    """Those that were stored, and that no reset removed."""
+    """Blocks that were stored, and that no reset removed."""
     removed: set[int] = field(default_factory=set)
-    """Those of before a reset that was answered."""
+    """Blocks of before a reset that was answered."""
     is_resetting: bool = False
 
 

@@ -253,7 +253,7 @@ def test_a_reset_while_a_question_ends_is_not_taken_for_done() -> None:
 
 
 def test_a_reset_by_a_clock_that_was_ahead_hides_no_later_one() -> None:
-    """What is passed on is carried out, and its new mark is passed on without another reset."""
+    """The later reset is carried out. Its new mark, which is passed on in turn, is no other."""
     twin, wall = RemoteTwin(), [2_000_000_000.0]
     generation = SharedGeneration(twin, "g", "m", ManualClock(), lambda: wall[0])
     generation.reset()

@@ -102,13 +102,9 @@ class IdleNamespaces:
 
         Its locks are taken over, so that nobody removes it meanwhile.
         """
-        last_used_s = self._means.wall_clock()
-        with suppress(OSError):
-            last_used_s = self._means.fs.modified_at(home.folders[0] / LOCK)
-        locks = list(home.locks)
-        home.locks.clear()
+        last_used_s = self._last_used_s(home.folders[0])
         self._found[home.name] = IdleNamespace(
-            home.name, bytes_by_path, last_used_s, day, locks=locks
+            home.name, bytes_by_path, last_used_s, day, locks=_locks_from(home)
         )
 
     def take(self, name: str) -> bytes:
@@ -189,8 +185,7 @@ class IdleNamespaces:
             is_counted = is_recent and options.write_budget_bytes is not None
             day = self._day_of(home, options) if is_counted else b""
             sizes = self._sizes_of(home)  # afterwards, since the table may have changed
-            locks = list(home.locks)
-            home.locks.clear()
+            locks = _locks_from(home)
         finally:
             home.close()
         return IdleNamespace(name, sizes, last_used_s, day, locks=locks)
@@ -203,10 +198,7 @@ class IdleNamespaces:
             fs.check_dir(folders[0])
         except OSError:
             return
-        try:
-            last_used_s = fs.modified_at(folders[0] / LOCK)
-        except OSError:
-            last_used_s = self._means.wall_clock()
+        last_used_s = self._last_used_s(folders[0])
         with os_errors(f"looking at {name}"):
             sizes = [fs.used_bytes(folder) if fs.exists(folder) else 0 for folder in folders]
         with suppress(KVCascadeError):  # it counts with what is there if nobody can say more
@@ -214,6 +206,13 @@ class IdleNamespaces:
             sizes = self._sizes_of(home) if home is not None else sizes
         self._found[name] = IdleNamespace(name, sizes, last_used_s)
         self.put_off(name, is_final=False)
+
+    def _last_used_s(self, folder: Path) -> float:
+        """Return the wall-clock time of the last use of a namespace; now if it is not known."""
+        try:
+            return self._means.fs.modified_at(folder / LOCK)
+        except OSError:
+            return self._means.wall_clock()
 
     def _sizes_of(self, home: NamespaceHome) -> list[int]:
         """Return what a namespace takes in each path, open or not. Raises `TierIOError`.
@@ -245,3 +244,10 @@ class IdleNamespaces:
         finally:
             home.slots = slots
         return day
+
+
+def _locks_from(home: NamespaceHome) -> list[FileLock]:
+    """Take the locks of a namespace over, so that closing it does not release them."""
+    locks = list(home.locks)
+    home.locks.clear()
+    return locks

@@ -313,7 +313,8 @@ class PathWriter:
         """Find room for the waiting grants, commit, and answer."""
         if self._former.may_run(namespace.home.name):
             self._settle(namespace)
-            self._out += namespace.grants.serve([], MAX_SLOTS, Why.LATER, self._clock())
+            held, now_s = namespace.held_among, self._clock()
+            self._out += namespace.grants.serve(held, [], MAX_SLOTS, Why.LATER, now_s)
             return
         space = self.path.space
         need = namespace.grants.demand
@@ -326,7 +327,8 @@ class PathWriter:
             space.rest_evictions(namespace)
             why = Why.RESTING
         awake = space.capacity.awake
-        self._out += namespace.grants.serve(awake, allowed, why, self._clock())
+        held, now_s = namespace.held_among, self._clock()
+        self._out += namespace.grants.serve(held, awake, allowed, why, now_s)
 
     def _settle(self, namespace: NamespaceWriter, evictions: int = 0) -> bool:
         """Commit what was gathered, with evictions. Return True if the index refused that."""

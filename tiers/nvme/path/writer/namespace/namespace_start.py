@@ -70,14 +70,13 @@ class StartMeans:
         with os_errors(f"opening {home.folders[0]}"):
             self.fs.make_dir(home.folders[0] / BLOCKS)
             self.fs.sync_dir(home.folders[0])
-        is_same_boot = is_of_this_boot(self.fs, home.folders[0], self.boot)
         opened = partial(
             self.open_table,
             home.folders[0] / BLOCKS,
             block_table_bytes(home.slots),
             identity,
             is_durable=is_durable,
-            is_same_boot=is_same_boot,
+            is_same_boot=is_of_this_boot(self.fs, home.folders[0], self.boot),
             wall_clock=self.wall_clock,
         )
         try:

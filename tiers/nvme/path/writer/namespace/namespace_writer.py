@@ -68,7 +68,7 @@ class NamespaceWriter:
         """Clients that sync no segment before a commit, although every commit is to be durable."""
         self.min_share_bytes = 0
         self.evicted_blocks = 0
-        self.grants = WaitingGrants(self.presence, space, self._held)
+        self.grants = WaitingGrants(self.presence, space)
         self.batch = CommitBatch(space)
         """Reports that the next commit takes in."""
         self.resets = WaitingResets()
@@ -163,6 +163,15 @@ class NamespaceWriter:
         result.replies = batch.replies()
         return result
 
+    def held_among(self, keys: Sequence[bytes]) -> frozenset[bytes]:
+        """Return those of the keys that are committed; the block table has the last word."""
+        found = self.presence.find_many(keys).tolist()
+        maybe = [key for key, slot in zip(keys, found, strict=True) if slot >= 0]
+        if not maybe:
+            return frozenset()
+        entries = self.table.get_many(maybe)
+        return frozenset(k for k, entry in zip(maybe, entries, strict=True) if entry is not None)
+
     def remove_slots(self, slots: Sequence[int]) -> list[bytes] | None:
         """Remove the blocks in these slots in one commit. Return their keys; None if it failed."""
         applied = self._apply([], [], slots)
@@ -211,7 +220,6 @@ class NamespaceWriter:
     def close(self) -> None:
         """Close cleanly: everything is durable. Raises a `KVCascadeError`; it is closed anyway."""
         self.write_totals()
-        self.grants = WaitingGrants(self.presence, self.space, frozenset)  # ends a cycle
         try:
             self.table.close()
             self._presence.close_clean()
@@ -221,7 +229,6 @@ class NamespaceWriter:
 
     def abandon(self) -> None:
         """Close as a kill would; nothing is synced and nothing marked as clean."""
-        self.grants = WaitingGrants(self.presence, self.space, frozenset)  # ends a cycle
         self.table.abandon()
         self._presence.file.close()
         self.recency.close(is_clean=False)
@@ -241,15 +248,6 @@ class NamespaceWriter:
 
     def _holds(self, slot: int) -> bool:
         return 0 <= slot < len(self.space.is_used) and bool(self.space.is_used[slot])
-
-    def _held(self, keys: Sequence[bytes]) -> frozenset[bytes]:
-        """Return those of the keys that are committed; the block table has the last word."""
-        found = self.presence.find_many(keys).tolist()
-        maybe = [key for key, slot in zip(keys, found, strict=True) if slot >= 0]
-        if not maybe:
-            return frozenset()
-        entries = self.table.get_many(maybe)
-        return frozenset(k for k, entry in zip(maybe, entries, strict=True) if entry is not None)
 
     def _sync_segments(self, batch: CommitBatch) -> None:
         """Sync what nodes wrote that joined before commits were to be durable.

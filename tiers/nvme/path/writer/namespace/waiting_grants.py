@@ -30,19 +30,15 @@ class WaitingGrant:
     """Number of slots that it needs at most."""
 
 
+HeldAmong = Callable[[Sequence[bytes]], frozenset[bytes]]
+
+
 class WaitingGrants:
     """The grants without an answer, oldest first; false if there are none."""
 
-    def __init__(
-        self,
-        presence: PresenceTable,
-        space: SlotSpace,
-        held_among: Callable[[Sequence[bytes]], frozenset[bytes]],
-    ) -> None:
-        """`held_among` returns those of the keys that are committed."""
+    def __init__(self, presence: PresenceTable, space: SlotSpace) -> None:
         self._presence = presence
         self._space = space
-        self._held_among = held_among
         self._waiting: deque[WaitingGrant] = deque()
 
     def __len__(self) -> int:
@@ -61,16 +57,19 @@ class WaitingGrants:
         self._waiting.append(WaitingGrant(client, message, until_s, need))
         return True
 
-    def serve(self, paths: list[int], allowed: int, why: Why, now_s: float) -> list[Reply]:
+    def serve(
+        self, held_among: HeldAmong, paths: list[int], allowed: int, why: Why, now_s: float
+    ) -> list[Reply]:
         """Answer grants from the free slots in `paths`, oldest first.
 
-        The write budget allows `allowed` slots. `why` is the reason if the tier lacks some of
-        these. If it is LATER, a grant that lacks some stays until its deadline.
+        `held_among` returns those of some keys that are committed. The write budget allows
+        `allowed` slots. `why` is the reason if the tier lacks some of these. If it is LATER, a
+        grant that lacks some stays until its deadline.
         """
         replies: list[Reply] = []
         while self._waiting:
             first = self._waiting[0]
-            held = self._held_among(first.message.keys)
+            held = held_among(first.message.keys)
             absent = list(dict.fromkeys(key for key in first.message.keys if key not in held))
             wanted = absent[:allowed]
             granted = wanted[: self._space.free(paths)]
