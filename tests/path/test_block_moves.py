@@ -161,6 +161,7 @@ def test_an_interrupt_at_any_instruction_loses_no_slot(name: str) -> None:
         client.answers = lambda message: JobDone(message.ticket)
         read = GetMove(names, [*range(8)], 10.0, None)
         before = sys.gettrace()
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 asks the frame that sets the tracer
         sys.settrace(opcodes_of(function, at))
         try:
             moves.run(read, client, lambda: None)
