@@ -16,6 +16,7 @@ import pytest
 from support.engine_rig import Answers, Engine, engine_options
 
 from kvcascade.tools.dev.model import make_llama
+from kvcascade.vllm.generation import sees_blocks_of_other_connectors
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -39,6 +40,8 @@ def _prompts(seed: int, count: int, length: int) -> list[list[int]]:
 TEXTS = _prompts(1, PROMPTS, PROMPT_TOKENS)
 LONG = _prompts(2, 8, 600)
 CACHEABLE = (PROMPT_TOKENS - 1) // (CHUNK * BLOCK_TOKENS) * CHUNK * BLOCK_TOKENS
+CACHEABLE_BY_THEIRS = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+"""vLLM's example connector keeps a prompt whole, up to its last full block."""
 
 
 def tokens(answers: Answers) -> list[list[int]]:
@@ -114,4 +117,34 @@ def test_reset_restart_and_preemption(
         assert tokens(engine.generate(LONG, DECODE_TOKENS)) == long
         assert engine.metrics()["vllm:num_preemptions"] > 0
         assert tokens(engine.generate(TEXTS)) == texts
+        engine.stop()
+
+
+@pytest.mark.skipif(not sees_blocks_of_other_connectors(), reason="this vLLM is refused with two")
+@pytest.mark.parametrize("ours_is", [0, 1], ids=["first", "second"])
+def test_another_connector_beside_ours(
+    ours_is: int, model: Path, expected: tuple[list[list[int]], list[list[int]]], tmp_path: Path
+) -> None:
+    """Both store and load, into device blocks that the other may still be storing."""
+    extra = {"blocks_per_chunk": CHUNK, "tiers": [{"type": "cpu", "capacity": 200 * BLOCK_BYTES}]}
+    options = engine_options(model, DEVICE_BLOCKS, extra)
+    ours, kind = options["kv_transfer_config"], {"kv_role": "kv_both"}
+    theirs = {"shared_storage_path": str(tmp_path / "theirs")}
+    connectors = [{"kv_connector": "ExampleConnector", "kv_connector_extra_config": theirs, **kind}]
+    connectors.insert(ours_is, ours)
+    options["kv_transfer_config"] = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": connectors},
+        **kind,
+    }
+    options["max_num_batched_tokens"] = 8192  # theirs fails with prompts in parts, also alone
+    cached = CACHEABLE_BY_THEIRS if ours_is else CACHEABLE
+    with Engine(tmp_path / "engine.log", options) as engine:
+        for texts in (TEXTS, TEXTS[::-1], TEXTS):
+            answers = engine.generate(texts)
+            assert tokens(answers) == (expected[0] if texts is TEXTS else expected[0][::-1])
+        engine.reset(connector=False)
+        again = one_by_one(engine, TEXTS)
+        assert tokens(again) == expected[0]
+        assert [answer["cached"] for answer in again] == [cached] * PROMPTS
         engine.stop()
