@@ -231,17 +231,10 @@ class Servers:
 class EngineRuns:
     """Servers of every contender over one model."""
 
-    def __init__(
-        self,
-        servers: Servers,
-        model: Path,
-        scale: EngineScale,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, servers: Servers, model: Path, scale: EngineScale) -> None:
         self._servers = servers
         self._model = model
         self._scale = scale
-        self._sleep = sleep
         self._warmed = 0
         self._first_pass: Sequence[Sequence[int]] = ()
         """Tokens of the very first pass; every other pass sends the same requests."""
@@ -257,7 +250,7 @@ class EngineRuns:
                 for name in ("first pass", "second pass"):
                     passes.append(self._ask(engine, one_pass(self._scale)))
                     figures |= passes[-1].figures(name)
-                self._sleep(REST_S)
+                time.sleep(REST_S)
             with self._engine(contender, options) as engine:
                 last = self._ask(engine, one_pass(self._scale))
             figures |= last.figures("after a restart")
@@ -291,7 +284,7 @@ class EngineRuns:
             with self._engine(contender, options) as engine:
                 for prompts in (mixed, again):
                     self._ask(engine, prompts)
-                self._sleep(REST_S)
+                time.sleep(REST_S)
             with self._engine(contender, options) as engine:
                 cached = self._ask(engine, again).cached_tokens
             written = written_bytes(contender, disk_folder)
