@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ...commands.bench.bench_results import (
     KIB,
@@ -135,23 +135,6 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 """Each fault, and the weights of the engine that is opened after it."""
 
 
-class FaultyCache(Protocol):
-    """A contender's open cache over the memory of a device."""
-
-    def store(self, keys: Sequence[Key]) -> None:
-        """Store all blocks of the device, and wait until they are on disk."""
-
-    def offer(self, keys: Sequence[Key]) -> None:
-        """Offer all blocks once more, and wait until those that it takes are on disk."""
-
-    def ask(self, keys: Sequence[Key]) -> list[int]:
-        """Ask for each block by itself; return the numbers of those loaded to the device."""
-        ...
-
-    def close(self) -> None:
-        """Close the cache."""
-
-
 class EngineCache:
     """Cache of an engine that is driven by the calls of vLLM's scheduler."""
 
@@ -181,6 +164,8 @@ class EngineCache:
         self._engine.close()
 
 
+FaultyCache = EngineCache | LMCacheTiers
+"""A contender's open cache over the memory of a device."""
 Opened = Callable[["torch.Tensor", str], FaultyCache]
 """Function that opens a contender's cache over a device, with weights of this name."""
 
