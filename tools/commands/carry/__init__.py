@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -169,7 +170,7 @@ def import_(
         from .import_report import DifferentNamespaceError
 
         check_is_file("IN", file)
-        with CarriedReader(file) as carried:
+        with closing(CarriedReader(file)) as carried:
             head = carried.head
             with progress_of("import", head.blocks, head.block_bytes, as_json) as advance:
                 try:
