@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count
@@ -181,10 +180,10 @@ def rates_table(folder: Path, scale: RatesScale, say: Callable[[str], None]) -> 
         raw: dict[int, tuple[list[float], list[float]]] = {n: ([], []) for n in THREADS}
         for repeat in range(scale.repeats):
             say(f"{case}, {repeat + 1} of {scale.repeats}")
-            with _fresh(folder / "tier") as place:
-                _add_tier_rates(ours, place, block_bytes, scale)
-            with _fresh(folder / "raw") as place:
-                _add_raw_rates(raw, place, block_bytes, scale.total_bytes)
+            with TemporaryDirectory(dir=folder) as place:
+                _add_tier_rates(ours, Path(place), block_bytes, scale)
+            with TemporaryDirectory(dir=folder) as place:
+                _add_raw_rates(raw, Path(place), block_bytes, scale.total_bytes)
         downs, ups = zip(*raw.values(), strict=True)
         limits = {DOWN: max(downs, key=median), UP: max(ups, key=median)}
         for quantity in QUANTITIES:
@@ -193,13 +192,6 @@ def rates_table(folder: Path, scale: RatesScale, say: Callable[[str], None]) -> 
                 samples[LIMIT] = limits[quantity.name]
             rows.append(Row(case, quantity, samples))
     return Table(TRANSFERS, "Rates of the tiers, by block size", NOTE, rows)
-
-
-@contextmanager
-def _fresh(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder, and remove it at the end."""
-    with TemporaryDirectory(prefix=f"{folder.name}-", dir=folder.parent) as made:
-        yield Path(made)
 
 
 def _add_raw_rates(
@@ -240,7 +232,7 @@ class _TiersUnderTest:
         self._device = random.integers(-128, 128, (blocks, block_bytes), np.int8)
         layouts = cpu_layouts([self._device])
         layout = WorkerLayout(layouts, [[PageRef(0, block_bytes)]], 1, geometry, 0)
-        copies = _executor(COPY_THREADS, undo)
+        copies = undo.enter_context(started_pool(COPY_THREADS, "kvcascade-bench"))
         self._copier = CpuDeviceCopier([self._device], layout, self._arena.slots, copies)
         undo.callback(self._copier.shutdown)
 
@@ -289,7 +281,3 @@ class _TiersUnderTest:
         if [result.success for result in self._copier.get_finished()] != [True]:
             raise BenchError("a copy between device and CPU tier failed; see the log")
         return took_s
-
-
-def _executor(threads: int, undo: ExitStack) -> Executor:
-    return undo.enter_context(started_pool(threads, "kvcascade-bench"))

@@ -210,22 +210,17 @@ class Servers:
             return None
         if contender == LMCACHE:
             return transfer_config(folder, cpu_bytes, self._on_cpu)
-        return offloading(self._extra(contender, folder, cpu_bytes, nvme))
+        if contender == VLLM:
+            return offloading(tiering_options(self._on_cpu, cpu_bytes, folder))
+        assert contender == OURS
+        tier = {"type": "nvme", "path": str(folder), "min_free": 0, **nvme}
+        return offloading(cascade_extra([{"type": "cpu", "capacity": cpu_bytes}, tier]))
 
     def _command(self, contender: str) -> Sequence[str]:
         if contender != LMCACHE:
             return COMMAND
         assert self._lmcache_python is not None
         return (str(self._lmcache_python), *COMMAND[1:])
-
-    def _extra(
-        self, contender: str, folder: Path, cpu_bytes: int, nvme: dict[str, Any]
-    ) -> dict[str, Any]:
-        if contender == VLLM:
-            return tiering_options(self._on_cpu, cpu_bytes, folder)
-        assert contender == OURS
-        tier = {"type": "nvme", "path": str(folder), "min_free": 0, **nvme}
-        return cascade_extra([{"type": "cpu", "capacity": cpu_bytes}, tier])
 
 
 class EngineRuns:
