@@ -75,10 +75,9 @@ def run(call: ReplayCall) -> None:
     if call.as_json:
         emit("replay", report.document())
         return
-    from ..commands import show
     from .rendering import print_report
 
-    print_report(report, show.console())
+    print_report(report)
 
 
 def _options(call: ReplayCall, trace: Trace) -> OptionsOf:
@@ -139,10 +138,9 @@ def _sweep(
     if call.as_json:
         emit("replay-sweep", {"points": [point.document() for point in points]})
         return
-    from ..commands import show
     from .rendering import print_sweep
 
-    print_sweep(points, show.console())
+    print_sweep(points)
 
 
 def _save(points: Sequence[SweepPoint], csv: Path | None, png: Path | None) -> None:
