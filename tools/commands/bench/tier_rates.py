@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 from shutil import disk_usage
@@ -54,7 +53,7 @@ from .bench_results import (
     transfer_case,
 )
 from .bench_tier import move_blocks, new_keys, node_cpu_s, open_bench_tier, reset_tier
-from .machine_facts import headline, machine_facts, version_facts
+from .machine_facts import headline, run_facts
 from .raw_disk import THREADS, RawDisk, drop_page_cache
 
 COPY_THREADS = 2
@@ -117,15 +116,7 @@ def measure_path(path: Path, scale: RatesScale | None = None) -> dict[str, Any]:
         os_errors(f"measuring the disk of {path}"),
         TemporaryDirectory(prefix="kvcascade-bench-", dir=path) as made,
     ):
-        facts: dict[str, Any] = {
-            "date": datetime.now(UTC).date().isoformat(),
-            "command": "kvcascade bench PATH",
-            "machine": machine_facts(Path(made)),
-            "versions": version_facts(),
-            "is_quick": False,
-            "repeats": scale.repeats,
-            "notes": [],
-        }
+        facts = run_facts("kvcascade bench PATH", Path(made), scale.repeats, is_quick=False)
         reporter.print(f"kvcascade bench: {headline(facts)}")
         with reporter.measuring(TRANSFERS):
             table = rates_table(Path(made), scale, reporter.progress)
