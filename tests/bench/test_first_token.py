@@ -21,7 +21,7 @@ from kvcascade.tools.commands.bench.bench_results import (
     Table,
     document,
 )
-from kvcascade.tools.dev.bench.engine import engine_runs, first_token
+from kvcascade.tools.dev.bench.engine import first_token
 from kvcascade.tools.dev.bench.engine.engine_runs import IDLE_AFTER_S, Servers
 from kvcascade.tools.dev.bench.engine.first_token import (
     MEASUREMENT,
@@ -190,7 +190,7 @@ def test_the_picture_has_a_bar_for_lmcache_where_it_was_measured(tmp_path: Path)
 
 
 def test_lmcache_is_left_out_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_runs, "make_model", lambda folder, scale: folder / "model")
+    monkeypatch.setattr(first_token, "make_model", lambda folder, scale: folder / "model")
     for python, missing in ((None, {LMCACHE}), (Path("python"), set[str]())):
         notes: list[str] = []
         setup = MeasurementSetup(

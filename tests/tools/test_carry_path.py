@@ -7,6 +7,7 @@ import errno
 import fcntl
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ def test_blocks_that_an_engine_stores_meanwhile_are_not_evicted(
             engine.store(meanwhile.pop())
 
     try:
-        with CarriedReader(file) as carried:
+        with closing(CarriedReader(file)) as carried:
             report = import_into_path(
                 [tmp_path / "to"],
                 None,

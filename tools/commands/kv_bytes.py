@@ -77,8 +77,6 @@ MODELS = {
 class KvShape:
     """Bytes of KV cache per token of a model."""
 
-    model: str
-    layers: int
     bytes_per_token: int
     """Bytes over all layers and ranks, replicated data included."""
     note: str
@@ -96,7 +94,7 @@ def kv_shape(model: str, kv_dtype: str | None = None, ranks: int = 1) -> KvShape
         name = kv_dtype if kv_dtype not in (None, "auto") else "bfloat16"
         known = MODELS[model]
         per_token = known.bytes_per_token(_type_bytes(name), ranks)
-        return KvShape(model, known.layers, per_token, f"known by name, {name}")
+        return KvShape(per_token, f"known by name, {name}")
     config, note = _load(model)
     text = config.get("text_config")
     if isinstance(text, Mapping) and "num_hidden_layers" in text:
@@ -110,7 +108,7 @@ def kv_shape(model: str, kv_dtype: str | None = None, ranks: int = 1) -> KvShape
             _number(config, "kv_lora_rank", model),
             _number(config, "qk_rope_head_dim", model),
         )
-        return KvShape(model, layers, kept.bytes_per_token(item, ranks), f"{note}, latent, {name}")
+        return KvShape(kept.bytes_per_token(item, ranks), f"{note}, latent, {name}")
     heads = _number(config, "num_attention_heads", model)
     kv_heads = heads
     if config.get("num_key_value_heads"):
@@ -119,7 +117,7 @@ def kv_shape(model: str, kv_dtype: str | None = None, ranks: int = 1) -> KvShape
         config = {**config, "head_dim": _number(config, "hidden_size", model) // heads}
     head_dim = _number(config, "head_dim", model)
     per_token = attention(layers, kv_heads, head_dim).bytes_per_token(item, ranks)
-    return KvShape(model, layers, per_token, f"{note}, {kv_heads}×{head_dim} per layer, {name}")
+    return KvShape(per_token, f"{note}, {kv_heads}×{head_dim} per layer, {name}")
 
 
 def _type_bytes(name: str | None) -> int:

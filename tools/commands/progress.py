@@ -20,6 +20,7 @@ from rich.progress import (
 from rich.text import Text
 
 Advance = Callable[[int], None]
+"""Callback with the progress since the last call: a number of blocks, bytes or objects."""
 
 
 class _RateColumn(ProgressColumn):

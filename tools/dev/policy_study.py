@@ -24,6 +24,7 @@ from pathlib import Path
 
 from ...tiers.base import BlockHash, BlockStatus
 from ...tiers.policies import ORDERS, create
+from ..replay.simulation import hashes_of
 from ..replay.traces import Trace, read_trace
 
 SHARES = (0.01, 0.05, 0.1, 0.3)
@@ -64,11 +65,11 @@ class StudyWorkload:
 
         `group` blocks of the trace become one; blocks that fill no group are left out.
         """
-        known: dict[int, BlockHash] = {}
+        known: dict[BlockHash, BlockHash] = {}
         chains = []
         for request in trace.requests:
-            ids = request.ids[group - 1 :: group].tolist()
-            chains.append([known.get(i) or known.setdefault(i, _hash(i)) for i in ids])
+            hashes = hashes_of(request.ids[group - 1 :: group])
+            chains.append([known.setdefault(each, each) for each in hashes])
         tokens = [request.input_tokens for request in trace.requests]
         arrived_s = [request.arrived_s - trace.requests[0].arrived_s for request in trace.requests]
         return cls(name, chains, tokens, arrived_s, trace.block_tokens * group)
@@ -86,10 +87,6 @@ class StudyWorkload:
     def hit_tokens(self, request: int, blocks: int) -> float:
         """Return the number of tokens in the first `blocks` blocks of a request."""
         return min(blocks * self.block_tokens, self.tokens[request])
-
-
-def _hash(block_id: int) -> BlockHash:
-    return BlockHash((block_id * 0x9E3779B97F4A7C15 % (1 << 64)).to_bytes(8, "little") + bytes(8))
 
 
 class KeyTier:

@@ -12,8 +12,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ...errors import FormatError, os_errors
+from ...tiers.nvme.segments.format import PAGE_BYTES
 from ..commands.bench.bench_results import DOWN, OURS, TRANSFERS, UP, transfer_block_bytes
-from ..commands.bench.raw_disk import RawDisk
+from ..commands.bench.raw_disk import CALL_BYTES, RawDisk
 from .tier_options import GivenTier, TierOptions
 from .virtual import Rate, RateSource
 
@@ -25,8 +26,6 @@ ASSUMED_WRITE = Rate(1e9, 1e-4, RateSource.ASSUMED)
 """Assumed rate of sustained writes to one data-centre NVMe drive."""
 MEASURED_BYTES = 512 << 20
 MEASURED_THREADS = 4
-PAGE_BYTES = 4096
-CALL_BYTES_MAX = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ def measured_rates(folder: Path, block_bytes: int, total_bytes: int = MEASURED_B
     The files are removed. Raises `BenchError` if the disk does not support direct I/O, and the
     mapped form of an `OSError`.
     """
-    pages = max(1, min(block_bytes, CALL_BYTES_MAX) // PAGE_BYTES)
+    pages = max(1, min(block_bytes, CALL_BYTES) // PAGE_BYTES)
     with (
         os_errors(f"measuring the disk of {folder}"),
         TemporaryDirectory(prefix="kvcascade-rates-", dir=folder) as made,

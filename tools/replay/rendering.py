@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from ...config import sizes
@@ -69,8 +68,9 @@ CSV_FIELDS = (
 )
 
 
-def print_report(report: ReplayReport, console: Console) -> None:
+def print_report(report: ReplayReport) -> None:
     """Print the report of one run."""
+    console = show.console()
     console.print(
         f"{report.trace}: {report.requests:,} requests, {report.references:,} blocks of "
         f"{report.block_tokens:g} tokens ({sizes.human(report.block_bytes)}), "
@@ -122,7 +122,7 @@ def _facts(report: ReplayReport) -> list[tuple[str, str]]:
     return facts
 
 
-def print_sweep(points: Sequence[SweepPoint], console: Console) -> None:
+def print_sweep(points: Sequence[SweepPoint]) -> None:
     """Print the hit ratio by size and policy."""
     policies = list(dict.fromkeys(point.policy for point in points))
     table = Table(title=f"prefix-hit tokens by size of {points[0].tier}")
@@ -133,7 +133,7 @@ def print_sweep(points: Sequence[SweepPoint], console: Console) -> None:
     for capacity in sorted({point.capacity_bytes for point in points}):
         row = [f"{ratios[capacity, policy]:.2%}" for policy in policies]
         table.add_row(sizes.human(capacity), *row)
-    console.print(table)
+    show.console().print(table)
 
 
 def write_csv(points: Sequence[SweepPoint], path: Path) -> None:

@@ -75,10 +75,9 @@ def run(call: ReplayCall) -> None:
     if call.as_json:
         emit("replay", report.document())
         return
-    from ..commands import show
     from .rendering import print_report
 
-    print_report(report, show.console())
+    print_report(report)
 
 
 def _options(call: ReplayCall, trace: Trace) -> OptionsOf:
@@ -134,25 +133,17 @@ def _disk_rates(call: ReplayCall, block_bytes: int) -> DiskRates:
 def _sweep(
     call: ReplayCall, trace: Trace, given: Sequence[GivenTier], options_of: OptionsOf
 ) -> None:
+    from .rendering import print_sweep, write_csv, write_png
+
     points = list(_points(call, trace, given, options_of))
-    _save(points, call.csv, call.plot)
+    if call.csv:  # before all printing, so that an error is the only output
+        write_csv(points, call.csv)
+    if call.plot:
+        write_png(points, call.plot)
     if call.as_json:
         emit("replay-sweep", {"points": [point.document() for point in points]})
-        return
-    from ..commands import show
-    from .rendering import print_sweep
-
-    print_sweep(points, show.console())
-
-
-def _save(points: Sequence[SweepPoint], csv: Path | None, png: Path | None) -> None:
-    """Write the files; this precedes all printing, so an error is the only output."""
-    from .rendering import write_csv, write_png
-
-    if csv:
-        write_csv(points, csv)
-    if png:
-        write_png(points, png)
+    else:
+        print_sweep(points)
 
 
 def _points(

@@ -78,10 +78,8 @@ class Active:
 class Tally:
     """Sums that the manager's own counters do not have."""
 
-    input_tokens: int = 0
     hit_tokens: list[int] = field(default_factory=list)
     """Cached prompt tokens by tier."""
-    saved_tokens: int = 0
     unstored_blocks: int = 0
     waits_s: list[float] = field(default_factory=list)
     """Time of each request from its arrival until its blocks are in the first tier and on the
@@ -193,7 +191,6 @@ class Simulation:
 
     def _begin(self, arrival: TraceRequest) -> None:
         hashes = hashes_of(arrival.ids)
-        self._tally.input_tokens += arrival.input_tokens
         active = Active(self._clock.now_s, arrival.input_tokens, hashes, Request())
         if not self._has_asked(active):
             self._asking.append(active)
@@ -242,7 +239,6 @@ class Simulation:
             tally.hit_tokens[self._level_of[medium]] += upto - below
             below = upto
         tally.hit_tokens[0] += hit_tokens - below
-        tally.saved_tokens += hit_tokens
         tally.waits_s.append(wait_s)
         tally.computed_tokens.append(active.input_tokens - hit_tokens)
         tally.prompts.append(active.input_tokens)
@@ -297,6 +293,7 @@ class Simulation:
 
     def _report(self) -> ReplayReport:
         counters, tally = self.manager.counters, self._tally
+        hit_tokens = sum(tally.hit_tokens)
         speed = self._options.prefill_tokens_per_s
         served = list(zip(tally.waits_s, tally.computed_tokens, strict=True))
         return ReplayReport(
@@ -307,8 +304,8 @@ class Simulation:
             block_tokens=self._trace.block_tokens,
             block_bytes=self.block_bytes,
             trace_s=self._trace.duration_s / self._options.speed_up,
-            input_tokens=tally.input_tokens,
-            hit_tokens=tally.saved_tokens,
+            input_tokens=sum(tally.prompts),
+            hit_tokens=hit_tokens,
             write_mode=self._options.write_mode,
             stored_blocks=counters.stored_blocks,
             dropped_dirty_blocks=counters.dropped_dirty_blocks,
@@ -316,7 +313,7 @@ class Simulation:
             requests_loaded=counters.promotions_worth,
             requests_recomputed=counters.promotions_not_worth,
             tiers=tuple(self._tier_report(i) for i in range(len(self._options.tiers))),
-            prefill_s_saved=tally.saved_tokens / speed if speed else None,
+            prefill_s_saved=hit_tokens / speed if speed else None,
             ttft_s=Quantiles.of([wait + n / speed for wait, n in served]) if speed else None,
             ttft_without_s=Quantiles.of([n / speed for n in tally.prompts]) if speed else None,
             break_even=tuple(

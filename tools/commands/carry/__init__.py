@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -22,9 +22,6 @@ from ..command_line import (
     finish,
 )
 from ..verify import LimitOption, size_of
-
-if TYPE_CHECKING:
-    from .export_writer import Choice
 
 STANDARD_OUTPUT = Path("-")
 
@@ -104,15 +101,17 @@ def export(
         from ....config.sizes import human
         from ..block_scan import Throttle
         from ..path_blocks import open_path
+        from ..path_folders import parse_hash
         from ..progress import progress_of
         from .export_path import export_namespace
+        from .export_writer import Choice
 
         if out == STANDARD_OUTPUT:
             raise CommandError("OUT: give the name of a file, not -", ExitCode.USAGE)
         if hashes is not None:
             check_is_file("--hashes", hashes)
-        starts = [*(hash_ or ()), *(_lines(hashes) if hashes else ())]
-        choice = _choice(prefix or (), starts, hot)
+        starts = map(parse_hash, [*(hash_ or ()), *(_lines(hashes) if hashes else ())])
+        choice = Choice(tuple(prefix or ()), tuple(starts), size_of("--hot", hot))
         throttle = Throttle(size_of("--bwlimit", bwlimit))
         with open_path(path, also) as opened:
             found = opened.namespace(opened.only(namespace, path))
@@ -169,7 +168,7 @@ def import_(
         from .import_report import DifferentNamespaceError
 
         check_is_file("IN", file)
-        with CarriedReader(file) as carried:
+        with closing(CarriedReader(file)) as carried:
             head = carried.head
             with progress_of("import", head.blocks, head.block_bytes, as_json) as advance:
                 try:
@@ -199,13 +198,6 @@ def import_(
     if report.failed:
         finish(ExitCode.NO_SPACE)
     finish(ExitCode.PROBLEMS if report.damaged else ExitCode.OK)
-
-
-def _choice(prompts: Sequence[str], starts: Sequence[str], hot: str | None) -> Choice:
-    from ..path_folders import parse_hash
-    from .export_writer import Choice
-
-    return Choice(tuple(prompts), tuple(map(parse_hash, starts)), size_of("--hot", hot))
 
 
 def _lines(path: Path) -> list[str]:

@@ -142,12 +142,6 @@ class CarriedReader:
         """Close the file; idempotent."""
         self._file.close()
 
-    def __enter__(self) -> CarriedReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def records(self, first: int, count: int) -> list[SlotRecord | None]:
         """Return the records of adjacent rows, with None for a damaged one."""
         offset = self._start + self.head.blocks * self.head.block_bytes + first * SLOT_RECORD_BYTES

@@ -15,7 +15,7 @@ from ....tiers.nvme.segments.chains import head_of
 from ..block_scan import NamedBlock, Throttle, scan_blocks
 from ..path_blocks import OpenPath
 from ..path_folders import NamespaceFolder
-from ..verify.verify_report import Progress
+from ..progress import Advance
 from .carried import CarriedHead, SlotRecord, real_file
 from .export_writer import Choice, ExportReport, ExportWriter, whole_or_nothing
 
@@ -28,7 +28,7 @@ def export_namespace(
     *,
     may_replace: bool,
     throttle: Throttle,
-    progress: Progress,
+    progress: Advance,
 ) -> ExportReport:
     """Write the chosen blocks of a namespace to `out`, or to the target of `out` if it is a link.
 

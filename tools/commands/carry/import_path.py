@@ -27,7 +27,7 @@ from ....tiers.nvme.path.writer.namespace.namespace_home import (
 from ....tiers.nvme.segments.format import segment_number
 from ..path_blocks import OpenPath, open_path
 from ..path_folders import check_may_write, choose, folders_in
-from ..verify.verify_report import Progress
+from ..progress import Advance
 from .carried import CarriedHead, CarriedReader
 from .import_report import (
     DEVICE_REFUSED,
@@ -66,7 +66,7 @@ def import_into_path(
     *,
     may_create: bool,
     may_evict: bool,
-    progress: Progress,
+    progress: Advance,
 ) -> ImportReport:
     """Bring the blocks of an export file into the namespace of a path that they belong to.
 
@@ -93,7 +93,7 @@ def _import_batches(
     opened: OpenPath,
     carried: CarriedReader,
     may_evict: bool,
-    progress: Progress,
+    progress: Advance,
 ) -> ImportReport:
     """Store the blocks of a file in batches, until the device refuses several whole batches."""
     report, stored = ImportReport(cache.name, carried.head.blocks), StoredKeys()

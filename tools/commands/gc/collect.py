@@ -109,13 +109,11 @@ class _Plan:
 
     def add(self, number: int, blocks: int, last_use: int) -> None:
         """Count a segment that is deleted."""
-        self.report.segments_removed += 1
-        self.report.bytes_freed += self.sizes[number]
-        self.report.blocks_removed = (self.report.blocks_removed or 0) + blocks
+        self.count_taken([number], blocks)
         self.last_use = max(self.last_use, last_use)
 
     def count_taken(self, numbers: Sequence[int], blocks: int) -> None:
-        """Count segments that the writer has deleted with their blocks."""
+        """Count segments that the writer deletes with their blocks."""
         self.report.segments_removed += len(numbers)
         self.report.bytes_freed += sum(self.sizes[number] for number in numbers)
         self.report.blocks_removed = (self.report.blocks_removed or 0) + blocks
@@ -144,17 +142,13 @@ class Collector:
         wish: Wish,
         *,
         problem: str = "",
-        now_s: float | None = None,
     ) -> None:
-        """`opened` is the path; None, with the `problem`, if only whole namespaces can be removed.
-
-        `now_s` is in seconds since 1970.
-        """
+        """`opened` is None, with the `problem`, if only whole namespaces can be removed."""
         self._fs = fs
         self._opened = opened
         self._wish = wish
         self._problem = problem
-        self._now_s = time.time() if now_s is None else now_s
+        self._now_s = time.time()
         self.has_fault = False
         """True once the files of a whole namespace could not be removed, though it is free."""
 

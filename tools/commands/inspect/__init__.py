@@ -92,7 +92,6 @@ def _all(
     arena_dir: Path,
     as_json: bool,
 ) -> ExitCode:
-    from .. import show
     from ..path_folders import choose
     from .inspect_view import print_path, print_reports
 
@@ -108,9 +107,9 @@ def _all(
     if as_json:
         emit("inspect", {"namespaces": reports, "path": about})
     else:
-        print_reports(show.console(), reports)
+        print_reports(reports)
         if about is not None:
-            print_path(show.console(), about)
+            print_path(about)
         if plot is not None:
             print(f"Saved {plot}")
     is_bad = any(each.problem or each.segments_damaged for each in reports)
@@ -167,7 +166,6 @@ def _with_dirty_share(reports: list[NamespaceReport], url: str) -> list[Namespac
 def _why(path: Path, also: list[Path] | None, why: tuple[str, str], as_json: bool) -> ExitCode:
     from ....tiers.nvme.disk.filesystem import RealFileSystem
     from ....tiers.nvme.namespace import differing
-    from .. import show
     from ..path_folders import choose, folders_in
     from .inspect_view import print_differences
 
@@ -184,14 +182,13 @@ def _why(path: Path, also: list[Path] | None, why: tuple[str, str], as_json: boo
         listed = [{"field": name, "a": a, "b": b} for name, (a, b) in fields.items()]
         emit("why", {"a": sides[0].name, "b": sides[1].name, "differing": listed})
     else:
-        print_differences(show.console(), (sides[0].name, sides[1].name), fields)
+        print_differences((sides[0].name, sides[1].name), fields)
     return ExitCode.PROBLEMS if fields else ExitCode.OK
 
 
 def _block(
     path: Path, also: list[Path] | None, namespace: str | None, block: str, as_json: bool
 ) -> ExitCode:
-    from .. import show
     from ..path_blocks import open_path
     from .block_report import look, print_block
 
@@ -200,5 +197,5 @@ def _block(
     if as_json:
         emit("block", found)
     else:
-        print_block(show.console(), found)
+        print_block(found)
     return ExitCode.OK if found.verdict == "ok" else ExitCode.PROBLEMS

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from ....tiers.base import GROUP_BYTES
 from ....tiers.nvme.segments.chains import HEAD_BYTES, head_of
 from .. import show
@@ -170,8 +168,9 @@ def statistics(payload: memoryview, slices: list[LayerSlice]) -> list[LayerStati
     return found
 
 
-def print_block(console: Console, report: BlockReport) -> None:
+def print_block(report: BlockReport) -> None:
     """Print one block as tables."""
+    console = show.console()
     known = (("KV group", report.group), ("tokens", report.tokens), ("uses", report.times_used))
     rows = [
         ("namespace", report.namespace),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.columns import Columns
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -18,8 +18,9 @@ MAX_FIELD_CHARS = 200
 HISTOGRAM_CELLS = 12
 
 
-def print_reports(console: Console, reports: Sequence[NamespaceReport]) -> None:
+def print_reports(reports: Sequence[NamespaceReport]) -> None:
     """Print all namespaces of a path."""
+    console = show.console()
     for report in reports:
         if report.state.startswith("version"):
             console.print(Text(_other_version(report)))
@@ -31,7 +32,7 @@ def print_reports(console: Console, reports: Sequence[NamespaceReport]) -> None:
         console.print(_render(report))
 
 
-def print_path(console: Console, about: Mapping[str, Any]) -> None:
+def print_path(about: Mapping[str, Any]) -> None:
     """Print the options in force of a path, and its writer."""
     budget = about["write_budget_bytes"]
     left = f"{show.size(about['budget_left_bytes'])} left of {show.size(budget)} in a day"
@@ -42,13 +43,12 @@ def print_path(console: Console, about: Mapping[str, Any]) -> None:
         ("policy", about["policy"]),
         ("durability", about["durability"]),
     ]
-    console.print(show.facts(f"Path {', '.join(about['paths'])}", rows))
+    show.console().print(show.facts(f"Path {', '.join(about['paths'])}", rows))
 
 
-def print_differences(
-    console: Console, names: tuple[str, str], found: Mapping[str, tuple[Any, Any]]
-) -> None:
+def print_differences(names: tuple[str, str], found: Mapping[str, tuple[Any, Any]]) -> None:
     """Print the fingerprint fields that differ, for `--why`."""
+    console = show.console()
     if not found:
         console.print("Every field of the two fingerprints is equal: they share blocks.")
         return

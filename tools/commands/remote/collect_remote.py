@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 
 from ....config.remote import OBJECT_STORE, VALKEY
 from ....tiers.remote.base import RemoteEntry, RemoteOutcome
+from ..progress import Advance
 from .examine_object import parse_name
-from .open_remote import CALL_LIMIT_S, Advance, RemoteServer
+from .open_remote import CALL_LIMIT_S, RemoteServer
 from .remote_contents import Generations, GenerationState
 
 REMOVED_AT_A_TIME = 256

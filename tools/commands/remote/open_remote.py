@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +31,6 @@ FAILED_CALLS_MAX = 3
 """Calls in a row of which everything failed, until the command gives up."""
 MARK = "://"
 """Part of every URL; other words name files."""
-
-Advance = Callable[[int], None]
-"""Callback with the progress since the last call."""
 
 
 @dataclass(slots=True)

@@ -8,8 +8,9 @@ from enum import StrEnum
 
 from ....tiers.remote.base import RemoteEntry
 from ....tiers.remote.objects import parts_of
+from ..progress import Advance
 from .examine_object import parse_name
-from .open_remote import Advance, RemoteServer
+from .open_remote import RemoteServer
 
 
 class GenerationState(StrEnum):

@@ -11,8 +11,9 @@ from typing import Any
 from ....tiers.nvme.segments.format import MAX_BLOCK_BYTES
 from ....tiers.remote.base import FAILURES, HEADER_BYTES, PrivateBuffer, RemoteEntry, RemoteOutcome
 from ..block_scan import Throttle
+from ..progress import Advance
 from .examine_object import Verdict, examine, parse_name
-from .open_remote import CALL_LIMIT_S, Advance, RemoteServer
+from .open_remote import CALL_LIMIT_S, RemoteServer
 
 READ_AT_A_TIME = 64
 READ_AT_A_TIME_BYTES = 64 << 20

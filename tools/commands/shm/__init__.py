@@ -61,13 +61,13 @@ def drop(
     """
     with answering(as_json):
         from ....tiers.cpu.arena_file import sweep
-        from .kept_arenas import drop_arenas, found, print_dropped, print_swept
+        from .kept_arenas import drop_kept, found, print_dropped, print_swept
 
         swept = sweep(str(arena_dir))
         arenas = [arena for arena in found(arena_dir) if name in (None, arena.path.name)]
         if name is not None and not arenas:
             raise CommandError(f"{name} is not in {arena_dir}; see shm ls", ExitCode.CANNOT_OPEN)
-        dropped = drop_arenas(arenas)
+        dropped = [arena for arena in arenas if drop_kept(str(arena.path))]
         if as_json:
             emit("shm-drop", {"dropped": [arena.path.name for arena in dropped]})
         else:

@@ -66,7 +66,8 @@ def _arena(path: str) -> KeptArena | None:
     if fixed is None:
         return KeptArena(Path(path), size, None, None, None, is_live)
     geometry = fixed.geometry
-    blocks = _blocks(path, geometry) if size >= geometry.file_bytes else 0
+    is_whole = size >= geometry.file_bytes
+    blocks = len(_table(path, geometry).complete()[0]) if is_whole else 0
     return KeptArena(Path(path), size, geometry.slots, blocks, geometry.slot_bytes, is_live)
 
 
@@ -95,11 +96,6 @@ def kept_header(path: str) -> tuple[ArenaHeader | None, bool] | None:
         return None
     finally:
         os.close(fd)
-
-
-def drop_arenas(arenas: Sequence[KeptArena]) -> list[KeptArena]:
-    """Remove the arenas that no process holds, and return them."""
-    return [arena for arena in arenas if drop_kept(str(arena.path))]
 
 
 def none_in(arena_dir: Path) -> str:
@@ -165,10 +161,6 @@ def kept_blocks(arena_dir: Path, fingerprint: str) -> tuple[set[BlockHash], int]
                 blocks.update(table.complete()[0])
                 slots += geometry.slots
     return (blocks, slots) if slots else None
-
-
-def _blocks(path: str, geometry: ArenaGeometry) -> int:
-    return len(_table(path, geometry).complete()[0])
 
 
 def _table(path: str, geometry: ArenaGeometry) -> SlotTable:

@@ -12,7 +12,7 @@ import textwrap
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.client import HTTPException
 
@@ -108,7 +108,7 @@ def parse_metrics(text: str) -> Figures:
     return found
 
 
-def read_url(url: str, clock: Callable[[], float] = time.monotonic) -> Reading:
+def read_url(url: str) -> Reading:
     """Fetch an engine's metrics. Raises `TierIOError`."""
     address = _address(url)
     try:
@@ -127,7 +127,7 @@ def read_url(url: str, clock: Callable[[], float] = time.monotonic) -> Reading:
             f"{address} has no metrics of kvcascade; they begin with the first request; was one "
             "sent, and does this engine use kvcascade, with metrics on?",
         )
-    return Reading(clock(), figures)
+    return Reading(time.monotonic(), figures)
 
 
 def _address(url: str) -> str:

@@ -19,14 +19,15 @@ from ..block_scan import DAMAGED, BlockFinding, NamedBlock, Throttle, scan_block
 from ..path_blocks import OpenPath
 from ..path_files import open_read_only
 from ..path_folders import NamespaceFolder
-from .verify_report import BlockProblem, Progress, VerifyReport
+from ..progress import Advance
+from .verify_report import BlockProblem, VerifyReport
 
 
 def verify_namespace(
     path: OpenPath,
     namespace: NamespaceFolder,
     throttle: Throttle,
-    progress: Progress,
+    progress: Advance,
     *,
     may_repair: bool,
 ) -> VerifyReport:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -57,7 +56,3 @@ class VerifyReport:
     def as_json(self) -> dict[str, Any]:
         """Return the report as a JSON object."""
         return {**asdict(self), "is_clean": self.is_clean}
-
-
-Progress = Callable[[int], None]
-"""Callback with the number of blocks read since the last call."""

@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from importlib import import_module
 from math import inf
@@ -141,7 +140,7 @@ def _run(options: BenchOptions) -> dict[str, Any]:
     """Measure, print and save; return the saved document."""
     from ...commands.bench.bench_report import Reporter
     from ...commands.bench.bench_results import LMCACHE, document
-    from ...commands.bench.machine_facts import headline, machine_facts, version_facts
+    from ...commands.bench.machine_facts import headline, run_facts
     from .measurement import MeasurementSetup
     from .peers.lmcache_peer import version_of
 
@@ -150,15 +149,7 @@ def _run(options: BenchOptions) -> dict[str, Any]:
     names = names_of(options.only, scale)
     reporter, began = Reporter(), time.monotonic()
     minutes = minutes_of(options)
-    facts: dict[str, Any] = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": command_of(options),
-        "machine": machine_facts(folder),
-        "versions": version_facts(),
-        "is_quick": options.quick,
-        "repeats": scale.repeats,
-        "notes": [],
-    }
+    facts = run_facts(command_of(options), folder, scale.repeats, is_quick=options.quick)
     if options.lmcache_python is not None:
         facts["versions"][LMCACHE] = version_of(options.lmcache_python)
 

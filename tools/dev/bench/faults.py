@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ...commands.bench.bench_results import (
     KIB,
@@ -31,14 +31,12 @@ if TYPE_CHECKING:
     import torch
 
     from .peers.vllm_calls import Key
-    from .peers.vllm_engines import Engine
+    from .peers.vllm_steps import EngineCache
 
 BLOCKS = 64
 BLOCK_BYTES = 64 * KIB
 DAMAGED = 8
 """Number of blocks that a fault hits, if it hits single blocks."""
-LIMIT_S = 60.0
-"""Longest time until an engine has answered for all blocks."""
 SAME, OTHER = "bench", "other weights"
 
 WRONG = "wrong blocks served"
@@ -135,53 +133,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 """Each fault, and the weights of the engine that is opened after it."""
 
 
-class FaultyCache(Protocol):
-    """A contender's open cache over the memory of a device."""
-
-    def store(self, keys: Sequence[Key]) -> None:
-        """Store all blocks of the device, and wait until they are on disk."""
-
-    def offer(self, keys: Sequence[Key]) -> None:
-        """Offer all blocks once more, and wait until those that it takes are on disk."""
-
-    def ask(self, keys: Sequence[Key]) -> list[int]:
-        """Ask for each block by itself; return the numbers of those loaded to the device."""
-        ...
-
-    def close(self) -> None:
-        """Close the cache."""
-
-
-class EngineCache:
-    """Cache of an engine that is driven by the calls of vLLM's scheduler."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def store(self, keys: Sequence[Key]) -> None:
-        """Store all blocks of the device, and wait until they are on disk."""
-        from .peers.vllm_steps import idle, write_down
-
-        write_down(self._engine, keys, idle)
-
-    def offer(self, keys: Sequence[Key]) -> None:
-        """Offer all blocks once more, and wait until those that it takes are on disk."""
-        from .peers.vllm_steps import offer
-
-        offer(self._engine, keys, LIMIT_S)
-
-    def ask(self, keys: Sequence[Key]) -> list[int]:
-        """Ask for each block by itself; return the numbers of those loaded to the device."""
-        from .peers.vllm_steps import ask_for_all
-
-        return ask_for_all(self._engine, keys, LIMIT_S)
-
-    def close(self) -> None:
-        """Shut the engine down."""
-        self._engine.close()
-
-
-Opened = Callable[["torch.Tensor", str], FaultyCache]
+Opened = Callable[["torch.Tensor", str], "EngineCache | LMCacheTiers"]
 """Function that opens a contender's cache over a device, with weights of this name."""
 
 
@@ -193,15 +145,19 @@ class FaultBench(TransferBench):
         self._fault, self._weights = fault, weights
         self._lmcache_python = setup.lmcache_python
 
-    def ours_with(self, device: torch.Tensor, weights: str) -> FaultyCache:
+    def ours_with(self, device: torch.Tensor, weights: str) -> EngineCache:
         """Return our cache, which is told its weights."""
+        from .peers.vllm_steps import EngineCache
+
         return EngineCache(self.ours(device, weights))
 
-    def vllm_with(self, device: torch.Tensor, weights: str) -> FaultyCache:
+    def vllm_with(self, device: torch.Tensor, weights: str) -> EngineCache:
         """Return vLLM's cache; its files do not depend on the weights."""
+        from .peers.vllm_steps import EngineCache
+
         return EngineCache(self.vllm(device))
 
-    def lmcache_with(self, device: torch.Tensor, weights: str) -> FaultyCache:
+    def lmcache_with(self, device: torch.Tensor, weights: str) -> LMCacheTiers:
         """Return LMCache's tiers; their files do not depend on the weights."""
         assert self._lmcache_python is not None
         return LMCacheTiers(self._lmcache_python, device, self.folders[0])

@@ -30,7 +30,6 @@ from .measurement import Case, Figures, Measurement, MeasurementSetup
 if TYPE_CHECKING:
     import torch
 
-    from .peers.vllm_calls import Key
     from .peers.vllm_engines import Engine, OurEngine, VllmEngine
 
 NEAR_LIMIT = Goal(0.9, LIMIT, is_least=True)
@@ -123,48 +122,25 @@ class TransferBench:
     def round_trip(self, opened: Callable[[torch.Tensor], Engine]) -> dict[str, float]:
         """Write, restart without page cache, and read; return both rates in GB/s. Raises if a byte
         differs."""
-        from .peers.vllm_calls import random_keys
-        from .peers.vllm_steps import check_pattern
+        from .peers.vllm_calls import frozen, random_keys
+        from .peers.vllm_steps import check_pattern, idle, read_up, write_down
 
         keys = random_keys(self.blocks)
         figures: dict[str, float] = {}
         with self.fresh():
             device = self.device()
-            figures[DOWN] = self._down(opened, device, keys, figures)
+            with closing(opened(device)) as engine, frozen():
+                figures[DOWN] = self.rate(write_down(engine, keys, idle))
+                shares = engine.blocks_per_path()
+            if len(shares) > 1:
+                figures[SHARE] = 100 * max(shares) / sum(shares)
+            del engine  # its memory stays with it, and the next one has as much
             drop_page_cache(self.folders)
             device.zero_()
-            figures[UP] = self._up(opened, device, keys)
+            with closing(opened(device)) as engine, frozen():
+                figures[UP] = self.rate(read_up(engine, keys, idle))
             check_pattern(device, SEED)
         return figures
-
-    def _down(
-        self,
-        opened: Callable[[torch.Tensor], Engine],
-        device: torch.Tensor,
-        keys: list[Key],
-        more: dict[str, float],
-    ) -> float:
-        from .peers.vllm_calls import frozen
-        from .peers.vllm_steps import idle, write_down
-
-        with closing(opened(device)) as engine, frozen():
-            took_s = write_down(engine, keys, idle)
-            shares = engine.blocks_per_path()
-            if len(shares) > 1:
-                more[SHARE] = 100 * max(shares) / sum(shares)
-        return self.rate(took_s)
-
-    def _up(
-        self,
-        opened: Callable[[torch.Tensor], Engine],
-        device: torch.Tensor,
-        keys: list[Key],
-    ) -> float:
-        from .peers.vllm_calls import frozen
-        from .peers.vllm_steps import idle, read_up
-
-        with closing(opened(device)) as engine, frozen():
-            return self.rate(read_up(engine, keys, idle))
 
     def rate(self, took_s: float) -> float:
         """Return the rate in GB/s of all blocks in `took_s`."""

@@ -85,18 +85,12 @@ def key_rows(cls: type[Any]) -> Iterator[KeyRow]:
         yield KeyRow(each.name, values, _default(each, meaning), meaning)
 
 
-def vllm_rows() -> Iterator[KeyRow]:
-    """Yield the keys of vLLM that are accepted beside ours. Raises `UndescribedError`."""
-    for name, (_, meaning) in VLLM_KEYS.items():
-        yield KeyRow(name, "", "", meaning)
-
-
 def config_reference() -> str:
     """Return all keys in Markdown: those of the top level, of each tier type, and vLLM's."""
     parts = ["### Top level", _table(key_rows(CascadeConfig))]
     for cls in map(options_class, TIER_TYPES):
         parts += [f'### Tier `{{"type": "{cls.type}"}}`', _table(key_rows(cls))]
-    rows = [f"| `{row.name}` | {row.meaning} |" for row in vllm_rows()]
+    rows = [f"| `{name}` | {meaning} |" for name, (_, meaning) in VLLM_KEYS.items()]
     parts += ["### Keys of vLLM", "\n".join(["| key | meaning |", "|---|---|", *rows])]
     return "\n\n".join(parts)
 

@@ -210,7 +210,11 @@ class Servers:
             return None
         if contender == LMCACHE:
             return transfer_config(folder, cpu_bytes, self._on_cpu)
-        return offloading(self._extra(contender, folder, cpu_bytes, nvme))
+        if contender == VLLM:
+            return offloading(tiering_options(self._on_cpu, cpu_bytes, folder))
+        assert contender == OURS
+        tier = {"type": "nvme", "path": str(folder), "min_free": 0, **nvme}
+        return offloading(cascade_extra([{"type": "cpu", "capacity": cpu_bytes}, tier]))
 
     def _command(self, contender: str) -> Sequence[str]:
         if contender != LMCACHE:
@@ -218,30 +222,14 @@ class Servers:
         assert self._lmcache_python is not None
         return (str(self._lmcache_python), *COMMAND[1:])
 
-    def _extra(
-        self, contender: str, folder: Path, cpu_bytes: int, nvme: dict[str, Any]
-    ) -> dict[str, Any]:
-        if contender == VLLM:
-            return tiering_options(self._on_cpu, cpu_bytes, folder)
-        assert contender == OURS
-        tier = {"type": "nvme", "path": str(folder), "min_free": 0, **nvme}
-        return cascade_extra([{"type": "cpu", "capacity": cpu_bytes}, tier])
-
 
 class EngineRuns:
     """Servers of every contender over one model."""
 
-    def __init__(
-        self,
-        servers: Servers,
-        model: Path,
-        scale: EngineScale,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, servers: Servers, model: Path, scale: EngineScale) -> None:
         self._servers = servers
         self._model = model
         self._scale = scale
-        self._sleep = sleep
         self._warmed = 0
         self._first_pass: Sequence[Sequence[int]] = ()
         """Tokens of the very first pass; every other pass sends the same requests."""
@@ -257,7 +245,7 @@ class EngineRuns:
                 for name in ("first pass", "second pass"):
                     passes.append(self._ask(engine, one_pass(self._scale)))
                     figures |= passes[-1].figures(name)
-                self._sleep(REST_S)
+                time.sleep(REST_S)
             with self._engine(contender, options) as engine:
                 last = self._ask(engine, one_pass(self._scale))
             figures |= last.figures("after a restart")
@@ -291,7 +279,7 @@ class EngineRuns:
             with self._engine(contender, options) as engine:
                 for prompts in (mixed, again):
                     self._ask(engine, prompts)
-                self._sleep(REST_S)
+                time.sleep(REST_S)
             with self._engine(contender, options) as engine:
                 cached = self._ask(engine, again).cached_tokens
             written = written_bytes(contender, disk_folder)

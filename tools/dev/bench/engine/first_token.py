@@ -12,28 +12,25 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ....commands.bench.bench_results import LMCACHE, NONE, OURS, VLLM, Goal, Quantity, quantile
 from ...server import BLOCK_TOKENS, Completion, ServerProcess, differing_tokens, is_on_cpu
 from ..measurement import Case, Figures, Measurement, MeasurementSetup
 from ..peers.lmcache_peer import is_measured
 from ..scale import RestartScale
+from .engine_runs import IDLE_AFTER_S, REST_S, Prompt, Servers, make_model
 from .restart import (
     ANSWER_TOKENS,
+    KILL,
+    STOP,
     TAIL_TOKENS,
-    Prompt,
+    Stop,
     computed_tokens,
     documents,
-    kill_server,
     options_of,
     random_tokens,
-    stop_server,
     with_tail,
 )
-
-if TYPE_CHECKING:
-    from .engine_runs import Servers
 
 NAME = "first_token"
 MOMENTS = ("cold", "warm", "after a restart", "after kill -9")
@@ -48,11 +45,7 @@ holds."""
 WARM_UPS = 1
 """Number of other prompts that each new server answers first, for the one-time costs."""
 
-LIVES: tuple[tuple[int, Callable[[ServerProcess], object]], ...] = (
-    (2, stop_server),
-    (1, kill_server),
-    (1, kill_server),
-)
+LIVES: tuple[tuple[int, Stop], ...] = ((2, STOP), (1, KILL), (1, KILL))
 """For each server over a cache, in turn: passes over all requests, and the way it ends."""
 
 
@@ -100,8 +93,6 @@ class Lifetimes:
 
     def _run(self) -> dict[str, Figures]:
         """Send the requests at all `MOMENTS`."""
-        from .engine_runs import REST_S
-
         passes: dict[str, list[list[Completion]]] = {name: [] for name in self._contenders}
         with ExitStack() as disks:
             options = {
@@ -134,8 +125,6 @@ class Lifetimes:
 
     def _ask(self, servers: Mapping[str, ServerProcess]) -> dict[str, list[Completion]]:
         """Send each request to one server after another, the others being idle."""
-        from .engine_runs import IDLE_AFTER_S
-
         answers: dict[str, list[Completion]] = {name: [] for name in servers}
         names = list(servers)
         for number, prompt in enumerate(self._prompts):
@@ -178,8 +167,6 @@ def _warm_up(scale: RestartScale, number: int) -> list[Prompt]:
 
 def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
     """Yield one case: all contenders with the same documents."""
-    from .engine_runs import Servers, make_model
-
     scale = scale_of(setup.scale.restart)
     contenders = ORDER if is_measured(setup) else tuple(who for who in ORDER if who != LMCACHE)
     servers = Servers(setup.folder, is_on_cpu(), setup.say, setup.lmcache_python)

@@ -6,17 +6,15 @@ import random
 import time
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ....commands.bench.bench_results import MIB, OURS, VLLM, Goal, Quantity, quantile
-from ...server import BLOCK_TOKENS, is_on_cpu
+from ...server import BLOCK_TOKENS, Completion, ServerProcess, is_on_cpu
 from ..measurement import Case, Figures, Measurement, MeasurementSetup
 from ..scale import RestartScale
-
-if TYPE_CHECKING:
-    from ...server import Completion, ServerProcess
-    from .engine_runs import Servers
+from .engine_runs import FIRST_TOKEN, REST_S, VOCABULARY, Prompt, Servers, make_model
 
 ANSWER_TOKENS = 8
 TAIL_TOKENS = 12
@@ -26,8 +24,9 @@ CROWD = 16
 """Number of clients from which the total time of all requests has a goal."""
 STOPPED = (Quantity(COMPUTED, "tokens", (Goal(2500.0),)),)
 
-Prompt = list[int]
-Stop = Callable[["ServerProcess"], object]
+Stop = Callable[[ServerProcess], object]
+STOP, KILL = methodcaller("stop"), methodcaller("kill")
+"""Ways to end a server: SIGTERM, and `kill -9`."""
 
 
 def quantities(clients: int) -> tuple[Quantity, ...]:
@@ -43,22 +42,15 @@ def quantities(clients: int) -> tuple[Quantity, ...]:
 class Restarts:
     """Restart of a server: the first one stores documents, the next one is asked about them."""
 
-    def __init__(
-        self,
-        servers: Servers,
-        model: Path,
-        scale: RestartScale,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, servers: Servers, model: Path, scale: RestartScale) -> None:
         self._servers = servers
         self._model = model
         self._scale = scale
-        self._sleep = sleep
         self._documents = documents(scale)
 
     def once_each(self, contender: str, cpu_bytes: int, stop: Stop) -> Figures:
         """Request every document once, one after another."""
-        prompts = [with_tail(document, f"again {i}") for i, document in self._numbered()]
+        prompts = [with_tail(document, f"again {i}") for i, document in enumerate(self._documents)]
         answers, _ = self._ask_again(contender, cpu_bytes, stop, prompts, 1)
         return {COMPUTED: computed_tokens(answers)}
 
@@ -70,7 +62,7 @@ class Restarts:
             for i in range(scale.requests)
         ]
         random.Random("order").shuffle(prompts)
-        answers, total_s = self._ask_again(contender, cpu_bytes, kill_server, prompts, clients)
+        answers, total_s = self._ask_again(contender, cpu_bytes, KILL, prompts, clients)
         ttft_s = [answer.ttft_s for answer in answers]
         return {
             COMPUTED: computed_tokens(answers),
@@ -82,23 +74,18 @@ class Restarts:
     def _ask_again(
         self, contender: str, cpu_bytes: int, stop: Stop, prompts: Sequence[Prompt], clients: int
     ) -> tuple[list[Completion], float]:
-        from .engine_runs import REST_S
-
         scale = self._scale
         with self._servers.disk(contender) as folder:
             options = options_of(self._servers, self._model, scale, contender, folder, cpu_bytes)
             with self._servers.running(contender, options) as server:
-                first = [with_tail(document, f"first {i}") for i, document in self._numbered()]
+                first = [with_tail(text, f"first {i}") for i, text in enumerate(self._documents)]
                 server.complete_all(first, ANSWER_TOKENS, 1)
-                self._sleep(REST_S)
+                time.sleep(REST_S)
                 stop(server)
             with self._servers.running(contender, options) as server:
                 began_s = time.monotonic()
                 answers = server.complete_all(prompts, ANSWER_TOKENS, clients)
                 return answers, time.monotonic() - began_s
-
-    def _numbered(self) -> Sequence[tuple[int, Prompt]]:
-        return list(enumerate(self._documents))
 
 
 def options_of(
@@ -127,20 +114,8 @@ def documents(scale: RestartScale) -> list[Prompt]:
     return [random_tokens(source, length) for _ in range(scale.documents)]
 
 
-def kill_server(server: ServerProcess) -> None:
-    """End a server by `kill -9`."""
-    server.kill()
-
-
-def stop_server(server: ServerProcess) -> None:
-    """End a server by SIGTERM."""
-    server.stop()
-
-
 def random_tokens(source: random.Random, count: int) -> Prompt:
     """Return ordinary tokens."""
-    from .engine_runs import FIRST_TOKEN, VOCABULARY
-
     return [source.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(count)]
 
 
@@ -156,15 +131,10 @@ def computed_tokens(answers: Sequence[Completion]) -> float:
 
 def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
     """Yield two ways to end a server, then storms with increasing numbers of clients."""
-    from .engine_runs import Servers, make_model
-
     scale = setup.scale.restart
     servers = Servers(setup.folder, is_on_cpu(), setup.say)
     restarts = Restarts(servers, make_model(setup.folder, scale), scale)
-    for label, stop in (
-        ("SIGTERM after 8 s of rest", stop_server),
-        ("SIGKILL after 8 s of rest", kill_server),
-    ):
+    for label, stop in (("SIGTERM after 8 s of rest", STOP), ("SIGKILL after 8 s of rest", KILL)):
         yield Case(
             f"{label}: {scale.documents} documents, one client",
             {

@@ -171,9 +171,9 @@ def drive(make: Callable[[int], OffloadingManager], blocks: int, keys: Keys) -> 
     name."""
     manager, watch = make(blocks), Stopwatch()
     with frozen():
-        _store(manager, keys.first, watch, "store, free slots", "request finish")
+        _store(manager, keys.first, watch, "store, free slots")
         filling_s, watch.longest_s = watch.longest_s, 0.0
-        _store(manager, keys.more, watch, "store, evicting", "request finish")
+        _store(manager, keys.more, watch, "store, evicting")
         evicting_s = watch.longest_s
         for request in keys.sample:
             _look_up(manager, request, LookupResult.HIT, watch, "lookup, hit")
@@ -189,14 +189,12 @@ def drive(make: Callable[[int], OffloadingManager], blocks: int, keys: Keys) -> 
     return figures
 
 
-def _store(
-    manager: OffloadingManager, keys: list[OffloadKey], watch: Stopwatch, row: str, finish: str
-) -> None:
+def _store(manager: OffloadingManager, keys: list[OffloadKey], watch: Stopwatch, row: str) -> None:
     for request in requests_of(keys):
         context = new_request(manager, request)
         watch.time(row, len(request), partial(_one_store, manager, request, context))
-        watch.time(finish, len(request), partial(manager.on_request_finished, context))
-        _step(manager, watch)
+        watch.time("request finish", len(request), partial(manager.on_request_finished, context))
+        watch.time("end of a step", 1, partial(end_step, manager))
 
 
 def _one_store(manager: OffloadingManager, keys: list[OffloadKey], context: ReqContext) -> None:
@@ -238,7 +236,3 @@ def _touch(manager: OffloadingManager, keys: list[OffloadKey], watch: Stopwatch)
     watch.time("touch", len(keys), lambda: manager.touch(keys, context))
     watch.time("_finish touched", len(keys), lambda: manager.on_request_finished(context))
     end_step(manager)
-
-
-def _step(manager: OffloadingManager, watch: Stopwatch) -> None:
-    watch.time("end of a step", 1, lambda: end_step(manager))

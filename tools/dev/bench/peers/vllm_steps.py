@@ -22,6 +22,8 @@ from .vllm_engines import Engine
 
 IDLE_SLEEP_S = 0.001
 """Sleep of vLLM's engine core without work."""
+LIMIT_S = 60.0
+"""Longest time until an engine has answered for all blocks."""
 PAGE_WORDS = 512
 """Words per page; every page of a block carries the block's number."""
 
@@ -126,44 +128,59 @@ def _ask(engine: Engine, asking: Asking) -> None:
         asking.load = engine.load(asking.blocks, spec)
 
 
-def ask_for_all(engine: Engine, keys: Sequence[OffloadKey], limit_s: float) -> list[int]:
-    """Ask for each block by a request of its own; return the numbers of those that were loaded."""
-    waiting = {n: new_request(engine.manager, [key]) for n, key in enumerate(keys)}
-    loading: dict[int, int] = {}
-    came: list[int] = []
-    for _ in until(lambda: not (waiting or loading), "answers for all blocks", limit_s):
-        for number, context in list(waiting.items()):
-            answer = engine.manager.lookup(keys[number], context)
-            if answer is LookupResult.MISS:
-                engine.manager.on_request_finished(waiting.pop(number))
-            elif answer is LookupResult.HIT and number not in loading.values():
-                source = engine.manager.prepare_load([keys[number]], context)
-                loading[engine.load([number], source)] = number
-        for load in engine.loaded():
-            number = loading.pop(load)
-            context = waiting.pop(number)
-            engine.manager.complete_load({keys[number]}, context)
-            engine.manager.on_request_finished(context)
-            came.append(number)
-        end_step(engine.manager)
-        idle()
-    return came
+class EngineCache:
+    """Cache of an engine that is driven by the calls of vLLM's scheduler."""
 
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
-def offer(engine: Engine, keys: Sequence[OffloadKey], limit_s: float) -> None:
-    """Offer every block once more, and let the engine write what it takes."""
-    context = new_request(engine.manager, list(keys))
-    output = engine.manager.prepare_store(list(keys), context)
-    if output is not None and output.keys_to_store:
-        wanted = list(output.keys_to_store)
-        number = {key: n for n, key in enumerate(keys)}
-        engine.store([number[key] for key in wanted], output.store_spec)
-        engine.manager.complete_store(set(wanted), context)
-    engine.manager.on_request_finished(context)
-    deadline_s = monotonic() + limit_s
-    while engine.manager.has_pending_work() and monotonic() < deadline_s:
-        end_step(engine.manager)
-        idle()
+    def store(self, keys: Sequence[OffloadKey]) -> None:
+        """Store all blocks of the device, and wait until they are on disk."""
+        write_down(self._engine, keys, idle)
+
+    def offer(self, keys: Sequence[OffloadKey]) -> None:
+        """Offer all blocks once more, and wait until those that it takes are on disk."""
+        engine, manager = self._engine, self._engine.manager
+        context = new_request(manager, list(keys))
+        output = manager.prepare_store(list(keys), context)
+        if output is not None and output.keys_to_store:
+            wanted = list(output.keys_to_store)
+            number = {key: n for n, key in enumerate(keys)}
+            engine.store([number[key] for key in wanted], output.store_spec)
+            manager.complete_store(set(wanted), context)
+        manager.on_request_finished(context)
+        deadline_s = monotonic() + LIMIT_S
+        while manager.has_pending_work() and monotonic() < deadline_s:
+            end_step(manager)
+            idle()
+
+    def ask(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Ask for each block by itself; return the numbers of those loaded to the device."""
+        engine, manager = self._engine, self._engine.manager
+        waiting = {n: new_request(manager, [key]) for n, key in enumerate(keys)}
+        loading: dict[int, int] = {}
+        came: list[int] = []
+        for _ in until(lambda: not (waiting or loading), "answers for all blocks", LIMIT_S):
+            for number, context in list(waiting.items()):
+                answer = manager.lookup(keys[number], context)
+                if answer is LookupResult.MISS:
+                    manager.on_request_finished(waiting.pop(number))
+                elif answer is LookupResult.HIT and number not in loading.values():
+                    source = manager.prepare_load([keys[number]], context)
+                    loading[engine.load([number], source)] = number
+            for load in engine.loaded():
+                number = loading.pop(load)
+                context = waiting.pop(number)
+                manager.complete_load({keys[number]}, context)
+                manager.on_request_finished(context)
+                came.append(number)
+            end_step(manager)
+            idle()
+        return came
+
+    def close(self) -> None:
+        """Shut the engine down."""
+        self._engine.close()
 
 
 def fill_pattern(device: torch.Tensor, seed: int) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Generator
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from ....commands.bench.bench_results import OURS, VLLM, Goal, Quantity
 from ....commands.bench.raw_disk import drop_page_cache
@@ -54,12 +54,8 @@ def vllm(setup: MeasurementSetup) -> Figures:
     """Make the same lookups in vLLM's tiering with its `fs` tier."""
     from .vllm_lookups import ask_vllm, plain_hit
 
-    folder = setup.folder / "fs"
-    folder.mkdir()
-    try:
-        hit, miss, again, steps = ask_vllm(folder, min(VLLM_FILES, setup.scale.questions))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with TemporaryDirectory(dir=setup.folder) as folder:
+        hit, miss, again, steps = ask_vllm(Path(folder), min(VLLM_FILES, setup.scale.questions))
     plain = plain_hit(setup.scale.questions)
     return {HIT: hit, MISS: miss, AGAIN: again, AGAIN_AS_HIT: plain, STEPS: steps}
 
