@@ -32,9 +32,6 @@ class LruOrder(EvictionOrder):
     def remove(self, slots: Sequence[int]) -> None:
         self._recency.discard(slots)
 
-    def evicted(self, slots: Sequence[int], tags: Sequence[int]) -> None:
-        self._recency.discard(slots)
-
     def victims(
         self,
         limit: int,
