@@ -24,7 +24,8 @@ from .errors import (
 if TYPE_CHECKING:
     from .block_cache import BlockCache, PutOutcome, open
     from .config.schema import CascadeConfig, parse
-    from .tiers.base import Backend, BlockStatus, CachePolicy, LoadStoreSpec
+    from .tiers.base import Backend, BlockStatus, LoadStoreSpec
+    from .tiers.policies.ordered import CachePolicy
 
 __version__ = "0.1.0"
 
@@ -32,7 +33,7 @@ _LATE = {
     "Backend": ".tiers.base",
     "BlockCache": ".block_cache",
     "BlockStatus": ".tiers.base",
-    "CachePolicy": ".tiers.base",
+    "CachePolicy": ".tiers.policies.ordered",
     "CascadeConfig": ".config.schema",
     "LoadStoreSpec": ".tiers.base",
     "PutOutcome": ".block_cache",

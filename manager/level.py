@@ -17,13 +17,13 @@ from ..tiers.base import (
     Backend,
     BlockHash,
     BlockStatus,
-    CachePolicy,
     Pairs,
     RefCounts,
     SlotArray,
     SlotMask,
     slot_of,
 )
+from ..tiers.policies.ordered import CachePolicy
 from .admission import USES_MAX, PastUses
 
 Slots = npt.NDArray[np.signedinteger[Any]]

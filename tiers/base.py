@@ -1,4 +1,4 @@
-"""The contracts of a tier: its slots (`Backend`) and its order of eviction (`CachePolicy`).
+"""The contract of a tier's slots (`Backend`), and the terms that all tiers share.
 
 Names and semantics follow vLLM's offloading framework (`vllm.v1.kv_offload`), so a reader of one
 knows the terms of the other. Nothing here imports vLLM or torch.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from operator import attrgetter
@@ -124,115 +124,6 @@ class Backend(ABC):
 
 SlotMask = npt.NDArray[np.bool_]
 """One flag for each slot of a tier, shape `(capacity,)`."""
-
-
-class CachePolicy(ABC):
-    """The blocks of a tier and their order of eviction.
-
-    Both are one class, because a policy may keep ghosts of evicted blocks.
-    """
-
-    wants_chains: bool = False
-    """Whether the policy uses `note_chain`; it need not be called otherwise."""
-
-    expects: bool = False
-    """Whether the policy uses `expect`; it need not be called otherwise."""
-
-    ref_counts: RefCounts | None = None
-    """View of the backend's slots, if it has one; set by the owner of both."""
-
-    @abstractmethod
-    def get(self, block_hash: BlockHash) -> BlockStatus | None:
-        """Return the block's status, or None. Does not change recency."""
-
-    def get_many(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus | None]:
-        """Return the status of each block, or None; fastest in prefix order."""
-        return list(map(self.get, block_hashes))
-
-    @abstractmethod
-    def insert(self, block_hash: BlockHash, status: BlockStatus) -> None:
-        """Add a block that is absent; it becomes the most recent one."""
-
-    @abstractmethod
-    def remove(self, block_hash: BlockHash) -> BlockStatus | None:
-        """Remove a block in any state and return its status, or None if it was absent."""
-
-    @abstractmethod
-    def touch(self, block_hashes: Iterable[BlockHash]) -> None:
-        """Note a use of blocks, given in prefix order; unknown ones are ignored.
-
-        The first block becomes the most recent one, so the tail of a prefix leaves before its head.
-        """
-
-    @abstractmethod
-    def evict(
-        self, n: int, protected: Container[BlockHash], mask: SlotMask | None = None
-    ) -> Pairs | None:
-        """Remove exactly `n` idle, unprotected blocks and return them, coldest first.
-
-        Return None, and change nothing, if there are not that many. Blocks with `ref_cnt != 0` are
-        never evicted, nor are blocks whose slot is False in `mask`. The slots stay allocated; the
-        caller frees them.
-        """
-
-    @abstractmethod
-    def coldest(
-        self,
-        n: int,
-        protected: Container[BlockHash] = (),
-        mask: SlotMask | None = None,
-        window: int | None = None,
-    ) -> Pairs:
-        """Return up to `n` blocks that `evict` would remove, in that order; change nothing.
-
-        `window` bounds the search to about that many of the blocks that would leave next.
-        """
-
-    @abstractmethod
-    def clear(self) -> None:
-        """Remove every block and every ghost. Slots stay allocated."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Return the number of blocks present."""
-
-    ready_at: list[BlockHash]
-    """Hash of the ready block in each slot (`mark_ready`); empty for any other slot.
-
-    The last item is an empty hash. If `mark_ready` is ignored, it is the only one."""
-
-    def mark_ready(  # noqa: B027 - may be ignored
-        self, block_hashes: Sequence[BlockHash], slots: Sequence[int]
-    ) -> None:
-        """Mark blocks as complete; they stay complete until they are removed."""
-
-    def expect(self, block_hashes: Iterable[BlockHash]) -> None:  # noqa: B027 - may be ignored
-        """Announce missing blocks that will be inserted; the policy can learn before `evict`.
-
-        It may be called more than once or not at all, and the blocks may never be inserted.
-        """
-
-    @abstractmethod
-    def settle(self, block_hashes: Iterable[BlockHash]) -> None:
-        """Put blocks that one request inserted in parts into the order of its prompt.
-
-        This is not a use. Among blocks that were not used since, the last one leaves first.
-        """
-
-    def note_chain(self, block_hashes: Sequence[BlockHash]) -> None:  # noqa: B027 - may be ignored
-        """Note the blocks of an ended request in prefix order, instead of `settle` and `touch`.
-
-        It counts as a use of the blocks that are present. The absent ones tell the length of the
-        request. The first blocks may be absent if the engine had them itself.
-        """
-
-    def insert_many(
-        self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
-    ) -> None:
-        """Insert blocks in prefix order; the first is the most recent afterwards."""
-        for block_hash, status in zip(reversed(block_hashes), reversed(statuses), strict=True):
-            self.insert(block_hash, status)
-
 
 RESET_TICKS_PER_S = 1_000_000
 """Units of a reset's mark per second."""

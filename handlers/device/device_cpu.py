@@ -225,12 +225,8 @@ class CpuDeviceCopier(DeviceCopier):
         ]
 
     def _copy(self, direction: Direction, rows: list[GroupRows]) -> None:
-        copies = self._layout.copy_list(rows)
-        device, arena, size = merge_adjacent(
-            self._bases[copies.tensor] + copies.device,
-            int(self._slots.ctypes.data) + copies.arena,
-            copies.size,
-        )
+        device, arena, size = merge_adjacent(self._layout.copy_list(rows, self._bases))
+        arena = arena + int(self._slots.ctypes.data)
         is_store = direction is Direction.STORE
         target, source = (arena, device) if is_store else (device, arena)
         copy_scattered(target, source, size)

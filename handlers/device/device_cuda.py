@@ -298,7 +298,7 @@ class CudaDeviceCopier(DeviceCopier):
         for event, stream in zip(events, streams, strict=True):
             with suppress(RuntimeError):  # the GPU is lost; an unrecorded event counts as ended
                 event.record(stream)
-        return Mark(events)
+        return events
 
     @contextmanager
     def _on(self, stream: Any) -> Iterator[None]:

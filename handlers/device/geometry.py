@@ -25,6 +25,10 @@ from .copier import GpuBlocks
 
 IntArray = npt.NDArray[np.int64]
 
+Copies = tuple[IntArray, IntArray, IntArray]
+"""Single copies: place of each on the device, its offset from slot 0 of the arena, and its bytes.
+Either side may be the source."""
+
 LAYOUT_DIGEST_BYTES = 16
 
 
@@ -60,19 +64,6 @@ class GroupRows:
     """Slot of each block's chunk."""
     subs: IntArray
     """Position of each block in its chunk, 0 to `blocks_per_chunk - 1`."""
-
-
-@dataclass(frozen=True, slots=True)
-class CopyList:
-    """List of single copies. All arrays have shape `(n,)`; either side may be the source."""
-
-    tensor: IntArray
-    """Index of each copy's device tensor."""
-    device: IntArray
-    """Offset of each copy in its tensor's memory."""
-    arena: IntArray
-    """Offset of each copy from slot 0 of the arena."""
-    size: IntArray
 
 
 class WorkerLayout:
@@ -132,13 +123,17 @@ class WorkerLayout:
         _require(slot_at == len(slots), "no slot is left over")
         return found
 
-    def copy_list(self, rows: Sequence[GroupRows]) -> CopyList:
-        """List the single copies, one per block and tensor of its group."""
-        parts = [self._group_copies(each) for each in rows]
+    def copy_list(self, rows: Sequence[GroupRows], bases: IntArray) -> Copies:
+        """List the single copies, one per block and tensor of its group.
+
+        `bases`: place of each tensor's memory, to which the offsets of its copies are added.
+        """
+        parts = [self._group_copies(each, bases) for each in rows]
         if not parts:
             none = np.zeros(0, dtype=np.int64)
-            return CopyList(none, none, none, none)
-        return CopyList(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+            return none, none, none
+        device, arena, size = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return device, arena, size
 
     def total_bytes(self, rows: Sequence[GroupRows]) -> int:
         """Return the number of bytes that a job moves."""
@@ -164,21 +159,19 @@ class WorkerLayout:
         text = "|".join(facts).encode()
         return hashlib.blake2b(text, digest_size=LAYOUT_DIGEST_BYTES).digest()
 
-    def _group_copies(self, rows: GroupRows) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    def _group_copies(self, rows: GroupRows, bases: IntArray) -> Copies:
         refs = self.groups[rows.group]
         index = np.array([ref.tensor for ref in refs], dtype=np.int64)
         stride = np.array([self.tensors[ref.tensor].row_stride for ref in refs], dtype=np.int64)
         padded = np.array([self.tensors[ref.tensor].page_bytes for ref in refs], dtype=np.int64)
         sizes = np.array([ref.page_bytes for ref in refs], dtype=np.int64)
-        shape = (len(rows.blocks), len(refs))
-        tensor = np.broadcast_to(index, shape)
-        device = rows.blocks[:, None] * stride
+        device = bases[index] + rows.blocks[:, None] * stride
         arena = (rows.slots * self.slot_bytes)[:, None] + self.tensor_offsets[index]
         arena = arena + rows.subs[:, None] * padded
-        size = np.broadcast_to(sizes, shape)
+        size = np.broadcast_to(sizes, device.shape)
         if self.blocks_per_chunk > 1:  # pages of one tensor are adjacent in the slot
-            return tensor.T.ravel(), device.T.ravel(), arena.T.ravel(), size.T.ravel()
-        return tensor.ravel(), device.ravel(), arena.ravel(), size.ravel()
+            return device.T.ravel(), arena.T.ravel(), size.T.ravel()
+        return device.ravel(), arena.ravel(), size.ravel()
 
     def _check_numbers(self, group: int, ids: IntArray, slots: IntArray) -> None:
         blocks = min(self.tensors[ref.tensor].num_blocks for ref in self.groups[group])
@@ -208,15 +201,14 @@ class WorkerLayout:
             )
 
 
-def merge_adjacent(
-    device: IntArray, arena: IntArray, size: IntArray, piece_bytes: int | None = None
-) -> tuple[IntArray, IntArray, IntArray]:
-    """Join copies that are adjacent on both sides. `device` must hold absolute addresses.
+def merge_adjacent(copies: Copies, piece_bytes: int | None = None) -> Copies:
+    """Join copies that are adjacent on both sides. Places of different tensors are never adjacent.
 
     With `piece_bytes`, no copies are joined across its multiples in the arena.
     """
+    device, arena, size = copies
     if len(size) < 2:
-        return device, arena, size
+        return copies
     follows = (device[1:] == device[:-1] + size[:-1]) & (arena[1:] == arena[:-1] + size[:-1])
     if piece_bytes is not None:
         follows &= arena[1:] % piece_bytes != 0

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -68,18 +68,6 @@ def torch_layouts(tensors: Sequence[torch.Tensor]) -> list[TensorLayout]:
     ]
 
 
-class _Memory(Protocol):
-    """Device memory in which a number names each place."""
-
-    def view(self, at: int, length: int) -> torch.Tensor:
-        """Return a view of `length` bytes from a place on."""
-        ...
-
-    def addresses(self, at: IntArray) -> IntArray:
-        """Return the addresses of places."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Way:
     """Direction of a job, and the order in which its sources may be read."""
@@ -95,7 +83,7 @@ class _Way:
 
 @dataclass(frozen=True, slots=True)
 class _Half:
-    """A half of the staging buffer. Places are offsets in bytes."""
+    """A half of the staging buffer, used as `_Pages`. Places are offsets in bytes."""
 
     memory: torch.Tensor
     filled: Any
@@ -118,11 +106,13 @@ class _Pages:
         self._starts = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
 
     def view(self, at: int, length: int) -> torch.Tensor:
+        """Return a view of `length` bytes from a place on."""
         tensor = self._tensors[at >> _TENSOR_SHIFT]
         start = tensor.storage_offset() + (at & ((1 << _TENSOR_SHIFT) - 1))
         return tensor.as_strided((length,), (1,), start)
 
     def addresses(self, at: IntArray) -> IntArray:
+        """Return the addresses of places."""
         offsets: IntArray = at & ((1 << _TENSOR_SHIFT) - 1)
         starts: IntArray = self._starts[at >> _TENSOR_SHIFT]
         return starts + offsets
@@ -224,30 +214,25 @@ class StagedCopier:
 
     def _move_staged(self, part: Part, rows: GroupRows, way: _Way) -> Work:
         """Move whole slots whose block numbers are uploaded together, piece after piece."""
-        move_piece = self._store_piece if way.is_store else self._load_piece
         with self._on_kernels():
             index, operations = self._upload(part, rows.blocks)
         yield Operations(operations, 0)
         for at, piece in enumerate(self._split(rows, part.rows)):
             self._halves.reverse()
             of_piece = index[at * part.rows : (at + 1) * part.rows]
-            yield from move_piece(part, piece, of_piece, self._halves[0], way)
+            yield from self._move_piece(part, piece, of_piece, self._halves[0], way)
 
-    def _store_piece(
+    def _move_piece(
         self, part: Part, piece: GroupRows, index: torch.Tensor, half: _Half, way: _Way
     ) -> Work:
-        gather = self._gathered(part, index, half.memory)
+        """Fill and empty a half of the buffer: one by kernels, and the other by copies."""
         cross = self._cross(*self._stretches(part, piece), half, way)
-        yield from self._within(True, _between(half.emptied, gather, half.filled))
-        yield from self._within(False, _between(half.filled, cross, half.emptied))
-
-    def _load_piece(
-        self, part: Part, piece: GroupRows, index: torch.Tensor, half: _Half, way: _Way
-    ) -> Work:
-        scatter = self._scattered(part, index, half.memory)
-        cross = self._cross(*self._stretches(part, piece), half, way)
-        yield from self._within(False, _between(half.emptied, cross, half.filled))
-        yield from self._within(True, _between(half.filled, scatter, half.emptied))
+        if way.is_store:
+            fill, empty = self._gathered(part, index, half.memory), cross
+        else:
+            fill, empty = cross, self._scattered(part, index, half.memory)
+        yield from self._within(way.is_store, _between(half.emptied, fill, half.filled))
+        yield from self._within(not way.is_store, _between(half.filled, empty, half.emptied))
 
     def _within(self, is_kernels: bool, work: Iterator[int]) -> Work:
         """Do work with one of the streams as the current stream.
@@ -285,27 +270,25 @@ class StagedCopier:
 
     def _gathered(self, part: Part, index: torch.Tensor, memory: torch.Tensor) -> Iterator[int]:
         """Gather the pages of an index into a half of the buffer."""
-        if part.together is not None:
-            out = self._joined_cells(part, part.together, len(index), memory)
-            self._gather(part.together.pages, [index], out=out)
-            yield 1
-            return
-        for cell in part.cells:
-            out = self._cells(part, cell, len(index), memory)
-            self._gather(self._pages_of(cell), [index], out=out)
+        for pages, cells in self._moved(part, len(index), memory):
+            self._gather(pages, [index], out=cells)
             yield 1
 
     def _scattered(self, part: Part, index: torch.Tensor, memory: torch.Tensor) -> Iterator[int]:
         """Scatter a half of the buffer into the pages of an index."""
-        if part.together is not None:
-            cells = self._joined_cells(part, part.together, len(index), memory)
-            part.together.pages.index_put_((index,), cells)
+        for pages, cells in self._moved(part, len(index), memory):
+            pages.index_put_((index,), cells)
             yield 1
+
+    def _moved(
+        self, part: Part, count: int, memory: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield what each kernel of a part moves: all pages, and `count` rows of the buffer."""
+        if part.together is not None:
+            yield part.together.pages, self._joined_cells(part, part.together, count, memory)
             return
         for cell in part.cells:
-            cells = self._cells(part, cell, len(index), memory)
-            self._pages_of(cell).index_put_((index,), cells)
-            yield 1
+            yield self._pages_of(cell), self._cells(part, cell, count, memory)
 
     def _joined_cells(
         self, part: Part, together: Together, count: int, memory: torch.Tensor
@@ -350,17 +333,13 @@ class StagedCopier:
 
     def _copy_runs(self, rows: GroupRows, way: _Way) -> Iterator[int]:
         """Copy page by page. Adjacent pages are one copy, and no other byte is touched."""
-        copies = self._layout.copy_list([rows])
-        device, arena, size = merge_adjacent(
-            (copies.tensor << _TENSOR_SHIFT) + copies.device,
-            copies.arena,
-            copies.size,
-            self._piece_slots * self._layout.slot_bytes,
-        )
+        tensors = np.arange(len(self._tensors), dtype=np.int64)
+        copies = self._layout.copy_list([rows], tensors << _TENSOR_SHIFT)
+        device, arena, size = merge_adjacent(copies, self._piece_slots * self._layout.slot_bytes)
         return self._cross(arena, device, size, self._pages, way)
 
     def _cross(
-        self, arena: IntArray, device: IntArray, size: IntArray, memory: _Memory, way: _Way
+        self, arena: IntArray, device: IntArray, size: IntArray, memory: _Half | _Pages, way: _Way
     ) -> Iterator[int]:
         """Copy stretches between the arena and device memory."""
         if self._batch is not None and self._cross_at_once(arena, device, size, memory, way):
@@ -375,7 +354,7 @@ class StagedCopier:
             yield 1
 
     def _cross_at_once(
-        self, arena: IntArray, device: IntArray, size: IntArray, memory: _Memory, way: _Way
+        self, arena: IntArray, device: IntArray, size: IntArray, memory: _Half | _Pages, way: _Way
     ) -> bool:
         """Copy in one driver call. If the driver refuses, return False and never ask it again."""
         host, there = arena + self._arena.data_ptr(), memory.addresses(device)

@@ -103,7 +103,7 @@ class StagingPlan:
         There are no parts if the pages are large enough to be copied one by one. There are none
         either if the pages of one chunk do not fit.
         """
-        if self._is_direct(refs):
+        if sum(ref.page_bytes for ref in refs) >= self._direct_run_bytes * len(refs):
             return ()
         parts: list[list[PageRef]] = []
         room = 0
@@ -150,15 +150,10 @@ class StagingPlan:
             Cell(ref, offsets[ref.tensor], self._unit(ref, offsets[ref.tensor], row_bytes))
             for ref in refs
         )
-        most = PIECE_BLOCKS_MAX // self._layout.blocks_per_chunk
-        rows = min(staging_bytes // row_bytes, self._layout.slots, most)
-        pieces = max(1, min(self._uploads_max // rows, -(-self._layout.slots // rows)))
+        chunk, slots = self._layout.blocks_per_chunk, self._layout.slots
+        rows = min(staging_bytes // row_bytes, slots, PIECE_BLOCKS_MAX // chunk)
+        pieces = max(1, min(UPLOAD_BLOCKS_MAX // chunk // rows, -(-slots // rows)))
         return Part(cells, self._together(cells), tuple(extents), row_bytes, rows, pieces * rows)
-
-    @property
-    def _uploads_max(self) -> int:
-        """Limit of the slots whose block numbers are uploaded at a time."""
-        return UPLOAD_BLOCKS_MAX // self._layout.blocks_per_chunk
 
     def _together(self, cells: Sequence[Cell]) -> Together | None:
         """Make one view of all pages of these tensors, or return None if there is none."""
@@ -188,10 +183,6 @@ class StagingPlan:
             unit,
             self._layout.tensors[cells[0].ref.tensor].page_bytes,
         )
-
-    def _is_direct(self, refs: Sequence[PageRef]) -> bool:
-        """Return True if pages are large enough to be copied one by one."""
-        return sum(ref.page_bytes for ref in refs) >= self._direct_run_bytes * len(refs)
 
     def _may_take_whole_slot(self, start: int, row_bytes: int, staging_bytes: int) -> bool:
         """Return True if slots hold only this worker's part and are almost full.

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 OUTSTANDING_MAX = 896
@@ -36,22 +35,9 @@ Work = Iterator[Operations]
 """Enqueues operations as it is iterated, a few at each step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """Place behind everything that the streams were given. Both calls raise `RuntimeError` if the
-    GPU is lost; nothing is under way then."""
-
-    events: tuple[Any, ...]
-    """Event on each stream."""
-
-    def query(self) -> bool:
-        """Return True if everything before the mark has ended."""
-        return all(event.query() for event in self.events)
-
-    def synchronize(self) -> None:
-        """Block until everything before the mark has ended."""
-        for event in self.events:
-            event.synchronize()
+Mark = tuple[Any, ...]
+"""Place behind everything that the streams were given: an event on each stream. Its methods raise
+`RuntimeError` if the GPU is lost; nothing is under way then."""
 
 
 class StreamFeed:
@@ -88,7 +74,8 @@ class StreamFeed:
         """Hand out more work. If there is no room, wait until the oldest turn has ended."""
         if self._turns and not self._has_room():
             with suppress(RuntimeError):
-                self._turns[0][0].synchronize()
+                for event in self._turns[0][0]:
+                    event.synchronize()
         self.advance()
 
     def drop(self) -> None:
@@ -113,7 +100,8 @@ class StreamFeed:
 
 
 def _has_ended(mark: Mark) -> bool:
+    """Return True if everything before the mark has ended."""
     try:
-        return mark.query()
+        return all(event.query() for event in mark)
     except RuntimeError:
         return True

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from support.keys import key
 
-from kvcascade.tiers.base import BlockStatus, CachePolicy
+from kvcascade.tiers.base import BlockStatus
+from kvcascade.tiers.policies.ordered import CachePolicy
 
 Make = Callable[[int], CachePolicy]
 CAPACITY = 16

@@ -36,7 +36,7 @@ class Queue:
 
     def mark(self) -> Mark:
         self.given.append("mark")
-        return Mark((Event(self),))
+        return (Event(self),)
 
     def names(self) -> list[str]:
         """Whose operations were given, without repetition."""

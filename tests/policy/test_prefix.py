@@ -17,8 +17,8 @@ from support.replay import hash_of
 from support.traces import LLM, block_chains, reference
 
 from kvcascade.manager.request import Request
-from kvcascade.tiers.base import BlockHash, BlockStatus, CachePolicy
-from kvcascade.tiers.policies import DictDirectory, OrderedPolicy, create
+from kvcascade.tiers.base import BlockHash, BlockStatus
+from kvcascade.tiers.policies import CachePolicy, DictDirectory, create
 from kvcascade.tiers.policies.lru import LruOrder
 from kvcascade.tiers.policies.parts import runs
 from kvcascade.tiers.policies.parts.reuse import Ints
@@ -171,7 +171,7 @@ def runs_of(tier: Tier, order: PrefixOrder, chain: list[BlockHash]) -> list[int]
 def test_what_left_is_known_when_it_comes_back() -> None:
     """Uses count on, and the other way that a request takes is seen, though all had to come in."""
     order = PrefixOrder(40)
-    tier = Tier(OrderedPolicy(DictDirectory(40), order), 40)
+    tier = Tier(CachePolicy(DictDirectory(40), order), 40)
     chain = chain_of((1, 18))
     tier.use(chain)
     for uses in (1, 2, 3):
@@ -188,7 +188,7 @@ def test_what_left_is_known_when_it_comes_back() -> None:
 
 def test_what_left_before_its_request_ended_is_still_known() -> None:
     order = PrefixOrder(40)
-    policy = OrderedPolicy(DictDirectory(40), order)
+    policy = CachePolicy(DictDirectory(40), order)
     tier, chain = Tier(policy, 40), chain_of((1, 10))
     tier.use(chain)
     drive_out(tier)
@@ -201,7 +201,7 @@ def test_what_left_before_its_request_ended_is_still_known() -> None:
 def test_a_run_outlives_its_record() -> None:
     """Blocks that nobody used while all records were needed again leave first, and still can."""
     order = PrefixOrder(64)
-    tier = Tier(OrderedPolicy(DictDirectory(64), order), 64)
+    tier = Tier(CachePolicy(DictDirectory(64), order), 64)
     old = chain_of((1, 3), (2, 3))
     tier.use(old)
     for _ in range(RUNS_MIN):
@@ -275,7 +275,7 @@ def test_on_whole_traces_it_is_not_worse_than_lru(trace: str, share: float) -> N
 def test_after_a_crash_the_order_by_last_use_is_left() -> None:
     rng = random.Random(1)
     order = PrefixOrder(60)
-    tier = Tier(OrderedPolicy(DictDirectory(60), order), 60)
+    tier = Tier(CachePolicy(DictDirectory(60), order), 60)
     for chain in conversations(rng, 300):
         tier.use(chain)
     by_last_use = order._runs.log.to_array().tolist()
@@ -289,7 +289,7 @@ def test_a_run_looked_at_in_pieces_is_the_same(seed: int, monkeypatch: pytest.Mo
     for piece in (3, 4096):
         monkeypatch.setattr(runs, "PIECE", piece)
         rng, order = random.Random(seed), PrefixOrder(60)
-        tier, cold = Tier(OrderedPolicy(DictDirectory(60), order), 60), []
+        tier, cold = Tier(CachePolicy(DictDirectory(60), order), 60), []
         for number, chain in enumerate(conversations(rng, 300)):
             tier.use(chain)
             if number == 150:

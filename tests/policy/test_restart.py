@@ -10,8 +10,8 @@ import pytest
 from support.arrays import KeptArrays
 from support.replay import hash_of
 
-from kvcascade.tiers.base import BlockStatus, CachePolicy
-from kvcascade.tiers.policies import ORDERS, DictDirectory, OrderedPolicy
+from kvcascade.tiers.base import BlockStatus
+from kvcascade.tiers.policies import ORDERS, CachePolicy, DictDirectory
 
 CAPACITY = 64
 BYTES_PER_SLOT_MAX = 100
@@ -28,9 +28,9 @@ class Tier:
         self.free = list(range(capacity))
         self.policy: CachePolicy = self.restart()
 
-    def restart(self) -> OrderedPolicy:
+    def restart(self) -> CachePolicy:
         """A new order over what the old one left."""
-        policy = OrderedPolicy(self.directory, ORDERS[self.name](self.capacity, self.arrays))
+        policy = CachePolicy(self.directory, ORDERS[self.name](self.capacity, self.arrays))
         self.policy = policy
         return policy
 
@@ -102,7 +102,7 @@ def test_after_a_crash_nothing_in_the_arrays_is_trusted(name: str, seed: int) ->
             tier.directory.pop(pair[0])
             tier.free.append(i)
     for slot in tier.free[: rng.randint(0, len(tier.free))]:
-        tier.directory.put(hash_of(50_000 + slot), BlockStatus(0, slot))
+        tier.directory.put_many([hash_of(50_000 + slot)], [BlockStatus(0, slot)], [slot])
         tier.free.remove(slot)
     if seed % 2:
         tier.arrays.damage(rng)

@@ -17,6 +17,7 @@ from kvcascade.errors import ConfigError
 from kvcascade.tiers.base import BlockHash, BlockStatus
 from kvcascade.tiers.cpu.cpu_backend import CpuBackend
 from kvcascade.tiers.policies import ENTRY_POINTS, ORDERS, create, known_names, order_class
+from kvcascade.tiers.policies.lru import LruOrder
 from kvcascade.tiers.policies.ordered import MANY_PINNED
 from kvcascade.tiers.policies.parts import log as log_module
 from kvcascade.tiers.policies.parts.directory import DictDirectory
@@ -102,7 +103,8 @@ def test_a_search_finds_what_a_mask_leaves_in_order(share: float) -> None:
     """Few are sorted by their place, many are met along the log: the same slots either way."""
     rng = random.Random(11)
     slots = 4000
-    log = RecencyLog("l", slots)
+    order = LruOrder(slots)
+    log = order._recency
     for _ in range(60):
         log.append(rng.sample(range(slots), 200))
     log.discard(rng.sample(range(slots), 300))
@@ -110,9 +112,9 @@ def test_a_search_finds_what_a_mask_leaves_in_order(share: float) -> None:
     mask = np.array([rng.random() < share for _ in range(slots)])
     expected = [slot for slot in ordered if mask[slot] and slot % 3]
     for limit in (1, 20, slots):
-        assert log.find(limit, lambda slot: slot % 3 > 0, mask) == expected[:limit]
+        assert order.victims(limit, lambda slot: slot % 3 > 0, mask) == expected[:limit]
     looked_at = [slot for slot in ordered[:900] if mask[slot] and slot % 3]
-    assert log.find(slots, lambda slot: slot % 3 > 0, mask, window=900) == looked_at
+    assert order.victims(slots, lambda slot: slot % 3 > 0, mask, window=900) == looked_at
     start, stop = log.position(ordered[1000]), log.position(ordered[3000])
     between = [slot for slot in ordered[1000:3000] if mask[slot]]
     assert list(log.scan(Search(mask=mask), start, stop)) == between
@@ -124,7 +126,7 @@ def used_log(arrays: KeptArrays) -> tuple[RecencyLog, npt.NDArray[np.int64]]:
     log = RecencyLog("l", slots, arrays)
     for start in range(0, 1400, 20):
         log.append([(start + i) % slots for i in rng.sample(range(20), 20)])
-        log.find(1, lambda slot: True)  # the head follows
+        next(log.scan(Search()))  # the head follows
     log.discard(rng.sample(range(slots), 30))
     assert log.tail > LOG_LENGTH_PER_SLOT * slots > log.head > 0
     return log, np.sort(log.to_array()).astype(np.int64)
@@ -165,7 +167,7 @@ def test_one_wrong_number_in_a_log_is_found(name: str) -> None:
             log.append(present[:100].tolist())
             log.append(present[200:203].tolist())
             assert log.to_array()[-3:].tolist() == present[200:203].tolist()
-            assert len(log) == len(present) == len(log.find(400, lambda slot: True))
+            assert len(log) == len(present) == len([*log.scan(Search())])
 
 
 def test_a_search_one_by_one_walks_a_short_way_only() -> None:

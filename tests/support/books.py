@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator
 
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockStatus
-from kvcascade.tiers.policies.ordered import OrderedPolicy
 
 from .cascade import Cascade
 from .inside import demoters, levels
@@ -90,7 +89,6 @@ class Books:
     ) -> Iterator[BlockHash]:
         """Gives the blocks that are ready."""
         policy = self._cascade.policies[index]
-        assert isinstance(policy, OrderedPolicy)
         readers, writing, blocks = self.readers[index], self.writing[index], 0
         for status in backend._statuses:
             slot = status.block_id

@@ -13,9 +13,10 @@ from kvcascade.manager.below.port import Below, NoTierBelow, TierFacts
 from kvcascade.manager.cascading import CascadingOffloadingManager
 from kvcascade.manager.flow import ManagerOptions
 from kvcascade.manager.level import Tier
-from kvcascade.tiers.base import BlockHash, CachePolicy
+from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.nvme.path.presence_table import PresenceTable
 from kvcascade.tiers.policies import create
+from kvcascade.tiers.policies.ordered import CachePolicy
 
 from .day_log import DayLog, NotedBudget
 from .executors import InlineExecutor

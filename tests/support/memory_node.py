@@ -24,7 +24,7 @@ from kvcascade.handlers.node.path_wire import (
     ResetJob,
     pack_outcomes,
 )
-from kvcascade.tiers.base import BlockHash, BlockOutcome, BlockStatus, CachePolicy, LoadStoreSpec
+from kvcascade.tiers.base import BlockHash, BlockOutcome, BlockStatus, LoadStoreSpec
 from kvcascade.tiers.nvme.path.path_messages import (
     Epoch,
     KeysListed,
@@ -36,6 +36,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Why,
     unpack_slots,
 )
+from kvcascade.tiers.policies.ordered import CachePolicy
 
 from .day_log import NotedBudget
 from .memory_backend import MemoryBackend

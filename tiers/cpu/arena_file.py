@@ -370,9 +370,7 @@ def _write_header(request: ArenaRequest, fd: int, size: int, is_huge: bool) -> A
     page_bytes = min(size, request.probe(os.path.dirname(request.path)).block_bytes)
     with os_errors(f"mapping {request.path}"), mmap.mmap(fd, page_bytes) as page:
         with memoryview(page) as view:
-            layout.clear_records(view)
-            layout.write_fixed(view, made)
-            layout.mark_ready(view)
+            layout.write_new(view, made)
     return made
 
 

@@ -154,8 +154,11 @@ def round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-def write_fixed(page: memoryview, header: ArenaHeader) -> None:
-    """Write the fixed part and its checksum; the state does not change."""
+def write_new(page: memoryview, header: ArenaHeader) -> None:
+    """Describe an arena whose memory is reserved, with no process mapped; it becomes ready last."""
+    end = _RECORDS_OFFSET + (MAX_RANKS + 1) * _RECORD.size
+    _STATE.pack_into(page, _STATE_OFFSET, 0)
+    page[_RECORDS_OFFSET:end] = bytes(end - _RECORDS_OFFSET)
     geometry = header.geometry
     fixed = _FIXED.pack(
         geometry.slots,
@@ -166,17 +169,6 @@ def write_fixed(page: memoryview, header: ArenaHeader) -> None:
     ).ljust(_FIXED_END - _FIXED_START, b"\0")
     page[_FIXED_START:_FIXED_END] = fixed
     page[:_FIXED_START] = _PREFIX.pack(MAGIC, VERSION, zlib.crc32(fixed))
-
-
-def clear_records(page: memoryview) -> None:
-    """Reset the arena to not ready, with no process mapped."""
-    end = _RECORDS_OFFSET + (MAX_RANKS + 1) * _RECORD.size
-    _STATE.pack_into(page, _STATE_OFFSET, 0)
-    page[_RECORDS_OFFSET:end] = bytes(end - _RECORDS_OFFSET)
-
-
-def mark_ready(page: memoryview) -> None:
-    """Set the state to ready: the fixed part is complete and the memory is reserved."""
     _STATE.pack_into(page, _STATE_OFFSET, 1)
 
 

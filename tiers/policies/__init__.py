@@ -12,14 +12,13 @@ import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
-from ..base import CachePolicy
 from .arc import ArcOrder
 from .fifo import FifoOrder
 from .guarded import guarded
 from .lirs import LirsOrder
 from .lru import LruOrder
 from .order import ArraySource, EvictionOrder, heap_arrays
-from .ordered import OrderedPolicy
+from .ordered import CachePolicy
 from .parts.directory import DictDirectory
 from .prefix import PrefixOrder
 from .s3fifo import S3FifoOrder
@@ -50,7 +49,7 @@ __all__ = [
     "ArraySource",
     "DictDirectory",
     "EvictionOrder",
-    "OrderedPolicy",
+    "CachePolicy",
     "create",
     "heap_arrays",
     "known_names",
@@ -112,4 +111,4 @@ def named_object(kind: str, name: str, path: str) -> Any:
 def create(name: str, capacity: int, directory: DictDirectory | None = None) -> CachePolicy:
     """Create a policy for a tier of `capacity` slots. By default its directory is in memory."""
     order = order_class(name)(capacity)
-    return OrderedPolicy(DictDirectory(capacity) if directory is None else directory, order)
+    return CachePolicy(DictDirectory(capacity) if directory is None else directory, order)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 import numpy as np
 
 from ..base import SlotMask
-from .order import ArraySource, EvictionOrder, heap_arrays
-from .parts.log import RecencyLog
+from .order import FEW, ArraySource, EvictionOrder, heap_arrays
+from .parts.log import SCAN_FEW, RecencyLog, Search
 
 
 class LruOrder(EvictionOrder):
@@ -32,9 +33,6 @@ class LruOrder(EvictionOrder):
     def remove(self, slots: Sequence[int]) -> None:
         self._recency.discard(slots)
 
-    def evicted(self, slots: Sequence[int], tags: Sequence[int]) -> None:
-        self._recency.discard(slots)
-
     def victims(
         self,
         limit: int,
@@ -42,7 +40,9 @@ class LruOrder(EvictionOrder):
         mask: SlotMask | None = None,
         window: int | None = None,
     ) -> list[int]:
-        return self._recency.find(limit, wanted, mask, window)
+        few = SCAN_FEW if limit <= FEW else 0
+        found = self._recency.scan(Search(wanted, mask, window), few=few)
+        return list(islice(found, max(limit, 0)))
 
     def clear(self) -> None:
         self._recency.clear()

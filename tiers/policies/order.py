@@ -109,9 +109,9 @@ class EvictionOrder(ABC):
     def remove(self, slots: Sequence[int]) -> None:
         """Forget slots whose blocks are gone for other reasons than eviction; keep no ghost."""
 
-    @abstractmethod
     def evicted(self, slots: Sequence[int], tags: Sequence[int]) -> None:
         """Forget slots because their blocks were evicted; ghosts may be kept."""
+        self.remove(slots)
 
     @abstractmethod
     def victims(

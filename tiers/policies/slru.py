@@ -68,9 +68,6 @@ class SlruOrder(EvictionOrder):
         for slot in slots:
             self._segments.remove(self._segment_of[slot], slot)
 
-    def evicted(self, slots: Sequence[int], tags: Sequence[int]) -> None:
-        self.remove(slots)
-
     def victims(
         self,
         limit: int,

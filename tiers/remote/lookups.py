@@ -40,6 +40,14 @@ class RemoteLink:
     counters: RemoteCounters
     clock: Callable[[], float]
 
+    def give_up(self, job: RemoteJob, numbers: Sequence[int], outcome: RemoteOutcome) -> None:
+        """End blocks of a job that the engine was not asked for."""
+        if job.kind is Verb.WRITE:
+            self.counters.note_unsent(outcome, len(numbers))
+        else:
+            self.counters.note(job.kind, [outcome] * len(numbers))
+        job.settle(numbers, [outcome] * len(numbers))
+
     def call(
         self, verb: Verb, make: Callable[[], list[RemoteOutcome]], trips: int = 1
     ) -> list[RemoteOutcome]:
@@ -67,12 +75,6 @@ class RemoteLookups:
 
     def __init__(self, link: RemoteLink) -> None:
         self._link = link
-
-    def give_up(self, jobs: Sequence[LookupJob], outcome: RemoteOutcome) -> None:
-        """End jobs that the engine was not asked for."""
-        for job in jobs:
-            self._link.counters.note(Verb.LOOKUP, [outcome] * len(job.keys))
-            job.give_up(outcome, waits=True)
 
     def answer(self, jobs: Sequence[LookupJob]) -> RemoteOutcome:
         """Ask the engine for all blocks that somebody still waits for, and settle their jobs.

@@ -89,9 +89,7 @@ class Reads:
 
     def give_up(self, job: RemoteRead, numbers: Sequence[int], outcome: RemoteOutcome) -> None:
         """End blocks that were not asked for."""
-        outcomes = [outcome] * len(numbers)
-        self.link.counters.note(Verb.READ, outcomes)
-        job.settle(numbers, outcomes)
+        self.link.give_up(job, numbers, outcome)
         if outcome is RemoteOutcome.DROPPED:  # so that one begins at last
             self._expected_s *= PATIENCE
 

@@ -222,7 +222,8 @@ class RemoteStore:
         return worst
 
     def _give_up_lookups(self, jobs: Sequence[LookupJob], outcome: RemoteOutcome) -> None:
-        self._lookups.give_up(jobs, outcome)
+        for job in jobs:
+            self._link.give_up(job, range(len(job.keys)), outcome)
         self._report(*jobs)
 
     # -- reads -------------------------------------------------------------------------------
@@ -268,7 +269,7 @@ class RemoteStore:
         job = UploadJob(ticket, keys, payloads, ends_s, epoch=epoch, mark=mark)
         uploads = self._uploads
         is_stale = partial(uploads.is_stale, job)
-        self._begin(self._writing, job, uploads.write, uploads.give_up, is_stale)
+        self._begin(self._writing, job, uploads.write, self._link.give_up, is_stale)
 
     # -- jobs --------------------------------------------------------------------------------
 

@@ -133,11 +133,6 @@ class Uploads:
     def __init__(self, link: RemoteLink) -> None:
         self._link = link
 
-    def give_up(self, job: UploadJob, numbers: Sequence[int], outcome: RemoteOutcome) -> None:
-        """End blocks that were not sent."""
-        self._link.counters.note_unsent(outcome, len(numbers))
-        job.settle(numbers, [outcome] * len(numbers))
-
     def is_stale(self, job: UploadJob) -> bool:
         """Return True if a reset came after the call of `put`."""
         return job.epoch != self._link.memory.epoch
@@ -150,12 +145,12 @@ class Uploads:
         link = self._link
         generation = link.generation.current(link.engine.timeout_s)
         if generation.outcome is not RemoteOutcome.OK:
-            self.give_up(job, numbers, generation.outcome)
+            link.give_up(job, numbers, generation.outcome)
             return generation.outcome
         own = link.generation.own_mark if job.mark is None else job.mark
         is_old = own is None or link.generation.mark > own  # another host's reset came since
         if is_old or self.is_stale(job):
-            self.give_up(job, numbers, RemoteOutcome.DROPPED)
+            link.give_up(job, numbers, RemoteOutcome.DROPPED)
             return RemoteOutcome.DROPPED
         keys = [job.keys[number] for number in numbers]
         names = [link.objects.name(key, generation.value) for key in keys]

@@ -64,21 +64,13 @@ class DictDirectory:
             run = None if first is None else slice(first.block_id, first.block_id + len(piece))
             yield piece, run if run and self._hash_at[run] == piece else None
 
-    def put(self, block_hash: BlockHash, status: BlockStatus) -> None:
-        """Add a block that is absent."""
-        assert block_hash not in self._status_of, "a block may be inserted only once"
-        slot = status.block_id
-        self._status_of[block_hash] = status
-        self._hash_at[slot] = block_hash
-        self._status_at[slot] = status
-
     def put_many(
         self,
         block_hashes: Sequence[BlockHash],
         statuses: Sequence[BlockStatus],
         slots: Sequence[int],
     ) -> None:
-        """Do `put` for many blocks. `slots` are the slots of the statuses."""
+        """Add blocks that are absent. `slots` are the slots of the statuses."""
         status_of, hash_at, status_at = self._status_of, self._hash_at, self._status_at
         before = len(status_of)
         for block_hash, status, slot in zip(block_hashes, statuses, slots, strict=True):

@@ -169,10 +169,6 @@ class RecencyLog:
         """Return which of these slots are present."""
         return np.asarray(self._stamp[slots] > 0)
 
-    def stamps(self, slots: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        """Return the stamp of each slot; 0 for slots that are absent."""
-        return np.asarray(self._stamp[slots])
-
     def position(self, slot: int) -> int:
         """Return the log position of a slot that is present."""
         return self._stamp_of[slot] - 1
@@ -292,17 +288,6 @@ class RecencyLog:
             yield from slots if search.wanted is None else filter(search.wanted, slots)
             at += chunk
             chunk = min(2 * chunk, SCAN_CHUNK_MAX)
-
-    def find(
-        self,
-        limit: int,
-        wanted: Callable[[int], bool],
-        mask: SlotMask | None = None,
-        window: int | None = None,
-    ) -> list[int]:
-        """Return up to `limit` of the coldest slots that `wanted` accepts; see `EvictionOrder`."""
-        few = SCAN_FEW if limit <= FEW else 0
-        return list(islice(self.scan(Search(wanted, mask, window), few=few), max(limit, 0)))
 
     def between(self, start: int, stop: int) -> npt.NDArray[np.int32]:
         """Return the live slots at positions `start .. stop - 1`, in that order."""

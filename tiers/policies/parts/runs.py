@@ -241,7 +241,7 @@ class Runs:
 
     def _leave(self, slots: npt.NDArray[np.integer]) -> int:
         """Take slots out of their runs; returns how many of them were present."""
-        is_present = self.log.stamps(slots) > 0
+        is_present = self.log.holds(slots)
         present = int(np.count_nonzero(is_present))
         if present:
             places = self.run_of[slots]

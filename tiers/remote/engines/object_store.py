@@ -299,7 +299,8 @@ class ObjectStoreEngine(RemoteEngine):
             return replace(found, outcome=RemoteOutcome.TIMED_OUT)
         # One fixed name decides who begins the counter, whatever value each would begin at. If it
         # is damaged, the greatest value decides.
-        place = (_value_name(name, first), b"") if is_damaged else _begin_of(name, first)
+        begin = f"{name}/begin", str(first).encode()
+        place = (_value_name(name, first), b"") if is_damaged else begin
         begun, sent = self._create(*place), found.requests + 1
         if begun not in (RemoteOutcome.OK, RemoteOutcome.EXISTS):
             return CounterAnswer(begun, requests=sent)
@@ -570,11 +571,6 @@ def _after(requests: int, answer: CounterAnswer) -> CounterAnswer:
 
 def _entry(listed: Mapping[str, Any]) -> RemoteEntry:
     return RemoteEntry(listed["path"], listed["size"], listed["last_modified"].timestamp())
-
-
-def _begin_of(name: str, first: int) -> tuple[str, bytes]:
-    """Return the name and the content of the object that begins a counter."""
-    return f"{name}/begin", str(first).encode()
 
 
 def _value_name(name: str, value: int) -> str:

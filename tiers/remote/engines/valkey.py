@@ -399,17 +399,18 @@ class ValkeyEngine(RemoteEngine):
                     return
 
     def _list_node(self, node: Address, prefix: str, limit_s: float) -> Iterator[Listing]:
-        page = valkey_questions.Page(valkey_questions.START, [])
+        cursor = valkey_questions.START
+        entries: Sequence[RemoteEntry] = ()
 
         def scan(connection: RespConnection) -> None:
-            nonlocal page
-            page = valkey_questions.scan(connection, page.cursor, prefix)
+            nonlocal cursor, entries
+            cursor, entries = valkey_questions.scan(connection, cursor, prefix)
 
         for _ in range(LIST_ROUNDS_MAX):
             outcome = self._alone(node, scan, limit_s)
             is_ok = outcome is RemoteOutcome.OK
-            yield Listing(outcome, page.entries if is_ok else ())
-            if not is_ok or page.cursor == valkey_questions.START:
+            yield Listing(outcome, entries if is_ok else ())
+            if not is_ok or cursor == valkey_questions.START:
                 return
 
     def measure(self, entries: Sequence[RemoteEntry], limit_s: float) -> list[int | RemoteOutcome]:

@@ -11,7 +11,6 @@ as one, so sizes are those in memory.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 from ..base import Cause, RemoteEntry
 from .resp import MAX_PORT, Address, RespBrokenError, RespConnection, RespError
@@ -24,14 +23,6 @@ START = b"0"
 HEADER_SUFFIX = b":h"
 _CALLS_PER_KEY = 4
 _NO_CLUSTER = ("ERR", "NOPERM")
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """Answer of one SCAN."""
-
-    cursor: bytes
-    entries: list[RemoteEntry]
 
 
 def slots_of(connection: RespConnection, asked: Address) -> dict[int, Address]:
@@ -64,8 +55,8 @@ def nodes_of(connection: RespConnection, asked: Address) -> list[Address]:
         raise
 
 
-def scan(connection: RespConnection, cursor: bytes, prefix: str) -> Page:
-    """Return the next objects of a node. Raises `OSError` or `RespError`."""
+def scan(connection: RespConnection, cursor: bytes, prefix: str) -> tuple[bytes, list[RemoteEntry]]:
+    """Return the next cursor and the next objects of a node. Raises `OSError` or `RespError`."""
     match = b"{%s*" % prefix.encode()
     connection.send([b"SCAN", cursor, b"MATCH", match, b"COUNT", b"%d" % LISTED_AT_A_TIME])
     try:
@@ -92,7 +83,7 @@ def scan(connection: RespConnection, cursor: bytes, prefix: str) -> Page:
         found = _entry(key, replies, now_s)
         if found is not None:
             entries.append(found)
-    return Page(cursor, entries)
+    return cursor, entries
 
 
 def _entry(key: bytes, replies: list[int | None], now_s: float) -> RemoteEntry | None:
