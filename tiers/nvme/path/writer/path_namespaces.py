@@ -84,15 +84,19 @@ class PathNamespaces:
         idle = IdleNamespaces(means, roots, clock)
         idle.find(in_force)
         capacity = PathCapacity(means.fs, roots, in_force, clock)
-        self._looked_at: set[str] = set()
-        """Namespaces that a tool had opened and that had no segment then. They stay, because nobody
-        took their room."""
         self._unknown_epochs: dict[str, int] = {}
         """Epochs that `begin` made and could not record, by namespace: no engine is in them."""
         self.openings = NamespaceOpenings(
-            means, in_force.policy, executor, self._own_bytes, self._lacking, clock
+            means,
+            in_force.policy,
+            executor,
+            self._home_of,
+            self._own_bytes,
+            self._lacking,
+            clock,
         )
-        self.space = PathSpace(capacity, idle, self.openings, self._open_idle, executor, clock)
+        open_idle = partial(self._begin_opening, is_for_room=True)
+        self.space = PathSpace(capacity, idle, self.openings, open_idle, executor, clock)
         self.unused = UnusedNamespaces(self.space, self._close, executor)
 
     @property
@@ -135,7 +139,7 @@ class PathNamespaces:
             self._begin_new(spec, name)
             raise BeingOpenedError(name)
         check_same(namespace.home, key, spec.block_bytes)
-        self._looked_at.discard(name)
+        namespace.home.is_kept = False
         namespace.home.note_use(self.fs)
         share, shares = spec.min_share_bytes, self.record.min_shares
         if namespace.clients:  # of several engines the largest share holds
@@ -156,11 +160,10 @@ class PathNamespaces:
         namespace = self.space.namespaces.get(name)
         if namespace is not None:
             return namespace
-        if name not in self.openings:
+        if name not in self.openings.waiting:
             if name not in self.space.idle.names:
                 raise ConfigError(f"there is no namespace {name}; `list` names them all")
-            self._looked_at.add(name)
-            self._begin_opening(name, self._home_of)
+            self._begin_opening(name)
         raise BeingOpenedError(name)
 
     def take_opened(self) -> dict[str, KVCascadeError | None]:
@@ -255,7 +258,7 @@ class PathNamespaces:
     def remove_empty(self) -> None:
         """Remove namespaces that lost their last segment while no node has them open."""
         for name, namespace in list(self.space.namespaces.items()):
-            is_needed = namespace.clients or name in self._looked_at
+            is_needed = namespace.clients or namespace.home.is_kept
             if not is_needed and not self.space.files.numbers(name):
                 _log.warning("%s is removed: its room was needed", name)
                 self.remove(namespace)
@@ -269,9 +272,8 @@ class PathNamespaces:
         name, day = namespace.home.name, namespace.table.day_record()
         namespace.abandon()
         self.space.forget(name)
-        self._looked_at.discard(name)
         try:
-            return remove_home(self.fs, namespace.home)
+            return remove_home(self.fs, self.roots, name)
         except KVCascadeError as error:
             _log.warning("%s could not be removed: %s", name, error)
             return False
@@ -288,9 +290,8 @@ class PathNamespaces:
             )
             namespace.abandon()
             self.space.forget(home.name)
-            self._looked_at.discard(home.name)
             self.space.idle.add(home, day)  # a part of its directory may be there still
-        for name, day in self.space.idle.take_gone(self.openings):
+        for name, day in self.space.idle.take_gone(self.openings.waiting):
             self._record_removal(name, day)
         return gone
 
@@ -299,12 +300,11 @@ class PathNamespaces:
 
         Raises a `KVCascadeError`.
         """
-        if name in self.openings or self.unused.is_closing(name):
+        if name in self.openings.waiting or self.unused.is_closing(name):
             raise InUseError(f"{name} is being opened or closed; try again later")
-        home = open_home(self.fs, self.roots, name, self.options)
         day = self.space.idle.take(name)
         try:
-            return home is None or remove_home(self.fs, home)
+            return remove_home(self.fs, self.roots, name)
         finally:
             self._record_removal(name, day)
 
@@ -325,38 +325,14 @@ class PathNamespaces:
         """Begin to open the namespace of a node, which may not exist. Raises `ConfigError`."""
         options, paths = self.options, len(self.roots)
         sizes: Sequence[int] = ()
-        for gone, day in self.space.idle.take_gone(self.openings):
+        for gone, day in self.space.idle.take_gone(self.openings.waiting):
             self._record_removal(gone, day)
         is_known = name in self.space.idle.names
         if not (is_known and self.fs.exists(self.roots[0] / name / BLOCKS)):
             plan = plan_namespace(options, spec.block_bytes, paths)
             sizes = [fixed_bytes(plan.slots, path, options.policy) for path in range(paths)]
-        make = partial(self._make_home, spec, options, sizes)
         # One that lost its tables waits for nothing: its own segments give the room afterwards.
-        self._begin_opening(name, make, () if is_known else sizes)
-
-    def _make_home(
-        self,
-        spec: NamespaceSpec,
-        options: PathOptions,
-        sizes: Sequence[int],
-        opening: NamespaceToOpen,
-    ) -> NamespaceHome:
-        """Make the directories of a namespace for tables of `sizes`. Runs on an I/O thread.
-
-        If they have no room, namespaces of older versions leave. Raises a `KVCascadeError`, such as
-        `NoSpaceError` if that is not enough.
-        """
-        capacity = self.space.capacity
-        self.unused.await_closing(opening.name)
-        check_mounted(self.fs, self.roots)
-        for path, size in enumerate(sizes):
-            if self.fs.exists(self.roots[path]):
-                own_bytes = opening.own_bytes[path] if opening.own_bytes else 0
-                with capacity.claim(path, size, own_bytes):
-                    pass
-        home = make_home(self.fs, self.roots, opening.name, spec, options)
-        return _with_room(self.fs, home, capacity)
+        self._begin_opening(name, spec, sizes, () if is_known else sizes)
 
     def _own_bytes(self, opening: NamespaceToOpen) -> list[int]:
         """Return the bytes of our files in each path, with the tables of a new namespace."""
@@ -375,36 +351,54 @@ class PathNamespaces:
             with suppress(OSError):  # the opening itself says what is wrong
                 short = size + self.options.min_free_bytes - self.fs.free_bytes(self.roots[path])
                 missing = max(short, -space.capacity.left_bytes(path, opening.own_bytes[path]))
-                has_enough = 0 < missing <= space.freeable_bytes(path)
-                if has_enough and _can_have(short, opening, space, self.fs, self.roots[path], path):
+                if not 0 < missing <= space.freeable_bytes(path):
+                    continue
+                # The capacity counts more bytes than leave the disk: all that tables may take. The
+                # directories are searched once, because what leaves them is no longer lacking.
+                can_have = opening.can_have_room
+                if short > 0 and path not in can_have:
+                    can_have[path] = short <= _leaving_bytes(space, self.fs, self.roots[path], path)
+                if short <= 0 or can_have[path]:
                     return path
         return None
-
-    def _open_idle(self, name: str) -> None:
-        """Begin to open a namespace without a node, because its room is needed."""
-        self._looked_at.discard(name)
-        self._begin_opening(name, self._home_of, is_for_room=True)
 
     def _begin_opening(
         self,
         name: str,
-        home_of: Callable[[NamespaceToOpen], NamespaceHome],
+        spec: NamespaceSpec | None = None,
+        sizes: Sequence[int] = (),
         bytes_by_path: Sequence[int] = (),
         *,
         is_for_room: bool = False,
     ) -> None:
+        """Begin to open a namespace; see `NamespaceToOpen`."""
         is_durable = self.options.durability == POWER
         self.space.capacity.own = self.space.own_names | {name}
-        self.openings.begin(NamespaceToOpen(name, home_of, is_durable, bytes_by_path, is_for_room))
+        self.openings.begin(
+            NamespaceToOpen(name, is_durable, spec, sizes, bytes_by_path, is_for_room)
+        )
 
     def _home_of(self, opening: NamespaceToOpen) -> NamespaceHome:
-        """Open the directories of an existing namespace. Runs on an I/O thread."""
+        """Open the directories of a namespace, or make those of a node's. Runs on an I/O thread.
+
+        If new tables have no room, namespaces of older versions leave. Raises a `KVCascadeError`,
+        such as `NoSpaceError` if that is not enough.
+        """
+        fs, roots, capacity = self.fs, self.roots, self.space.capacity
         self.unused.await_closing(opening.name)
-        check_mounted(self.fs, self.roots)
-        home = open_home(self.fs, self.roots, opening.name, self.options)
-        if home is None:
+        check_mounted(fs, roots)
+        for path, size in enumerate(opening.sizes):
+            if fs.exists(roots[path]):
+                own_bytes = opening.own_bytes[path] if opening.own_bytes else 0
+                with capacity.claim(path, size, own_bytes):
+                    pass
+        if opening.spec is not None:
+            home = make_home(fs, roots, opening.name, opening.spec, self.options)
+            return _with_room(fs, home, capacity)
+        found = open_home(fs, roots, opening.name, self.options)
+        if found is None:
             raise ConfigError(f"there is no namespace {opening.name} any more")
-        return _with_room(self.fs, home, self.space.capacity)
+        return _with_room(fs, found, capacity)
 
     def _adopt(self, opening: NamespaceToOpen, namespace: NamespaceWriter) -> KVCascadeError | None:
         """Count a namespace that was opened, and sync its commits if a node asked for that."""
@@ -418,8 +412,8 @@ class PathNamespaces:
         written = namespace.table.day_totals().written
         if written < day_totals(day, self._means.wall_clock()).written:  # another table is there
             self._record_removal(opening.name, day)
-        if self.space.files.numbers(opening.name):
-            self._looked_at.discard(opening.name)
+        is_for_tool = opening.spec is None and not opening.is_for_room
+        namespace.home.is_kept = is_for_tool and not self.space.files.numbers(opening.name)
         namespace.min_share_bytes = self.record.min_shares.get(opening.name, 0)
         return None
 
@@ -448,26 +442,6 @@ class PathNamespaces:
         """Record other facts with the path; they hold only once they are on the disk."""
         save_record(self.fs, self.roots[0], record)
         self.record = record
-
-
-def _can_have(
-    short: int,
-    opening: NamespaceToOpen,
-    space: PathSpace,
-    fs: FileSystem,
-    root: Path,
-    path: int,
-) -> bool:
-    """Return whether the disk of a path has enough bytes, of what may leave it, that it lacks.
-
-    The capacity counts more of them: all that tables may take. The directories are searched once:
-    what leaves them is no longer lacking. Raises `OSError`.
-    """
-    if short <= 0:
-        return True
-    if path not in opening.can_have_room:
-        opening.can_have_room[path] = short <= _leaving_bytes(space, fs, root, path)
-    return opening.can_have_room[path]
 
 
 def _leaving_bytes(space: PathSpace, fs: FileSystem, root: Path, path: int) -> int:
