@@ -162,7 +162,8 @@ class WriterService:
         self.was_retired = False
         """True if a newer version, or a tool, asked this writer to close."""
         self._held = held = ExitStack()  # in reverse: a socket without a lock is nobody's
-        try:
+        with ExitStack() as if_failed:
+            if_failed.callback(held.close)
             held.callback(lock.release)
             self._door = PathDoor(roots[0])
             held.callback(self._door.close)
@@ -175,10 +176,12 @@ class WriterService:
             boot = boot_id() if trusts_boot else b""
             means = StartMeans(fs, time.time, open_block_table, boot)
             self._writer = PathWriter(means, roots, options, time.monotonic, executor)
-            self._begin(listener)
-        except BaseException:
-            held.close()
-            raise
+            if_failed.callback(self._writer.close, is_clean=False)
+            with os_errors("beginning to serve a path"):
+                self._clients = ClientSockets(listener, self._writer)
+                if_failed.callback(self._clients.close)
+                self._thread = start_thread(self._run, "kvcascade-writer")
+            if_failed.pop_all()
 
     def connect(self) -> socket.socket:
         """Return a connection for the node of this process. Any thread.
@@ -201,15 +204,6 @@ class WriterService:
     def is_alive(self) -> bool:
         """True while it serves."""
         return self._thread.is_alive()
-
-    def _begin(self, listener: socket.socket) -> None:
-        """Begin to serve. Raises `TierIOError` for want of files or threads."""
-        with ExitStack() as if_failed, os_errors("beginning to serve a path"):
-            if_failed.callback(self._writer.close, is_clean=False)
-            self._clients = ClientSockets(listener, self._writer)
-            if_failed.callback(self._clients.close)
-            self._thread = start_thread(self._run, "kvcascade-writer")
-            if_failed.pop_all()
 
     # -- on its own thread ---------------------------------------------------------------------
 
