@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -48,7 +47,6 @@ from .namespace.namespace_writer import NamespaceWriter
 from .path_capacity import PathCapacity
 from .path_options import (
     POWER,
-    PathRecord,
     check_mounted,
     differences,
     record_in_force,
@@ -86,15 +84,7 @@ class PathNamespaces:
         capacity = PathCapacity(means.fs, roots, in_force, clock)
         self._unknown_epochs: dict[str, int] = {}
         """Epochs that `begin` made and could not record, by namespace: no engine is in them."""
-        self.openings = NamespaceOpenings(
-            means,
-            in_force.policy,
-            executor,
-            self._home_of,
-            self._own_bytes,
-            self._lacking,
-            clock,
-        )
+        self.openings = NamespaceOpenings(means, executor, self._home_of, self._room_for, clock)
         open_idle = partial(self._begin_opening, is_for_room=True)
         self.space = PathSpace(capacity, idle, self.openings, open_idle, executor, clock)
         self.unused = UnusedNamespaces(self.space, self._close, executor)
@@ -146,7 +136,7 @@ class PathNamespaces:
             share = max(share, namespace.min_share_bytes)
         if shares.get(name, 0) != share:
             try:
-                self._record(replace(self.record, min_shares={**shares, name: share}))
+                self._record(min_shares={**shares, name: share})
             except NoSpaceError as error:  # the next engine tries again
                 _log.warning("the min_share of %s holds until the writer ends: %s", name, error)
         namespace.min_share_bytes = share
@@ -217,7 +207,7 @@ class PathNamespaces:
         if known_epoch is None or not was_reset(self.record, name, namespace.epoch):
             if is_alone:
                 self._unknown_epochs[name] = namespace.epoch
-            self._record(replace(self.record, epochs={**self.record.epochs, name: started}))
+            self._record(epochs={**self.record.epochs, name: started})
             self._unknown_epochs.pop(name, None)
         return is_alone
 
@@ -252,8 +242,7 @@ class PathNamespaces:
         sync_blocks(self.fs, self.roots)
         for namespace in self.space.namespaces.values():
             namespace.make_durable(partial(self._means.table_of, is_durable=True))
-        options = msgspec.structs.replace(self.options, durability=POWER)
-        self._record(replace(self.record, options=options))
+        self._record(options=msgspec.structs.replace(self.options, durability=POWER))
 
     def remove_empty(self) -> None:
         """Remove namespaces that lost their last segment while no node has them open."""
@@ -334,23 +323,18 @@ class PathNamespaces:
         # One that lost its tables waits for nothing: its own segments give the room afterwards.
         self._begin_opening(name, spec, sizes, () if is_known else sizes)
 
-    def _own_bytes(self, opening: NamespaceToOpen) -> list[int]:
-        """Return the bytes of our files in each path, with the tables of a new namespace."""
-        return [
-            self.space.own_bytes(path, with_new=False) + size
-            for path, size in enumerate(opening.bytes_by_path)
-        ]
+    def _room_for(self, opening: NamespaceToOpen) -> tuple[list[int], int | None]:
+        """Return the bytes of our files in each path, with the tables of a new namespace.
 
-    def _lacking(self, opening: NamespaceToOpen) -> int | None:
-        """Return a path in which the tables of a namespace lack room that segments have.
-
-        They lack it in the capacity or on the disk.
+        Return also a path in which these tables lack room that segments have, in the capacity or on
+        the disk.
         """
-        space = self.space
-        for path, size in enumerate(opening.bytes_by_path):
+        space, sizes = self.space, opening.bytes_by_path
+        own = [space.own_bytes(path, with_new=False) + size for path, size in enumerate(sizes)]
+        for path, size in enumerate(sizes):
             with suppress(OSError):  # the opening itself says what is wrong
                 short = size + self.options.min_free_bytes - self.fs.free_bytes(self.roots[path])
-                missing = max(short, -space.capacity.left_bytes(path, opening.own_bytes[path]))
+                missing = max(short, -space.capacity.left_bytes(path, own[path]))
                 if not 0 < missing <= space.freeable_bytes(path):
                     continue
                 # The capacity counts more bytes than leave the disk: all that tables may take. The
@@ -359,8 +343,8 @@ class PathNamespaces:
                 if short > 0 and path not in can_have:
                     can_have[path] = short <= _leaving_bytes(space, self.fs, self.roots[path], path)
                 if short <= 0 or can_have[path]:
-                    return path
-        return None
+                    return own, path
+        return own, None
 
     def _begin_opening(
         self,
@@ -434,12 +418,13 @@ class PathNamespaces:
         shares = {key: value for key, value in record.min_shares.items() if key != name}
         epochs = {key: value for key, value in record.epochs.items() if key != name}
         try:
-            self._record(replace(record, min_shares=shares, epochs=epochs))
+            self._record(min_shares=shares, epochs=epochs)
         except KVCascadeError as error:
             _log.warning("the removal of %s is not recorded with the path: %s", name, error)
 
-    def _record(self, record: PathRecord) -> None:
+    def _record(self, **changes: object) -> None:
         """Record other facts with the path; they hold only once they are on the disk."""
+        record = msgspec.structs.replace(self.record, **changes)
         save_record(self.fs, self.roots[0], record)
         self.record = record
 

@@ -73,7 +73,7 @@ class NamespaceHome:
     """Final number of slots."""
     segments: SegmentFiles
     policy: str
-    """Eviction policy whose arrays are counted."""
+    """Eviction policy."""
     locks: list[FileLock] = field(default_factory=list)
     news: str = ""
     """Sentence for the log of the node that begins the namespace, if it changed some option."""

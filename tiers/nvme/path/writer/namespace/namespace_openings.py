@@ -63,22 +63,18 @@ class NamespaceOpenings:
     def __init__(
         self,
         means: StartMeans,
-        policy: str,
         executor: Executor,
         home_of: Callable[[NamespaceToOpen], NamespaceHome],
-        own_bytes: Callable[[NamespaceToOpen], Sequence[int]],
-        lacking: Callable[[NamespaceToOpen], int | None],
+        room_for: Callable[[NamespaceToOpen], tuple[Sequence[int], int | None]],
         clock: Callable[[], float],
     ) -> None:
         """`home_of` opens the directories of a namespace on an I/O thread, and raises a
-        `KVCascadeError`. `own_bytes` returns what `NamespaceToOpen.own_bytes` is now. `lacking`
-        returns the number of a path in which a new namespace lacks room that segments have; None if
-        there is no such path."""
+        `KVCascadeError`. `room_for` returns what `NamespaceToOpen.own_bytes` is now, and the number
+        of a path in which a new namespace lacks room that segments have; None if there is no such
+        path."""
         self._means = means
-        self._policy = policy
         self._home_of = home_of
-        self._own_bytes = own_bytes
-        self._lacking = lacking
+        self._room_for = room_for
         self._clock = clock
         self.lacking: int | None = None
         """Number of the path in which a new namespace waits for room; None if none does."""
@@ -136,8 +132,8 @@ class NamespaceOpenings:
             return
         self.lacking = None
         for waiting in self.waiting.values():
-            opening = replace(waiting, own_bytes=self._own_bytes(waiting))
-            path = self._lacking(opening)
+            own_bytes, path = self._room_for(waiting)
+            opening = replace(waiting, own_bytes=own_bytes)
             waits_since_s = max(opening.begun_s, self._room_at_s)
             if path is not None and self._clock() - waits_since_s < ROOM_LIMIT_S:
                 self.lacking = path
@@ -154,9 +150,7 @@ class NamespaceOpenings:
         """Open a namespace. Runs on an I/O thread."""
         try:
             home = self._home_of(opening)
-            return open_namespace_writer(
-                self._means, home, self._policy, is_durable=opening.is_durable
-            )
+            return open_namespace_writer(self._means, home, is_durable=opening.is_durable)
         except KVCascadeError as error:
             return error
         except Exception as error:  # such as too little memory: it ends no other namespace
