@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -139,7 +138,7 @@ def can_be_collected(path: Path) -> None:
     assert found is not None
     less = capacity_of(FEWER // PER_SEGMENT, PER_SEGMENT, BLOCK)
     options = msgspec.structs.replace(found.options, capacity_bytes=less)
-    save_record(RealFileSystem(), path, replace(found, options=options))
+    save_record(RealFileSystem(), path, msgspec.structs.replace(found, options=options))
     for command in ["verify"], ["gc", "--dry-run", "--older-than", "0s"]:
         Filler(path)
         assert free_bytes(path) == 0

@@ -19,6 +19,7 @@ from support.path_rig import BLOCK_BYTES, Message, PathRig, slots_in, uint64
 from support.waiting import wait_until
 from support.writer_twin import namespace_spec
 
+from kvcascade.errors import InUseError
 from kvcascade.handlers.node.path import path_link
 from kvcascade.handlers.node.path.path_link import FrameSocket
 from kvcascade.handlers.node.path.path_loop import NodeLoop
@@ -293,18 +294,18 @@ def test_a_stranger_that_sends_nonsense_is_dropped_at_once(tmp_path: Path) -> No
         assert not path.rig.writer.clients and first(stranger) is None
 
 
-def test_a_node_that_connects_to_a_writer_past_its_end_sees_the_end(tmp_path: Path) -> None:
+def test_a_node_that_connects_to_a_writer_past_its_end_sees_the_end(
+    tmp_path: Path, serve: Callable[[], WriterService], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The writer's thread lives a moment longer. The node of its process would wait for it."""
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "door"))
-        listener.listen()
-        clients = ClientSockets(listener, PathRig().writer)
-        before = clients.connect()
-        clients.close()
-        for end in (before, clients.connect()):
-            with end:
-                end.setblocking(False)
-                assert end.recv(1) == b""
+    service = serve()
+    monkeypatch.setattr(ClientSockets, "_accept", lambda _: None)  # it ends before it accepts
+    with service.connect() as before:
+        assert service.stop(WAIT_S)
+        before.settimeout(WAIT_S)
+        assert first(before) is None
+    with pytest.raises(InUseError):
+        service.connect()
 
 
 def test_a_newer_version_retires_a_service(

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -66,7 +65,7 @@ def test_a_path_that_engines_know_by_another_name(tmp_path: Path) -> None:
         assert session.ask("list")["namespaces"]
     record = load_record(FS, other)
     assert record is not None and record.paths == (str(tmp_path),)
-    two = replace(record, paths=("/nowhere/1", "/nowhere/2"))
+    two = msgspec.structs.replace(record, paths=("/nowhere/1", "/nowhere/2"))
     assert isinstance(two, PathRecord)
     save_record(FS, other, two)
     with pytest.raises(ConfigError, match="/nowhere/1, /nowhere/2"):

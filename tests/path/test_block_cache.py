@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -251,7 +250,7 @@ def test_a_policy_that_cannot_be_imported_is_refused_unless_it_is_the_recorded_o
     record = load_record(fs, root)
     assert record is not None
     options = msgspec.structs.replace(record.options, policy=asked["policy"])
-    save_record(fs, root, replace(record, options=options))
+    save_record(fs, root, msgspec.structs.replace(record, options=options))
     open_cache(**asked)
 
 

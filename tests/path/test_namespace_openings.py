@@ -277,7 +277,7 @@ def test_a_new_namespace_counts_from_the_begin_of_its_opening() -> None:
 def test_a_closed_namespace_loses_its_segments_once_it_is_open() -> None:
     rig, executor = rig_with(segments=78)
     (name,) = rig.writer.path.space.idle.names
-    openings, node = rig.writer.path.openings, RigNode(rig, "other")
+    openings, node = rig.writer.path.openings.waiting, RigNode(rig, "other")
     rig.wall.advance(1000.0)
     stored_meanwhile = 0
     for start in range(0, 2000, 8):

@@ -47,7 +47,7 @@ def coldest_in(root: Path) -> list[bytes]:
     home = open_home(fs, [root], name, record.options)
     assert home is not None
     means = StartMeans(fs, time.time, open_block_table, boot_id())
-    namespace = open_namespace_writer(means, home, record.options.policy, is_durable=False)
+    namespace = open_namespace_writer(means, home, is_durable=False)
     try:
         return order_of_eviction(namespace)
     finally:

@@ -16,7 +16,6 @@ from support.path_engine import PathEngine
 from kvcascade.assembly.chain_notes import ChainNotes, finest_chain
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.path.path_messages import chain_of
-from kvcascade.tiers.nvme.path.writer.namespace.prompt_log import ChainBook
 from kvcascade.tiers.nvme.segments.chains import (
     CELLS_MIN,
     MAX_RUN_BLOCKS,
@@ -41,12 +40,12 @@ def ends_of(*numbers: int) -> dict[bytes, int]:
 
 def new_log(length: int = CELLS_MIN) -> tuple[ChainLog, npt.NDArray[np.uint64]]:
     cells = np.zeros(length, dtype=np.uint64)
-    return ChainLog(cells), cells
+    return ChainLog(cells, lambda: 1000.0), cells
 
 
 def noted(log: ChainLog, *requests: tuple[dict[bytes, int], Iterable[int]]) -> None:
     """Requests that end one after the other, each with the blocks that it brought."""
-    notes = ChainNotes(ChainBook(log, lambda: 1000.0).write)
+    notes = ChainNotes(log.write)
     for ends, brought in requests:
         notes.note(ends, {key(n): True for n in brought})
     notes.send()

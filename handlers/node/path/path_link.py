@@ -32,9 +32,7 @@ class Waker:
     otherwise write into another file that got the same number.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, on_wake: Callable[[], None]) -> None:
-        """`on_wake` is called by the thread of the selector after each `wake`, or after several."""
-        self._on_wake = on_wake
+    def __init__(self, selector: selectors.BaseSelector) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         selector.register(self._fd, selectors.EVENT_READ, self._drain)
 
@@ -46,7 +44,6 @@ class Waker:
     def _drain(self) -> None:
         with suppress(BlockingIOError):
             os.eventfd_read(self._fd)
-        self._on_wake()
 
     def __del__(self) -> None:
         os.close(self._fd)

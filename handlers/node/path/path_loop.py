@@ -42,7 +42,7 @@ class NodeLoop:
         hello = setup.hello
         roots = [Path(path) for path in hello.paths]
         self._selector = selectors.DefaultSelector()
-        self._waker = Waker(self._selector, lambda: None)
+        self._waker = Waker(self._selector)
         self._posted: deque[Callable[[], None]] = deque()
         self._scheduler = FrameSocket(scheduler, to_node.decode, self._selector, self._ordered)
         self._writer: FrameSocket | None = None

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from ....errors import KVCascadeError, os_errors
+from ....errors import InUseError, KVCascadeError, os_errors
 from ....logs import get_logger
 from ....threads import start_thread, started_pool
 from ....tiers.nvme.disk.filesystem import FileLock, FileSystem
@@ -48,30 +48,14 @@ class ClientSockets:
         self._listener = listener
         self._writer = writer
         self._selector = selectors.DefaultSelector()
-        self._waker = Waker(self._selector, self._woken)
+        self._waker = Waker(self._selector)
         self._numbers = count(1)
         self._links: dict[int, FrameSocket] = {}
         self._ended: dict[int, FrameSocket] = {}
         """Links that failed while their clients may write to their slots."""
         self._is_deaf = True
         """True while nobody is accepted, because this process has too many open files."""
-        self._is_closed = False
-        """Set before `close` looks at `_new`: either it or `connect` closes a late connection."""
-        self._new: list[socket.socket] = []
-        """Connections of the node of this process that were not added yet."""
         self.listen()
-
-    def connect(self) -> socket.socket:
-        """Return a connection for the node of this process. Any thread.
-
-        After `close` the connection has ended: its writer's thread lives a moment longer.
-        """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._new.append(theirs)
-        if self._is_closed:
-            theirs.close()
-        self.wake()
-        return ours
 
     def wake(self) -> None:
         """End the `wait`. Any thread."""
@@ -121,11 +105,8 @@ class ClientSockets:
 
     def close(self) -> None:
         """Close all connections, but not the listener."""
-        self._is_closed = True
         for link in [*self._links.values(), *self._ended.values()]:
             link.close()
-        for connection in self._new:
-            connection.close()
         self._selector.close()
 
     def _accept(self) -> None:
@@ -138,13 +119,6 @@ class ClientSockets:
             self._selector.unregister(self._listener)
             self._is_deaf = True
             return
-        self._add(connection)
-
-    def _woken(self) -> None:
-        while self._new:
-            self._add(self._new.pop(0))
-
-    def _add(self, connection: socket.socket) -> None:
         client = next(self._numbers)
         ready = partial(self._receive, client)
         self._links[client] = FrameSocket(
@@ -188,7 +162,8 @@ class WriterService:
         self.was_retired = False
         """True if a newer version, or a tool, asked this writer to close."""
         self._held = held = ExitStack()  # in reverse: a socket without a lock is nobody's
-        try:
+        with ExitStack() as if_failed:
+            if_failed.callback(held.close)
             held.callback(lock.release)
             self._door = PathDoor(roots[0])
             held.callback(self._door.close)
@@ -201,14 +176,22 @@ class WriterService:
             boot = boot_id() if trusts_boot else b""
             means = StartMeans(fs, time.time, open_block_table, boot)
             self._writer = PathWriter(means, roots, options, time.monotonic, executor)
-            self._begin(listener)
-        except BaseException:
-            held.close()
-            raise
+            if_failed.callback(self._writer.close, is_clean=False)
+            with os_errors("beginning to serve a path"):
+                self._clients = ClientSockets(listener, self._writer)
+                if_failed.callback(self._clients.close)
+                self._thread = start_thread(self._run, "kvcascade-writer")
+            if_failed.pop_all()
 
     def connect(self) -> socket.socket:
-        """Return a connection for the node of this process. Any thread."""
-        return self._clients.connect()
+        """Return a connection for the node of this process. Any thread.
+
+        Raises `InUseError` once the writer has ended, or while too many others wait.
+        """
+        link = self._door.connect()
+        if link is None:
+            raise InUseError("the writer of this process takes no connection now; try again")
+        return link
 
     def stop(self, limit_s: float) -> bool:
         """Close the writer; return True if it has ended. Any thread but its own."""
@@ -221,15 +204,6 @@ class WriterService:
     def is_alive(self) -> bool:
         """True while it serves."""
         return self._thread.is_alive()
-
-    def _begin(self, listener: socket.socket) -> None:
-        """Begin to serve. Raises `TierIOError` for want of files or threads."""
-        with ExitStack() as if_failed, os_errors("beginning to serve a path"):
-            if_failed.callback(self._writer.close, is_clean=False)
-            self._clients = ClientSockets(listener, self._writer)
-            if_failed.callback(self._clients.close)
-            self._thread = start_thread(self._run, "kvcascade-writer")
-            if_failed.pop_all()
 
     # -- on its own thread ---------------------------------------------------------------------
 

@@ -123,7 +123,7 @@ class RemoteLoop:
         server's setting, for the log. Raises `TierIOError` for want of threads.
         """
         self._selector = selectors.DefaultSelector()
-        self._waker = Waker(self._selector, lambda: None)
+        self._waker = Waker(self._selector)
         self._scheduler = FrameSocket(
             scheduler, to_remote_node.decode, self._selector, self._ordered
         )

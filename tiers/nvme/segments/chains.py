@@ -15,7 +15,8 @@ The writer of the path alone changes the log of a namespace. Commands read copie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,8 @@ HEAD_BYTES = 8
 MAX_RUN_BLOCKS = 512
 """Largest run; longer ones are logged in pieces."""
 MAX_CHAIN_BLOCKS = 1 << 24
+MAX_REMEMBERED = 1 << 16
+"""Limit on remembered ends of chains that were logged recently."""
 FIRST_CELL = 1
 RUN_HEAD = 4
 """Cells before the blocks of a run."""
@@ -49,11 +52,19 @@ def head_of(key: bytes) -> int:
 
 
 class ChainLog:
-    """The log of one writer."""
+    """The log of one writer.
 
-    def __init__(self, cells: Cells) -> None:
-        """`cells` are the contents as they were left; zeros if nothing was logged."""
+    A block is logged with the request that stores it. A prompt is logged again in full once half
+    the log has been written since, so that chains in use are not overwritten.
+    """
+
+    def __init__(self, cells: Cells, wall_clock: Callable[[], float]) -> None:
+        """`cells` are the contents as they were left; zeros if nothing was logged. `wall_clock`:
+        seconds since 1970."""
         self._cells = cells
+        self._wall_clock = wall_clock
+        self._ends: OrderedDict[bytes, int] = OrderedDict()
+        """Last block of each logged chain, to `written` when its start was logged."""
 
     @property
     def written(self) -> int:
@@ -64,6 +75,27 @@ class ChainLog:
     def size(self) -> int:
         """Number of cells that can be written before the first is overwritten."""
         return len(self._cells) - FIRST_CELL
+
+    def write(self, chain: Sequence[bytes], fresh: int, tokens: int) -> None:
+        """Log the new part of a chain; all of it if the old part was not logged recently.
+
+        The first `fresh` blocks were stored by earlier requests. A block has `tokens` tokens. The
+        keys may be cut to their heads.
+        """
+        if not chain:
+            return
+        last_old = chain[fresh - 1] if fresh else b""
+        noted_at = self._noted_at(last_old)
+        at = self.written if noted_at is None else noted_at
+        now_s = int(self._wall_clock())
+        for begin in range(0 if noted_at is None else fresh, len(chain), MAX_RUN_BLOCKS):
+            parent = chain[begin - 1] if begin else b""
+            self.note(chain[begin : begin + MAX_RUN_BLOCKS], parent, begin, tokens, now_s)
+        for key in filter(None, (last_old, chain[-1])):
+            self._ends[key] = at
+            self._ends.move_to_end(key)
+        while len(self._ends) > MAX_REMEMBERED:
+            self._ends.popitem(last=False)
 
     def note(
         self, keys: Sequence[bytes], parent: bytes, first: int, tokens: int, now_s: int
@@ -84,6 +116,11 @@ class ChainLog:
         run[RUN_HEAD - 1] |= np.uint64(run_check(run))
         self._cells[at : at + needed] = run
         self._cells[0] += np.uint64(skipped + needed)
+
+    def _noted_at(self, key: bytes) -> int | None:
+        """Return `written` when a block's chain was logged; None if not recently."""
+        at = self._ends.get(key)
+        return at if at is not None and self.written - at < self.size // 2 else None
 
 
 def run_check(run: Cells) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .....errors import FINAL_ERRORS, InUseError, KVCascadeError, os_errors
@@ -85,27 +85,19 @@ class IdleNamespaces:
                     self._keep(name, options)
             if_failed.pop_all()
 
-    def add(self, home: NamespaceHome, day: bytes) -> None:
+    def add(self, home: NamespaceHome, day: bytes, sizes: list[int] | None = None) -> None:
         """Count a namespace that was open, with its record of the last day.
 
-        Another program may be removing its directory, so no lock is created there.
+        Locks that it holds are taken over, so that nobody removes it. Without `sizes` its
+        directories are measured: another program may be removing them.
         """
-        sizes = [0] * len(home.folders)
-        for path, folder in enumerate(home.folders):
-            with suppress(OSError):
-                sizes[path] = self._means.fs.used_bytes(folder)
-        now_s = self._means.wall_clock()
-        self._found[home.name] = IdleNamespace(home.name, sizes, now_s, day)
-
-    def keep(self, home: NamespaceHome, bytes_by_path: list[int], day: bytes) -> None:
-        """Count a namespace that is about to be closed, with its record of the last day.
-
-        Its locks are taken over, so that nobody removes it meanwhile.
-        """
-        last_used_s = self._last_used_s(home.folders[0])
-        self._found[home.name] = IdleNamespace(
-            home.name, bytes_by_path, last_used_s, day, locks=_locks_from(home)
-        )
+        if sizes is None:
+            sizes = [0] * len(home.folders)
+            for path, folder in enumerate(home.folders):
+                with suppress(OSError):
+                    sizes[path] = self._means.fs.used_bytes(folder)
+        last_used_s, locks = self._last_used_s(home.folders[0]), _locks_from(home)
+        self._found[home.name] = IdleNamespace(home.name, sizes, last_used_s, day, locks=locks)
 
     def take(self, name: str) -> bytes:
         """Forget a namespace that was opened or removed. Return its record of the last day."""
@@ -231,18 +223,15 @@ class IdleNamespaces:
 
         The table does not grow to a raised capacity meanwhile.
         """
-        slots = home.slots
-        home.slots = min(slots, recorded_slots(self._means.fs, home.folders[0]) or slots)
+        former = recorded_slots(self._means.fs, home.folders[0]) or home.slots
+        home = replace(home, slots=min(home.slots, former))
         try:
-            is_durable = options.durability == POWER
-            table = self._means.table_of(home, is_durable=is_durable)
+            table = self._means.table_of(home, is_durable=options.durability == POWER)
             day = table.day_record()
             table.close()
         except KVCascadeError as error:
             _log.warning("the budget lacks what was written to %s in a day: %s", home.name, error)
             return b""
-        finally:
-            home.slots = slots
         return day
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -48,7 +47,6 @@ from .namespace.namespace_writer import NamespaceWriter
 from .path_capacity import PathCapacity
 from .path_options import (
     POWER,
-    PathRecord,
     check_mounted,
     differences,
     record_in_force,
@@ -84,15 +82,11 @@ class PathNamespaces:
         idle = IdleNamespaces(means, roots, clock)
         idle.find(in_force)
         capacity = PathCapacity(means.fs, roots, in_force, clock)
-        self._looked_at: set[str] = set()
-        """Namespaces that a tool had opened and that had no segment then. They stay, because nobody
-        took their room."""
         self._unknown_epochs: dict[str, int] = {}
         """Epochs that `begin` made and could not record, by namespace: no engine is in them."""
-        self.openings = NamespaceOpenings(
-            means, in_force.policy, executor, self._own_bytes, self._lacking, clock
-        )
-        self.space = PathSpace(capacity, idle, self.openings, self._open_idle, executor, clock)
+        self.openings = NamespaceOpenings(means, executor, self._home_of, self._room_for, clock)
+        open_idle = partial(self._begin_opening, is_for_room=True)
+        self.space = PathSpace(capacity, idle, self.openings, open_idle, executor, clock)
         self.unused = UnusedNamespaces(self.space, self._close, executor)
 
     @property
@@ -135,14 +129,14 @@ class PathNamespaces:
             self._begin_new(spec, name)
             raise BeingOpenedError(name)
         check_same(namespace.home, key, spec.block_bytes)
-        self._looked_at.discard(name)
+        namespace.home.is_kept = False
         namespace.home.note_use(self.fs)
         share, shares = spec.min_share_bytes, self.record.min_shares
         if namespace.clients:  # of several engines the largest share holds
             share = max(share, namespace.min_share_bytes)
         if shares.get(name, 0) != share:
             try:
-                self._record(replace(self.record, min_shares={**shares, name: share}))
+                self._record(min_shares={**shares, name: share})
             except NoSpaceError as error:  # the next engine tries again
                 _log.warning("the min_share of %s holds until the writer ends: %s", name, error)
         namespace.min_share_bytes = share
@@ -156,11 +150,10 @@ class PathNamespaces:
         namespace = self.space.namespaces.get(name)
         if namespace is not None:
             return namespace
-        if name not in self.openings:
+        if name not in self.openings.waiting:
             if name not in self.space.idle.names:
                 raise ConfigError(f"there is no namespace {name}; `list` names them all")
-            self._looked_at.add(name)
-            self._begin_opening(name, self._home_of)
+            self._begin_opening(name)
         raise BeingOpenedError(name)
 
     def take_opened(self) -> dict[str, KVCascadeError | None]:
@@ -214,7 +207,7 @@ class PathNamespaces:
         if known_epoch is None or not was_reset(self.record, name, namespace.epoch):
             if is_alone:
                 self._unknown_epochs[name] = namespace.epoch
-            self._record(replace(self.record, epochs={**self.record.epochs, name: started}))
+            self._record(epochs={**self.record.epochs, name: started})
             self._unknown_epochs.pop(name, None)
         return is_alone
 
@@ -249,13 +242,12 @@ class PathNamespaces:
         sync_blocks(self.fs, self.roots)
         for namespace in self.space.namespaces.values():
             namespace.make_durable(partial(self._means.table_of, is_durable=True))
-        options = msgspec.structs.replace(self.options, durability=POWER)
-        self._record(replace(self.record, options=options))
+        self._record(options=msgspec.structs.replace(self.options, durability=POWER))
 
     def remove_empty(self) -> None:
         """Remove namespaces that lost their last segment while no node has them open."""
         for name, namespace in list(self.space.namespaces.items()):
-            is_needed = namespace.clients or name in self._looked_at
+            is_needed = namespace.clients or namespace.home.is_kept
             if not is_needed and not self.space.files.numbers(name):
                 _log.warning("%s is removed: its room was needed", name)
                 self.remove(namespace)
@@ -269,9 +261,8 @@ class PathNamespaces:
         name, day = namespace.home.name, namespace.table.day_record()
         namespace.abandon()
         self.space.forget(name)
-        self._looked_at.discard(name)
         try:
-            return remove_home(self.fs, namespace.home)
+            return remove_home(self.fs, self.roots, name)
         except KVCascadeError as error:
             _log.warning("%s could not be removed: %s", name, error)
             return False
@@ -288,9 +279,8 @@ class PathNamespaces:
             )
             namespace.abandon()
             self.space.forget(home.name)
-            self._looked_at.discard(home.name)
             self.space.idle.add(home, day)  # a part of its directory may be there still
-        for name, day in self.space.idle.take_gone(self.openings):
+        for name, day in self.space.idle.take_gone(self.openings.waiting):
             self._record_removal(name, day)
         return gone
 
@@ -299,12 +289,11 @@ class PathNamespaces:
 
         Raises a `KVCascadeError`.
         """
-        if name in self.openings or self.unused.is_closing(name):
+        if name in self.openings.waiting or self.unused.is_closing(name):
             raise InUseError(f"{name} is being opened or closed; try again later")
-        home = open_home(self.fs, self.roots, name, self.options)
         day = self.space.idle.take(name)
         try:
-            return home is None or remove_home(self.fs, home)
+            return remove_home(self.fs, self.roots, name)
         finally:
             self._record_removal(name, day)
 
@@ -325,86 +314,75 @@ class PathNamespaces:
         """Begin to open the namespace of a node, which may not exist. Raises `ConfigError`."""
         options, paths = self.options, len(self.roots)
         sizes: Sequence[int] = ()
-        for gone, day in self.space.idle.take_gone(self.openings):
+        for gone, day in self.space.idle.take_gone(self.openings.waiting):
             self._record_removal(gone, day)
         is_known = name in self.space.idle.names
         if not (is_known and self.fs.exists(self.roots[0] / name / BLOCKS)):
             plan = plan_namespace(options, spec.block_bytes, paths)
             sizes = [fixed_bytes(plan.slots, path, options.policy) for path in range(paths)]
-        make = partial(self._make_home, spec, options, sizes)
         # One that lost its tables waits for nothing: its own segments give the room afterwards.
-        self._begin_opening(name, make, () if is_known else sizes)
+        self._begin_opening(name, spec, sizes, () if is_known else sizes)
 
-    def _make_home(
-        self,
-        spec: NamespaceSpec,
-        options: PathOptions,
-        sizes: Sequence[int],
-        opening: NamespaceToOpen,
-    ) -> NamespaceHome:
-        """Make the directories of a namespace for tables of `sizes`. Runs on an I/O thread.
+    def _room_for(self, opening: NamespaceToOpen) -> tuple[list[int], int | None]:
+        """Return the bytes of our files in each path, with the tables of a new namespace.
 
-        If they have no room, namespaces of older versions leave. Raises a `KVCascadeError`, such as
-        `NoSpaceError` if that is not enough.
+        Return also a path in which these tables lack room that segments have, in the capacity or on
+        the disk.
         """
-        capacity = self.space.capacity
-        self.unused.await_closing(opening.name)
-        check_mounted(self.fs, self.roots)
+        space, sizes = self.space, opening.bytes_by_path
+        own = [space.own_bytes(path, with_new=False) + size for path, size in enumerate(sizes)]
         for path, size in enumerate(sizes):
-            if self.fs.exists(self.roots[path]):
-                own_bytes = opening.own_bytes[path] if opening.own_bytes else 0
-                with capacity.claim(path, size, own_bytes):
-                    pass
-        home = make_home(self.fs, self.roots, opening.name, spec, options)
-        return _with_room(self.fs, home, capacity)
-
-    def _own_bytes(self, opening: NamespaceToOpen) -> list[int]:
-        """Return the bytes of our files in each path, with the tables of a new namespace."""
-        return [
-            self.space.own_bytes(path, with_new=False) + size
-            for path, size in enumerate(opening.bytes_by_path)
-        ]
-
-    def _lacking(self, opening: NamespaceToOpen) -> int | None:
-        """Return a path in which the tables of a namespace lack room that segments have.
-
-        They lack it in the capacity or on the disk.
-        """
-        space = self.space
-        for path, size in enumerate(opening.bytes_by_path):
             with suppress(OSError):  # the opening itself says what is wrong
                 short = size + self.options.min_free_bytes - self.fs.free_bytes(self.roots[path])
-                missing = max(short, -space.capacity.left_bytes(path, opening.own_bytes[path]))
-                has_enough = 0 < missing <= space.freeable_bytes(path)
-                if has_enough and _can_have(short, opening, space, self.fs, self.roots[path], path):
-                    return path
-        return None
-
-    def _open_idle(self, name: str) -> None:
-        """Begin to open a namespace without a node, because its room is needed."""
-        self._looked_at.discard(name)
-        self._begin_opening(name, self._home_of, is_for_room=True)
+                missing = max(short, -space.capacity.left_bytes(path, own[path]))
+                if not 0 < missing <= space.freeable_bytes(path):
+                    continue
+                # The capacity counts more bytes than leave the disk: all that tables may take. The
+                # directories are searched once, because what leaves them is no longer lacking.
+                can_have = opening.can_have_room
+                if short > 0 and path not in can_have:
+                    can_have[path] = short <= _leaving_bytes(space, self.fs, self.roots[path], path)
+                if short <= 0 or can_have[path]:
+                    return own, path
+        return own, None
 
     def _begin_opening(
         self,
         name: str,
-        home_of: Callable[[NamespaceToOpen], NamespaceHome],
+        spec: NamespaceSpec | None = None,
+        sizes: Sequence[int] = (),
         bytes_by_path: Sequence[int] = (),
         *,
         is_for_room: bool = False,
     ) -> None:
+        """Begin to open a namespace; see `NamespaceToOpen`."""
         is_durable = self.options.durability == POWER
         self.space.capacity.own = self.space.own_names | {name}
-        self.openings.begin(NamespaceToOpen(name, home_of, is_durable, bytes_by_path, is_for_room))
+        self.openings.begin(
+            NamespaceToOpen(name, is_durable, spec, sizes, bytes_by_path, is_for_room)
+        )
 
     def _home_of(self, opening: NamespaceToOpen) -> NamespaceHome:
-        """Open the directories of an existing namespace. Runs on an I/O thread."""
+        """Open the directories of a namespace, or make those of a node's. Runs on an I/O thread.
+
+        If new tables have no room, namespaces of older versions leave. Raises a `KVCascadeError`,
+        such as `NoSpaceError` if that is not enough.
+        """
+        fs, roots, capacity = self.fs, self.roots, self.space.capacity
         self.unused.await_closing(opening.name)
-        check_mounted(self.fs, self.roots)
-        home = open_home(self.fs, self.roots, opening.name, self.options)
-        if home is None:
+        check_mounted(fs, roots)
+        for path, size in enumerate(opening.sizes):
+            if fs.exists(roots[path]):
+                own_bytes = opening.own_bytes[path] if opening.own_bytes else 0
+                with capacity.claim(path, size, own_bytes):
+                    pass
+        if opening.spec is not None:
+            home = make_home(fs, roots, opening.name, opening.spec, self.options)
+            return _with_room(fs, home, capacity)
+        found = open_home(fs, roots, opening.name, self.options)
+        if found is None:
             raise ConfigError(f"there is no namespace {opening.name} any more")
-        return _with_room(self.fs, home, self.space.capacity)
+        return _with_room(fs, found, capacity)
 
     def _adopt(self, opening: NamespaceToOpen, namespace: NamespaceWriter) -> KVCascadeError | None:
         """Count a namespace that was opened, and sync its commits if a node asked for that."""
@@ -418,8 +396,8 @@ class PathNamespaces:
         written = namespace.table.day_totals().written
         if written < day_totals(day, self._means.wall_clock()).written:  # another table is there
             self._record_removal(opening.name, day)
-        if self.space.files.numbers(opening.name):
-            self._looked_at.discard(opening.name)
+        is_for_tool = opening.spec is None and not opening.is_for_room
+        namespace.home.is_kept = is_for_tool and not self.space.files.numbers(opening.name)
         namespace.min_share_bytes = self.record.min_shares.get(opening.name, 0)
         return None
 
@@ -440,34 +418,15 @@ class PathNamespaces:
         shares = {key: value for key, value in record.min_shares.items() if key != name}
         epochs = {key: value for key, value in record.epochs.items() if key != name}
         try:
-            self._record(replace(record, min_shares=shares, epochs=epochs))
+            self._record(min_shares=shares, epochs=epochs)
         except KVCascadeError as error:
             _log.warning("the removal of %s is not recorded with the path: %s", name, error)
 
-    def _record(self, record: PathRecord) -> None:
+    def _record(self, **changes: object) -> None:
         """Record other facts with the path; they hold only once they are on the disk."""
+        record = msgspec.structs.replace(self.record, **changes)
         save_record(self.fs, self.roots[0], record)
         self.record = record
-
-
-def _can_have(
-    short: int,
-    opening: NamespaceToOpen,
-    space: PathSpace,
-    fs: FileSystem,
-    root: Path,
-    path: int,
-) -> bool:
-    """Return whether the disk of a path has enough bytes, of what may leave it, that it lacks.
-
-    The capacity counts more of them: all that tables may take. The directories are searched once:
-    what leaves them is no longer lacking. Raises `OSError`.
-    """
-    if short <= 0:
-        return True
-    if path not in opening.can_have_room:
-        opening.can_have_room[path] = short <= _leaving_bytes(space, fs, root, path)
-    return opening.can_have_room[path]
 
 
 def _leaving_bytes(space: PathSpace, fs: FileSystem, root: Path, path: int) -> int:

@@ -7,9 +7,8 @@ the strongest holds.
 from __future__ import annotations
 
 import json
-from base64 import b64decode, b64encode
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from math import isclose
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,34 +32,21 @@ DURABILITIES = ("process", POWER)
 DRIFTING = ("capacity_bytes", "min_free_bytes")
 """Options that may be shares of the disk."""
 SAME_SIZE_SHARE = 0.01
-NOT_A_RECORD = (msgspec.MsgspecError, ValueError, RecursionError)
+NOT_A_RECORD = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
 """Errors of a document that is damaged."""
 Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 """Number that a message to a node can carry."""
 
 
-class _Document(msgspec.Struct):
-    """Content of the file. A document of another shape is damaged."""
-
-    version: int
-    paths: tuple[str, ...]
-    options: dict[str, Any]
-    """By name. Those of later versions may have any value."""
-    min_shares: dict[str, Number]
-    epochs: dict[str, Number]
-    removed_day: str = ""
-
-
-@dataclass(slots=True)
-class PathRecord:
-    """Facts that are recorded with a path."""
+class PathRecord(msgspec.Struct):
+    """Facts that are recorded with a path. A document of another shape is damaged."""
 
     paths: tuple[str, ...]
     """All paths of the tier in order."""
     options: PathOptions
-    min_shares: dict[str, int] = field(default_factory=dict)
+    min_shares: dict[str, Number] = {}
     """By name of a namespace: bytes that other namespaces may not take from it."""
-    epochs: dict[str, int] = field(default_factory=dict)
+    epochs: dict[str, Number] = {}
     """By name of a namespace: epoch in which an engine last started alone. Another number than the
     current epoch stands for blocks of updated weights."""
     removed_day: bytes = b""
@@ -85,21 +71,14 @@ def load_record(fs: FileSystem, root: Path) -> PathRecord | None:
         data = fs.read(path, MAX_RECORD_BYTES)
     try:
         # People edit the file: `json` also reads a byte order mark and UTF-16.
-        found = json.loads(data)
+        found = msgspec.convert(json.loads(data), dict[str, Any])
         json.dumps(found, ensure_ascii=False).encode()  # no message can carry a lone surrogate
-        document = msgspec.convert(found, _Document)
-        if document.version != PATH_RECORD_VERSION:
+        day = b64decode(found.get("removed_day", ""))
+        record = msgspec.convert({**found, "removed_day": day}, PathRecord)
+        msgspec.convert(msgspec.to_builtins(record.options), dict[str, Number | str | None])
+        if found.get("version") != PATH_RECORD_VERSION:
             raise ValueError
-        names = PathOptions.__struct_fields__
-        known = {name: value for name, value in document.options.items() if name in names}
-        options = msgspec.convert(known, dict[str, Number | str | None])
-        return PathRecord(
-            document.paths,
-            msgspec.convert(options, PathOptions),
-            document.min_shares,
-            document.epochs,
-            b64decode(document.removed_day),
-        )
+        return record
     except NOT_A_RECORD:
         raise CorruptionError(
             f"{path} is damaged or of another version; remove it, and the options of the next "
@@ -109,14 +88,7 @@ def load_record(fs: FileSystem, root: Path) -> PathRecord | None:
 
 def save_record(fs: FileSystem, root: Path, record: PathRecord) -> None:
     """Record options and paths durably. Raises a `KVCascadeError`."""
-    document: dict[str, Any] = {
-        "version": PATH_RECORD_VERSION,
-        "paths": list(record.paths),
-        "options": msgspec.to_builtins(record.options),
-        "min_shares": record.min_shares,
-        "epochs": record.epochs,
-        "removed_day": b64encode(record.removed_day).decode(),
-    }
+    document = {"version": PATH_RECORD_VERSION, **msgspec.to_builtins(record)}
     path = root / PATH_FOLDER / PATH_FILE
     with os_errors(f"writing {path}"):
         fs.make_dir(root / PATH_FOLDER)
@@ -147,7 +119,7 @@ def record_in_force(
     check_roots(fs, roots, found)
     record = PathRecord(tuple(map(str, roots)), options)
     if found is not None:
-        record = replace(found, options=options)
+        record = msgspec.structs.replace(found, options=options)
     if options.durability == POWER and (found is None or found.options.durability != POWER):
         sync_blocks(fs, roots)
     if record != found:

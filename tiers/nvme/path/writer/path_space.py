@@ -109,7 +109,7 @@ class PathSpace:
     @property
     def has_jobs(self) -> bool:
         """True while a segment is being made, emptied or deleted, or a namespace opened."""
-        return self.files.is_busy or self._is_emptying or len(self._openings) > 0
+        return self.files.is_busy or self._is_emptying or bool(self._openings.waiting)
 
     def own_bytes(self, path: int, *, with_new: bool = True) -> int:
         """Return the bytes of our namespaces in a path, all that they may take without asking.
@@ -122,7 +122,7 @@ class PathSpace:
     @property
     def own_names(self) -> frozenset[str]:
         """Names of our namespaces, open or not."""
-        return self.idle.names.union(self.namespaces, self._openings)
+        return self.idle.names.union(self.namespaces, self._openings.waiting)
 
     def freeable_bytes(self, path: int) -> int:
         """Return the bytes in a path that would be free without any segment.

@@ -42,8 +42,6 @@ class _Files:
     """Segments that are being made."""
     making_since_s: float = 0.0
     """Time at which the last of them began to be made."""
-    deleting: int = 0
-    """Number of segments that are being deleted."""
     retry_at_s: dict[int, float] = field(default_factory=dict)
     """Paths in which the last attempt failed for another reason than room, to the time of the next
     one; each is logged once."""
@@ -70,7 +68,8 @@ class SegmentJobs:
         self._files: dict[str, _Files] = {}
         self._done: deque[Callable[[], None]] = deque()
         """Functions that the writer's thread calls after jobs on an I/O thread."""
-        self._deleting = 0
+        self._deleting: _Files | None = None
+        """Namespace of which a segment is being deleted; one is at a time."""
         self._keeping: dict[int, float] = {}
         """Paths in which the last deletion failed, to the time of the next attempt; each is logged
         once."""
@@ -107,12 +106,12 @@ class SegmentJobs:
     def has_work(self, name: str) -> bool:
         """Return True while a file of a namespace is being made, opened or deleted."""
         files = self._files[name]
-        return bool(files.making or files.deleting or files.mending)
+        return bool(files.making or files.mending) or self._deleting is files
 
     @property
     def is_deleting(self) -> bool:
         """True while a file is being deleted."""
-        return self._deleting > 0
+        return self._deleting is not None
 
     def may_delete(self, path: int) -> bool:
         """Return True if no deletion in a path failed lately."""
@@ -180,22 +179,20 @@ class SegmentJobs:
                     if n == 1:
                         self._done.append(partial(self._failed, files, numbers, error))
 
-        self._submit(make, lambda: self._failed(files, numbers, None))
+        self._submit(make)
 
     def delete(self, namespace: NamespaceWriter, number: int) -> None:
         """Begin to delete a segment without blocks."""
-        files = self._files[namespace.home.name]
-        files.deleting += 1
-        self._deleting += 1
+        self._deleting = files = self._files[namespace.home.name]
 
         def delete() -> None:
             try:
                 namespace.home.segments.remove(number)
-                self._done.append(lambda: self._deleted(files, number))
+                self._done.append(lambda: self._deleted(files, number, None))
             except Exception as error:
-                self._done.append(partial(self._kept, files, number, error))
+                self._done.append(partial(self._deleted, files, number, error))
 
-        self._submit(delete, lambda: self._kept(files, number, None))
+        self._submit(delete)
 
     def mend(self) -> None:
         """Use the segments that could be opened again, and try those that are still left out.
@@ -234,10 +231,10 @@ class SegmentJobs:
             for number in numbers:
                 files.namespace.space.add_segment(number)
 
-    def _failed(self, files: _Files, numbers: list[int], error: Exception | None) -> None:
+    def _failed(self, files: _Files, numbers: list[int], error: Exception) -> None:
         path = numbers[0] % self._capacity.paths
-        lacks_room = error is None or _is_lack_of_room(error)
-        if error is not None and path not in (self._failing if lacks_room else files.retry_at_s):
+        lacks_room = _is_lack_of_room(error)
+        if path not in (self._failing if lacks_room else files.retry_at_s):
             _log.warning("no segment can be made for now: %s", str(error) or repr(error))
         if lacks_room:
             self._failing.add(path)
@@ -251,32 +248,28 @@ class SegmentJobs:
         for number in numbers:
             files.numbers[number % self._capacity.paths].discard(number)
 
-    def _deleted(self, files: _Files, number: int) -> None:
-        files.deleting -= 1
-        self._deleting -= 1
-        self._keeping.pop(number % self._capacity.paths, None)
-        if self._is_open(files):
-            files.numbers[number % self._capacity.paths].discard(number)
-            files.namespace.space.left_out.discard(number)
-            self._on_deleted(files.namespace.home.name, number, True)
+    def _deleted(self, files: _Files, number: int, error: Exception | None) -> None:
+        """Take in a deletion that has ended; with `error` it failed."""
+        self._deleting, path = None, number % self._capacity.paths
+        if error is None:
+            self._keeping.pop(path, None)
+        else:
+            if path not in self._keeping:
+                _log.warning("a segment could not be deleted: %s", str(error) or repr(error))
+            self._keeping[path] = self._clock() + RETRY_AFTER_S
+        if not self._is_open(files):
+            return
+        space = files.namespace.space
+        if error is None:
+            files.numbers[path].discard(number)
+            space.left_out.discard(number)
+        elif number not in space.left_out:
+            space.add_segment(number)
+        self._on_deleted(files.namespace.home.name, number, error is None)
 
-    def _kept(self, files: _Files, number: int, error: Exception | None) -> None:
-        files.deleting -= 1
-        self._deleting -= 1
-        path = number % self._capacity.paths
-        if error is not None and path not in self._keeping:
-            _log.warning("a segment could not be deleted: %s", str(error) or repr(error))
-        self._keeping[path] = self._clock() + RETRY_AFTER_S
-        if self._is_open(files):
-            if number not in files.namespace.space.left_out:
-                files.namespace.space.add_segment(number)
-            self._on_deleted(files.namespace.home.name, number, False)
-
-    def _submit(self, job: Callable[[], None], refused: Callable[[], None]) -> None:
-        try:
+    def _submit(self, job: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # the executor is shutting down: as a kill would
             self._executor.submit(job)
-        except RuntimeError:  # the executor is shutting down
-            self._done.append(refused)
 
 
 def _usable(home: NamespaceHome, numbers: Sequence[int]) -> list[int]:

@@ -56,7 +56,7 @@ class UnusedNamespaces:
                 continue
             day = namespace.table.day_record()  # reads and totals were written down since
             sizes = [space.files.bytes_in(name, path) for path in range(space.capacity.paths)]
-            space.idle.keep(namespace.home, sizes, day)
+            space.idle.add(namespace.home, day, sizes)
             space.forget(name)
             del self._since_s[name]  # it may be opened again within a second
             with suppress(RuntimeError):  # the executor is shutting down: as a kill would

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from .....base import new_reset_mark
 from ...path_messages import (
@@ -26,21 +27,12 @@ MAX_RESET_MARKS = 64
 """Number of marks of resets that are remembered."""
 
 
-@dataclass(frozen=True, slots=True)
-class PendingReset:
-    """A reset without an answer."""
-
-    client: int
-    request: int
-    mark: int
-    is_passed_on: bool
-
-
 class WaitingResets:
     """Resets that the block table could not take yet; false if there are none."""
 
     def __init__(self) -> None:
-        self.waiting: list[PendingReset] = []
+        self.waiting: list[tuple[int, Reset]] = []
+        """Clients, and their messages; each has a mark."""
         self.retry_at_s = -math.inf
         """Time of the next attempt, after the table refused one."""
         self._begun: deque[int] = deque(maxlen=MAX_RESET_MARKS)
@@ -54,19 +46,19 @@ class WaitingResets:
         """Return True if a reset with this mark waits, or was carried out."""
         return mark in self._begun
 
-    def add(self, reset: PendingReset) -> None:
-        """Let a reset wait."""
-        self._begun.append(reset.mark)
-        self.waiting.append(reset)
+    def add(self, client: int, message: Reset) -> None:
+        """Let a reset with a mark wait."""
+        self._begun.append(message.mark)
+        self.waiting.append((client, message))
 
-    def take(self) -> list[PendingReset]:
+    def take(self) -> list[tuple[int, Reset]]:
         """Return all, because they were carried out; none waits any more."""
         waiting, self.waiting = self.waiting, []
         return waiting
 
     def leave(self, client: int) -> None:
         """Forget the resets of a client."""
-        self.waiting = [each for each in self.waiting if each.client != client]
+        self.waiting = [each for each in self.waiting if each[0] != client]
 
 
 class ResetMessages:
@@ -91,15 +83,13 @@ class ResetMessages:
         namespace = client.namespace
         if namespace is None:
             return
-        mark = message.mark or new_reset_mark()
-        was_begun = namespace.resets.was_begun(mark)
+        message = msgspec.structs.replace(message, mark=message.mark or new_reset_mark())
+        was_begun = namespace.resets.was_begun(message.mark)
         if was_begun and not namespace.is_resetting:
             self._send(client.number, Epoch(namespace.epoch, message.request))
             return
         self._settle(namespace)
-        namespace.resets.add(
-            PendingReset(client.number, message.request, mark, message.is_passed_on)
-        )
+        namespace.resets.add(client.number, message)
         self.proceed(namespace, is_asked=not was_begun)
 
     def proceed(self, namespace: NamespaceWriter, *, is_asked: bool = False) -> None:
@@ -109,15 +99,15 @@ class ResetMessages:
         """
         if not namespace.is_resetting:
             waiting = namespace.resets.waiting
-            own = {each.client for each in waiting if not each.is_passed_on}
+            own = {client for client, each in waiting if not each.is_passed_on}
             self._name_blocks(namespace, namespace.clients - own)
         if not namespace.reset(self._clock(), is_asked=is_asked):
             return
         done = namespace.resets.take()
-        for each in done:
-            self._send(each.client, Epoch(namespace.epoch, each.request))
-        marks = [each.mark for each in done]
-        for number in namespace.clients - {each.client for each in done}:
+        for client, each in done:
+            self._send(client, Epoch(namespace.epoch, each.request))
+        marks = [each.mark for _, each in done]
+        for number in namespace.clients - {client for client, _ in done}:
             self._send(number, Epoch(namespace.epoch, marks=marks))
 
     def _name_blocks(self, namespace: NamespaceWriter, others: set[int]) -> None:

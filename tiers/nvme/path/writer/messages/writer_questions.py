@@ -36,9 +36,7 @@ removed with their segments.
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -64,24 +62,6 @@ TAKE_WAIT_S = 2.0
 Answer = dict[str, Any]
 
 
-@dataclass(slots=True)
-class _Take:
-    client: int
-    request: int
-    name: str
-    left: deque[int]
-    """Numbers of the segments that are not taken yet, in order."""
-    is_if_empty: bool
-    is_if_unused: bool
-    """True if the rest stays once a node has the namespace open."""
-    current: tuple[int, int] | None = None
-    """Number of the segment that is being taken, and of its blocks at the beginning."""
-    waits_until_s: float | None = None
-    """Time at which the next segment is passed over."""
-    taken: list[int] = field(default_factory=list)
-    blocks: int = 0
-
-
 class WriterQuestions:
     """Answers of one `PathWriter`; on its thread."""
 
@@ -89,8 +69,8 @@ class WriterQuestions:
         """`clock` returns monotonic seconds."""
         self._writer = writer
         self._clock = clock
-        self._takes: list[_Take] = []
-        """Questions that take segments and have no answer, in order."""
+        self._takes: list[tuple[int, int, Generator[None, None, Answer]]] = []
+        """Questions that take segments and have no answer, in order: client, request and work."""
         self._answers: dict[str, Callable[[Answer], Answer]] = {
             "stat": self._stat,
             "list": self._list,
@@ -131,22 +111,17 @@ class WriterQuestions:
         """Go on with segments that are taken; return answers and their clients."""
         if not self._takes or self._writer.path.space.is_taking:
             return []
-        first = self._takes[0]
-        if first.current is not None:
-            number, blocks = first.current
-            if number not in self._writer.path.space.files.numbers(first.name):
-                first.taken.append(number)
-                first.blocks += blocks
-            first.current = None
-        if self._take_next(first):
-            return []
-        self._takes.pop(0)
-        answer = {"taken": first.taken, "blocks": first.blocks}
-        return [(first.client, told(first.request, answer))]
+        client, request, work = self._takes[0]
+        try:
+            next(work)
+        except StopIteration as end:
+            self._takes.pop(0)
+            return [(client, told(request, end.value))]
+        return []
 
     def forget(self, client: int) -> None:
         """Drop the open questions of a client that is gone."""
-        self._takes = [each for each in self._takes if each.client != client]
+        self._takes = [each for each in self._takes if each[0] != client]
 
     # -- the path ------------------------------------------------------------------------------
 
@@ -252,34 +227,36 @@ class WriterQuestions:
             raise ConfigError(f"give `segments`, at most {MAX_SEGMENTS_PER_TAKE} numbers")
         name = self._namespace(body).home.name
         flags = body.get("if_empty") is True, body.get("if_unused") is True
-        self._takes.append(_Take(client, request, name, deque(numbers or ()), *flags))
+        self._takes.append((client, request, self._taken(name, numbers or [], *flags)))
 
-    def _take_next(self, job: _Take) -> bool:
-        """Begin with a segment, or go on waiting for one. Return False if none is left."""
-        space, namespace = self._writer.path.space, self._writer.namespaces.get(job.name)
-        while namespace is not None and job.left:
-            if job.is_if_unused and namespace.clients:
-                return False
-            number = job.left[0]
-            blocks = 0
-            if number in namespace.space.segments or number in namespace.space.left_out:
-                blocks = len(namespace.space.used_in(number))
-                may_take = not (job.is_if_empty and blocks)
-                if may_take and space.take(job.name, number):
-                    job.current = number, blocks
-                elif may_take and not job.is_if_empty and self._may_wait(job):
-                    return True
-            job.left.popleft()
-            job.waits_until_s = None
-            if job.current is not None:
-                return True
-        return False
-
-    def _may_wait(self, job: _Take) -> bool:
-        now_s = self._clock()
-        if job.waits_until_s is None:
-            job.waits_until_s = now_s + TAKE_WAIT_S
-        return now_s < job.waits_until_s
+    def _taken(
+        self, name: str, numbers: list[int], is_if_empty: bool, is_if_unused: bool
+    ) -> Generator[None, None, Answer]:
+        """Take segments, and return the answer. It goes on while no segment is being taken."""
+        space = self._writer.path.space
+        taken: list[int] = []
+        removed = 0
+        for number in numbers:
+            until_s = self._clock() + TAKE_WAIT_S
+            while True:
+                namespace = self._writer.namespaces.get(name)
+                if namespace is None or (is_if_unused and namespace.clients):
+                    return {"taken": taken, "blocks": removed}
+                slots = namespace.space
+                is_here = number in slots.segments or number in slots.left_out
+                blocks = len(slots.used_in(number)) if is_here else 0
+                if not is_here or (is_if_empty and blocks):
+                    break
+                if space.take(name, number):
+                    yield
+                    if number not in space.files.numbers(name):
+                        taken.append(number)
+                        removed += blocks
+                    break
+                if is_if_empty or self._clock() >= until_s:
+                    break
+                yield  # nodes write to it
+        return {"taken": taken, "blocks": removed}
 
 
 def _key(text: object) -> bytes:

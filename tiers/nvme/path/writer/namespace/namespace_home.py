@@ -73,10 +73,12 @@ class NamespaceHome:
     """Final number of slots."""
     segments: SegmentFiles
     policy: str
-    """Eviction policy whose arrays are counted."""
+    """Eviction policy."""
     locks: list[FileLock] = field(default_factory=list)
     news: str = ""
     """Sentence for the log of the node that begins the namespace, if it changed some option."""
+    is_kept: bool = False
+    """True if it stays without segments: a tool opened it so, and nobody took its room."""
     unplanned_bytes: int = 0
     """Bytes of the index beyond its plan, once `measure_index` was called."""
 
@@ -309,11 +311,10 @@ def homes_under(fs: FileSystem, root: Path) -> dict[str, Mapping[str, Any]]:
     return found
 
 
-def remove_home(fs: FileSystem, home: NamespaceHome) -> bool:
+def remove_home(fs: FileSystem, roots: Sequence[Path], name: str) -> bool:
     """Delete all directories of a namespace. Return False if another process has one open."""
-    home.close()
     # The index goes last: it says what the others hold.
-    return all([remove_namespace(fs, folder) for folder in reversed(home.folders)])
+    return all([remove_namespace(fs, root / name) for root in reversed(roots)])
 
 
 def _home(

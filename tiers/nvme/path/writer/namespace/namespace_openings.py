@@ -8,12 +8,13 @@ thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 
 from ......errors import ClosedError, KVCascadeError, TierIOError
 from ......logs import get_logger
+from ...path_messages import NamespaceSpec
 from .namespace_home import NamespaceHome
 from .namespace_start import StartMeans, open_namespace_writer
 from .namespace_writer import NamespaceWriter
@@ -40,9 +41,11 @@ class NamespaceToOpen:
     """A namespace to open, and how it is opened."""
 
     name: str
-    home_of: Callable[[NamespaceToOpen], NamespaceHome]
-    """Function that opens its directories, on an I/O thread. Raises a `KVCascadeError`."""
     is_durable: bool
+    spec: NamespaceSpec | None = None
+    """Namespace of a node, which is made if it does not exist; None: it exists."""
+    sizes: Sequence[int] = ()
+    """Bytes of the tables that are made, in each path."""
     bytes_by_path: Sequence[int] = ()
     """Bytes that a new namespace takes in each path before it counts as open."""
     is_for_room: bool = False
@@ -55,55 +58,44 @@ class NamespaceToOpen:
 
 
 class NamespaceOpenings:
-    """Openings that are under way or wait for their turn, by the names of the namespaces."""
+    """Openings that are under way or wait for their turn."""
 
     def __init__(
         self,
         means: StartMeans,
-        policy: str,
         executor: Executor,
-        own_bytes: Callable[[NamespaceToOpen], Sequence[int]],
-        lacking: Callable[[NamespaceToOpen], int | None],
+        home_of: Callable[[NamespaceToOpen], NamespaceHome],
+        room_for: Callable[[NamespaceToOpen], tuple[Sequence[int], int | None]],
         clock: Callable[[], float],
     ) -> None:
-        """`own_bytes` returns what `NamespaceToOpen.own_bytes` is now. `lacking` returns the number
+        """`home_of` opens the directories of a namespace on an I/O thread, and raises a
+        `KVCascadeError`. `room_for` returns what `NamespaceToOpen.own_bytes` is now, and the number
         of a path in which a new namespace lacks room that segments have; None if there is no such
         path."""
         self._means = means
-        self._policy = policy
-        self._own_bytes = own_bytes
-        self._lacking = lacking
+        self._home_of = home_of
+        self._room_for = room_for
         self._clock = clock
         self.lacking: int | None = None
         """Number of the path in which a new namespace waits for room; None if none does."""
         self._room_at_s = -math.inf
         """Time at which others made room last."""
-        self._runs = ""
-        """Name of the namespace that is being opened now."""
         self._executor = executor
-        self._waiting: dict[str, NamespaceToOpen] = {}
-        """Openings in order; the first one runs."""
-        self._running: Future[Opened] | None = None
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._waiting
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._waiting)
-
-    def __len__(self) -> int:
-        return len(self._waiting)
+        self.waiting: dict[str, NamespaceToOpen] = {}
+        """Openings in order, by the names of the namespaces."""
+        self._running: tuple[str, Future[Opened]] | None = None
+        """Name of the namespace that is being opened now."""
 
     @property
     def is_room_coming(self) -> bool:
         """True while a namespace is being opened whose segments are to be taken."""
-        return any(each.is_for_room for each in self._waiting.values())
+        return any(each.is_for_room for each in self.waiting.values())
 
     def begin(self, opening: NamespaceToOpen) -> None:
         """Open a namespace, unless that is under way."""
-        known = self._waiting.setdefault(opening.name, replace(opening, begun_s=self._clock()))
+        known = self.waiting.setdefault(opening.name, replace(opening, begun_s=self._clock()))
         if opening.is_for_room and not known.is_for_room:
-            self._waiting[opening.name] = replace(known, is_for_room=True)
+            self.waiting[opening.name] = replace(known, is_for_room=True)
         self._go_on()
 
     def note_room(self) -> None:
@@ -116,53 +108,49 @@ class NamespaceOpenings:
         The next one begins with the next call, when the namespace that was opened is counted.
         """
         self._go_on()
-        if self._running is None or not self._running.done():
+        if self._running is None or not self._running[1].done():
             return None
-        opening, found = self._waiting.pop(self._runs), self._running.result()
-        self._running = None
+        name, ended = self._running
+        opening, found, self._running = self.waiting.pop(name), ended.result(), None
         if opening.is_for_room:
             self.note_room()
         return opening, found
 
     def bytes_in(self, path: int) -> int:
         """Return the bytes of new namespaces in a path."""
-        return sum(
-            each.bytes_by_path[path] for each in self._waiting.values() if each.bytes_by_path
-        )
+        return sum(each.bytes_by_path[path] for each in self.waiting.values() if each.bytes_by_path)
 
     def close(self) -> None:
         """Give up all openings. One that runs is closed again as a kill would, once it ends."""
         running, self._running = self._running, None
-        self._waiting.clear()
-        if running is not None and not running.cancel():
-            running.add_done_callback(_abandon)
+        self.waiting.clear()
+        if running is not None and not running[1].cancel():
+            running[1].add_done_callback(_abandon)
 
     def _go_on(self) -> None:
         if self._running is not None:
             return
         self.lacking = None
-        for waiting in self._waiting.values():
-            opening = replace(waiting, own_bytes=self._own_bytes(waiting))
-            path = self._lacking(opening)
+        for waiting in self.waiting.values():
+            own_bytes, path = self._room_for(waiting)
+            opening = replace(waiting, own_bytes=own_bytes)
             waits_since_s = max(opening.begun_s, self._room_at_s)
             if path is not None and self._clock() - waits_since_s < ROOM_LIMIT_S:
                 self.lacking = path
                 continue
-            self._runs, self._running = opening.name, Future()
             try:
-                self._running = self._executor.submit(self._open, opening)
+                running = self._executor.submit(self._open, opening)
             except RuntimeError:  # the executor is shutting down
-                closing = ClosedError("the writer of the path is closing; try again")
-                self._running.set_result(closing)
+                running = Future()
+                running.set_result(ClosedError("the writer of the path is closing; try again"))
+            self._running = opening.name, running
             return
 
     def _open(self, opening: NamespaceToOpen) -> Opened:
         """Open a namespace. Runs on an I/O thread."""
         try:
-            home = opening.home_of(opening)
-            return open_namespace_writer(
-                self._means, home, self._policy, is_durable=opening.is_durable
-            )
+            home = self._home_of(opening)
+            return open_namespace_writer(self._means, home, is_durable=opening.is_durable)
         except KVCascadeError as error:
             return error
         except Exception as error:  # such as too little memory: it ends no other namespace

@@ -94,7 +94,7 @@ class StartMeans:
 
 
 def open_namespace_writer(
-    means: StartMeans, home: NamespaceHome, policy: str, *, is_durable: bool
+    means: StartMeans, home: NamespaceHome, *, is_durable: bool
 ) -> NamespaceWriter:
     """Open a namespace for changes. Raises a `KVCascadeError`; `home` is closed then."""
     with ExitStack() as if_failed:
@@ -121,7 +121,7 @@ def open_namespace_writer(
         for number in there:
             space.add_segment(number)
         space.left_out.update(left_out)
-        recency = Recency(means.fs, home.state_folder, policy, space.is_used, means.wall_clock)
+        recency = Recency(means.fs, home.state_folder, home.policy, space.is_used, means.wall_clock)
         if_failed.pop_all()
     _log.info("%s: %d blocks, presence table %s", home.name, space.used, presence.origin.value)
     prompts = PromptLog(means.fs, home.state_folder, home.slots, means.wall_clock)
