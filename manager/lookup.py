@@ -125,7 +125,7 @@ class Lookups:
         promoter: Promoter,
         claims: ClaimQueue,
         workers: WorkerTransfers,
-        worth: Worth | None,
+        worth: Worth,
         answers: Answers,
         collect: Callable[[], object],
     ) -> None:
@@ -239,9 +239,8 @@ class Lookups:
 
     def end_step(self) -> None:
         """End a step with lookups, also after a reset: its hits are no longer protected."""
-        if self._worth is not None:
-            for request in self._missing:
-                self._worth.expect_computing(request)
+        for request in self._missing:
+            self._worth.expect_computing(request)
         self._missing.clear()
         self._count_misses()
         self.answers.clear()

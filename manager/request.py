@@ -133,7 +133,7 @@ class RequestEnds:
         self,
         flow: Flow,
         claims: ClaimQueue,
-        worth: Worth | None,
+        worth: Worth,
         aging: Aging | None,
     ) -> None:
         self._flow = flow
@@ -150,8 +150,7 @@ class RequestEnds:
         """
         if request.claim is not None or request.holds:
             self._claims.release(request)
-        if self._worth is not None:
-            self._worth.backlog.end(request)
+        self._worth.backlog.end(request)
         self._flow.counters.store_lost_blocks += len(request.deferred)
         request.deferred.clear()
         used, request.keys = request.keys, {}

@@ -50,7 +50,7 @@ class Stores:
         claims: ClaimQueue,
         workers: WorkerTransfers,
         answers: Answers,
-        worth: Worth | None,
+        worth: Worth,
         collect: Callable[[], None],
     ) -> None:
         """`answers` holds the protected hits of this step; `worth` receives the offers of requests.
@@ -86,7 +86,7 @@ class Stores:
         room: int | None = len(new)
         if len(new) > top.backend.get_num_free_blocks():
             room = self._make_room(new, block_hashes, request)
-        if self._worth is not None and request is not None:
+        if request is not None:
             self._worth.note_offer(block_hashes, request, room is not None, flow.clock())
         if room is None:
             flow.counters.store_refused_busy += 1
@@ -130,7 +130,7 @@ class Stores:
         top.dirt.set_dirty(slots)
         flow.counters.stored_blocks += len(stored)
         flow.emit(stored, removed=False)
-        if self._worth is not None and not self._workers.stores:
+        if not self._workers.stores:
             self._worth.prefill.all_stored(flow.clock())
         if stored and self._aging is not None:
             # A worker reports a set; slots were taken in the order of the offers.

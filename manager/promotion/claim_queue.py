@@ -172,8 +172,7 @@ class ClaimQueue:
     def end_step(self) -> None:
         """Reorder the queue: requests that asked in this step come first, in the order of their
         lookups."""
-        if self.choice.worth is not None:
-            self.choice.worth.prefill.end_step(self._flow.clock())
+        self.choice.worth.prefill.end_step(self._flow.clock())
         room = self.room
         room.store_need, room.refused_store = room.refused_store, 0
         if self._asked:
@@ -292,7 +291,7 @@ class ClaimQueue:
     def _admit(self, claim: Claim, room: int, now_s: float) -> None:
         """Admit a claim: pin its blocks in the first tier, and queue its blocks below."""
         counters, new_slots = self._flow.counters, claim.new_slots or 0
-        counters.promotions_worth += self.choice.worth is not None
+        counters.promotions_worth += self.choice.worth.is_on
         if claim.has_waited:
             counters.turn_waits += 1
             counters.turn_waits_s.append(now_s - claim.since_s)
