@@ -138,13 +138,6 @@ class Below(ABC):
         """
         return 0
 
-    def is_gone(self, key: BlockHash) -> bool:
-        """Return True if a `get` of a block that was found before would be in vain.
-
-        A tier that is elsewhere forgets its answers after a while; such a block may still be there.
-        """
-        return not self.may_hold(key)
-
     def wants_again(self, key: BlockHash) -> bool:
         """Return True if a `put` of this block is of use although tier 1 may hold it.
 

@@ -21,7 +21,6 @@ from ...handlers.node.remote.remote_wire import FetchJob, RemoteResetJob, ResetD
 from ...tiers.base import BlockHash, BlockOutcome, new_reset_mark
 from ...tiers.breaker import Breaker
 from ...tiers.nvme.path.path_messages import pack_slots
-from ...tiers.remote.presence import HELD
 from ...tiers.remote.remote_store import StoreOptions
 from ...tiers.remote.uploads import Offer, OfferRule
 from ..base import BlockEvent
@@ -113,9 +112,6 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
             if -until_s >= now_s:
                 return 0
         return 0 if owner is None else self._ask(key, owner)
-
-    def is_gone(self, key: BlockHash) -> bool:
-        return self._memory.last(key) is not HELD
 
     def wants_again(self, key: BlockHash) -> bool:
         return self.writes.rule.may_want(key)

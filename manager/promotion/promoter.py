@@ -257,7 +257,7 @@ class Promoter:
             pending = self.pending.get(block_hash)
             if pending is None or not (pending.waiters or pending.is_probe):
                 self.pending.pop(block_hash, None)
-            elif get(block_hash) is not None or self._below.is_gone(block_hash):
+            elif get(block_hash) is not None:
                 self._fail(block_hash)
             else:
                 present.append(block_hash)
