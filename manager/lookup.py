@@ -259,11 +259,6 @@ class Lookups:
             if request.claim is not None:
                 self._claims.release(request)
 
-    def forget(self, request: Request) -> None:
-        """Expect nothing more of a request that ends before its step: nothing would undo it."""
-        if request in self._missing:
-            self._missing.remove(request)
-
     def _count_misses(self) -> None:
         """Count the misses of the lookups that end, without those that the request had before.
 

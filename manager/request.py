@@ -151,6 +151,7 @@ class RequestEnds:
         if request.claim is not None or request.holds:
             self._claims.release(request)
         self._worth.backlog.end(request)
+        request.missed_at = None  # it computes no more, also if its step has not ended
         self._flow.counters.store_lost_blocks += len(request.deferred)
         request.deferred.clear()
         used, request.keys = request.keys, {}
