@@ -89,7 +89,7 @@ class WorkerTransfers:
                 self.loads[block_hash] = (status, left - 1)
             assert status.ref_cnt > 0, "a loading block is pinned"
             status.ref_cnt -= 1
-        self._top.dirt.note_unpinned(len(block_hashes))
+        self._top.dirt.evictable_max += len(block_hashes)
 
     def using(self) -> list[BlockStatus]:
         """Return the slots that workers use now, each once."""
@@ -117,7 +117,7 @@ class WorkerTransfers:
         if left > 1:
             self.outdated[block_hash] = (status, left - 1)
         else:
-            self._drop_count(status)
+            self._top.release([status])
 
     def outdate_pinned(self) -> None:
         """Free quarantined slots at the end instead of unpinning them, because their blocks leave
@@ -159,12 +159,5 @@ class WorkerTransfers:
         _, statuses, pinned = self.quarantine.pop(0)
         for status in pinned:
             status.ref_cnt -= 1
-        self._top.dirt.note_unpinned(len(pinned))
-        for status in statuses:
-            self._drop_count(status)
-
-    def _drop_count(self, status: BlockStatus) -> None:
-        """Drop one count of a slot, and free the slot at zero."""
-        status.ref_cnt -= 1
-        if status.ref_cnt == 0:
-            self._top.backend.free(status)
+        self._top.dirt.evictable_max += len(pinned)
+        self._top.release(statuses)

@@ -181,7 +181,7 @@ class Promoter:
         in_flight, size = 0 if job.is_late else len(job.hashes), self._top.block_size
         self._worth.links[ended.tier - 1].ended(in_flight * size, arrived * size, now_s)
         if job.is_orphan:
-            self._top.release(job)
+            self._top.release(job.statuses)
         else:
             self._land(job, ended)
         return job
