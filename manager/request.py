@@ -126,21 +126,14 @@ class Request:
         keys.update(noted)
 
 
+@dataclass(frozen=True, slots=True)
 class RequestEnds:
     """Changes at the end of a request: claim, pins and recency. Used under the manager's lock."""
 
-    def __init__(
-        self,
-        flow: Flow,
-        claims: ClaimQueue,
-        worth: Worth,
-        aging: Aging | None,
-    ) -> None:
-        self._flow = flow
-        self._top = flow.top
-        self._claims = claims
-        self._worth = worth
-        self._aging = aging
+    _flow: Flow
+    _claims: ClaimQueue
+    _worth: Worth
+    _aging: Aging | None
 
     def end(self, request: Request) -> None:
         """Drop the request's claim and pins, and set the recency of its blocks.
@@ -163,7 +156,7 @@ class RequestEnds:
         in_order = request.in_prompt_order(used)
         # The chain is reported to the first tier only: demotion brings its blocks to a tier below
         # much later, which an eviction policy there would count as a reuse.
-        policy = self._top.policy
+        policy = self._flow.top.policy
         if policy.wants_chains:
             policy.note_chain(in_order)
         else:
@@ -177,7 +170,7 @@ class RequestEnds:
 
         If tier 1 lacks a settled block, admission refused it, and may accept it now.
         """
-        top, below = self._top, self._flow.below
+        top, below = self._flow.top, self._flow.below
         get, settled, may_refuse = top.policy.get, top.dirt.settled, top.uses.past is not None
         found: list[BlockStatus] = []
         wanted: list[BlockHash] = []

@@ -32,13 +32,7 @@ those that have stopped compute is ahead of the others then."""
 class LoadChoice:
     """Choice between loading blocks and computing them."""
 
-    def __init__(
-        self,
-        flow: Flow,
-        promoter: Promoter,
-        room: PromotionRoom,
-        worth: Worth,
-    ) -> None:
+    def __init__(self, flow: Flow, promoter: Promoter, room: PromotionRoom, worth: Worth) -> None:
         """`worth` compares the speeds. While it is off, tiers are left out only if they rest."""
         self._flow = flow
         self._below = flow.below
