@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -56,39 +57,32 @@ LOOK_AGAIN_S = 0.02
 may have become pointless meanwhile. Each check counts one waiting claim anew, at 0.4 µs a block."""
 
 
+@dataclass(slots=True)
 class ClaimQueue:
     """Queue of waiting claims, and the admitted ones."""
 
-    def __init__(
-        self,
-        flow: Flow,
-        promoter: Promoter,
-        holds: Holds,
-        room: PromotionRoom,
-        choice: LoadChoice,
-        answers: Answers,
-    ) -> None:
-        """`choice` may give claims up. `answers` has the hits of this step."""
-        self._flow = flow
-        self._promoter = promoter
-        self._holds = holds
-        self.room = room
-        self.choice = choice
-        self._answers = answers
-        self._asked: list[Claim] = []
-        """Waiting claims whose requests asked in this step, in that order."""
-        self._queue: dict[Claim, None] = {}
-        """Waiting claims, in the order of their turns."""
-        self._owned: set[BlockHash] = set()
-        """Own blocks of the waiting claims."""
-        self.admitted: dict[Claim, None] = {}
-        """Claims whose blocks are pinned or being read."""
-        self._look_again_s = -math.inf
-        """Time of the next check of the queue; `-inf` once a claim was made or shortened."""
-        self._checked = 0
-        """Number of claims that the checks of this rotation have passed."""
-        self._recounted = 0
-        """Index of the waiting claim that the last check counted anew."""
+    _flow: Flow
+    _promoter: Promoter
+    _holds: Holds
+    room: PromotionRoom
+    choice: LoadChoice
+    """May give claims up."""
+    _answers: Answers
+    """Hits of this step."""
+    _asked: list[Claim] = field(default_factory=list)
+    """Waiting claims whose requests asked in this step, in that order."""
+    _queue: dict[Claim, None] = field(default_factory=dict)
+    """Waiting claims, in the order of their turns."""
+    _owned: set[BlockHash] = field(default_factory=set)
+    """Own blocks of the waiting claims."""
+    admitted: dict[Claim, None] = field(default_factory=dict)
+    """Claims whose blocks are pinned or being read."""
+    _look_again_s: float = -math.inf
+    """Time of the next check of the queue; `-inf` once a claim was made or shortened."""
+    _checked: int = 0
+    """Number of claims that the checks of this rotation have passed."""
+    _recounted: int = 0
+    """Index of the waiting claim that the last check counted anew."""
 
     @property
     def waiting(self) -> int:
