@@ -293,12 +293,11 @@ class CascadingOffloadingManager:
         return len(loads.union(self._holds.users, writes))
 
 
-def _worth_of(flow: Flow) -> Worth:
-    options, below = flow.options, flow.below
-    ratios, prefill = (
-        [t.load_ratio_max for t in below.tiers],
-        PrefillSpeed(options.prefill_tokens_per_s),
-    )
-    tokens = options.tokens_per_block if options.load_or_recompute and below.tiers else 0.0
-    size, end = flow.top.block_size, options.served_end
-    return Worth(ratios, size, tokens, prefill, end, below.latency_s)
+def _worth_of(flow: Flow) -> Worth | None:
+    options = flow.options
+    if flow.is_single or not options.load_or_recompute or not options.tokens_per_block:
+        return None
+    prefill = PrefillSpeed(options.prefill_tokens_per_s)
+    ratios, size = [tier.load_ratio_max for tier in flow.below.tiers], flow.top.block_size
+    latency_s = flow.below.latency_s
+    return Worth(ratios, size, options.tokens_per_block, prefill, options.served_end, latency_s)

@@ -125,7 +125,7 @@ class Lookups:
     _promoter: Promoter
     _claims: ClaimQueue
     _workers: WorkerTransfers
-    _worth: Worth
+    _worth: Worth | None
     """Receives the misses of requests, because the requests compute these blocks."""
     answers: Answers
     _collect: Callable[[], object]
@@ -233,8 +233,9 @@ class Lookups:
 
     def end_step(self) -> None:
         """End a step with lookups, also after a reset: its hits are no longer protected."""
-        for request in self._missing:
-            self._worth.expect_computing(request)
+        if self._worth is not None:
+            for request in self._missing:
+                self._worth.expect_computing(request)
         self._missing.clear()
         self._count_misses()
         self.answers.clear()

@@ -132,7 +132,7 @@ class RequestEnds:
 
     _flow: Flow
     _claims: ClaimQueue
-    _worth: Worth
+    _worth: Worth | None
     _aging: Aging | None
 
     def end(self, request: Request) -> None:
@@ -143,7 +143,8 @@ class RequestEnds:
         """
         if request.claim is not None or request.holds:
             self._claims.release(request)
-        self._worth.backlog.end(request)
+        if self._worth is not None:
+            self._worth.backlog.end(request)
         request.missed_at = None  # it computes no more, also if its step has not ended
         self._flow.counters.store_lost_blocks += len(request.deferred)
         request.deferred.clear()

@@ -50,7 +50,7 @@ class Stores:
     _workers: WorkerTransfers
     _answers: Answers
     """Protected hits of this step."""
-    _worth: Worth
+    _worth: Worth | None
     """Receives the offers of requests."""
     _collect: Callable[[], None]
     """Collects the ended transfers of every tier."""
@@ -72,7 +72,7 @@ class Stores:
         room: int | None = len(new)
         if len(new) > top.backend.get_num_free_blocks():
             room = self._make_room(new, block_hashes, request)
-        if request is not None:
+        if self._worth is not None and request is not None:
             self._worth.note_offer(block_hashes, request, room is not None, flow.clock())
         if room is None:
             flow.counters.store_refused_busy += 1
@@ -116,7 +116,7 @@ class Stores:
         top.dirt.set_dirty(slots)
         flow.counters.stored_blocks += len(stored)
         flow.emit(stored, removed=False)
-        if not self._workers.stores:
+        if self._worth is not None and not self._workers.stores:
             self._worth.prefill.all_stored(flow.clock())
         if stored and aging is not None:
             # A worker reports a set; slots were taken in the order of the offers.

@@ -166,7 +166,8 @@ class ClaimQueue:
     def end_step(self) -> None:
         """Reorder the queue: requests that asked in this step come first, in the order of their
         lookups."""
-        self.choice.worth.prefill.end_step(self._flow.clock())
+        if self.choice.worth is not None:
+            self.choice.worth.prefill.end_step(self._flow.clock())
         room = self.room
         room.store_need, room.refused_store = room.refused_store, 0
         if self._asked:
@@ -279,7 +280,7 @@ class ClaimQueue:
     def _admit(self, claim: Claim, room: int, now_s: float) -> None:
         """Admit a claim: pin its blocks in the first tier, and queue its blocks below."""
         counters, new_slots = self._flow.counters, claim.new_slots or 0
-        counters.promotions_worth += self.choice.worth.is_on
+        counters.promotions_worth += self.choice.worth is not None
         if claim.has_waited:
             counters.turn_waits += 1
             counters.turn_waits_s.append(now_s - claim.since_s)

@@ -32,8 +32,10 @@ those that have stopped compute is ahead of the others then."""
 class LoadChoice:
     """Choice between loading blocks and computing them."""
 
-    def __init__(self, flow: Flow, promoter: Promoter, room: PromotionRoom, worth: Worth) -> None:
-        """`worth` compares the speeds. While it is off, tiers are left out only if they rest."""
+    def __init__(
+        self, flow: Flow, promoter: Promoter, room: PromotionRoom, worth: Worth | None
+    ) -> None:
+        """`worth` compares the speeds; None: tiers are left out only while they rest."""
         self._flow = flow
         self._below = flow.below
         self._promoter = promoter
@@ -50,7 +52,11 @@ class LoadChoice:
 
         False: computing is faster than reading any number of its blocks.
         """
-        return any(n not in request.too_slow and self._may_pay(n) for n in self._elsewhere)
+        worth, too_slow = self.worth, request.too_slow
+        return any(
+            worth is None or (n not in too_slow and self._may_pay(n, worth))
+            for n in self._elsewhere
+        )
 
     def may_read(self, level: int, request: Request) -> bool:
         """Return False if a block of the tier is a miss for the request.
@@ -63,15 +69,17 @@ class LoadChoice:
             return False
         if level in request.too_slow:
             return False
-        claim = request.claim
-        if (claim is not None and not claim.is_admitted) or self._may_pay(level):
+        worth, claim = self.worth, request.claim
+        if worth is None or (claim is not None and not claim.is_admitted):
+            return True
+        if self._may_pay(level, worth):
             return True
         self._leave_out(request, {level})
         return False
 
     def count_saved(self, claim: Claim, to_read: Sequence[BlockHash]) -> None:
         """Count the blocks that reading would save. `to_read`: those that `claim.blocks` counts."""
-        if not self.worth.is_on:
+        if self.worth is None:
             return
         wanted, chain = claim.wanted, list(claim.wanted)
         claim.saved_blocks = [0] * len(claim.blocks)
@@ -92,14 +100,16 @@ class LoadChoice:
                 continue
             if self._below.rests(level):
                 return True
-            if not worth.is_on:
+            if worth is None:
                 continue
             # Blocks that an earlier claim owns are in `ahead` already.
-            others = max(0, ahead[level] + claim.own_blocks[level] - blocks)
             saved = claim.saved_blocks[level]
+            others = max(0, ahead[level] + claim.own_blocks[level] - blocks)
             if not worth.is_worth(level, blocks, others, saved, now_s, claim.request):
                 slow.add(level)
-        return bool(slow) and self._compute_instead(claim, slow, now_s)
+        if worth is None or not slow:
+            return False
+        return self._compute_instead(claim, slow, worth, now_s)
 
     def leave_stalled(self, admitted: Iterable[Claim]) -> None:
         """Let requests compute that have waited for longer than that is worth.
@@ -107,8 +117,8 @@ class LoadChoice:
         A tier from which nothing arrives may go on at any time. A request waits for it as long as
         it would have waited for a slow one (`Worth.is_worth`).
         """
-        now_s = self._flow.clock()
-        if now_s < self._look_again_s or not self.worth.is_on:
+        worth, now_s = self.worth, self._flow.clock()
+        if worth is None or now_s < self._look_again_s:
             return
         queues = self._promoter.queues
         silent = [q for q in queues if q.jobs and now_s >= q.arrived_s + STALL_S_MIN]
@@ -119,7 +129,7 @@ class LoadChoice:
             for queue in silent if claim.request.pending else ():
                 waited_s = now_s - max(queue.arrived_s, claim.since_s)
                 if waited_s >= STALL_S_MIN:
-                    left += self._leave_stalled(claim, queue.tier, waited_s)
+                    left += self._leave_stalled(claim, queue.tier, waited_s, worth)
             if left >= MAX_LEFT_PER_STEP:
                 self._look_again_s = -math.inf
                 return
@@ -129,9 +139,9 @@ class LoadChoice:
         served = sum(h.endswith(self._served_end) for h in block_hashes)
         self._flow.counters.recomputed_blocks[reason] += served
 
-    def _may_pay(self, level: int) -> bool:
+    def _may_pay(self, level: int, worth: Worth) -> bool:
         """Return True if reading a block of the tier may be worth it, or if a probe is due."""
-        worth, now_s = self.worth, self._flow.clock()
+        now_s = self._flow.clock()
         return not worth.is_hopeless(level, now_s) or worth.may_probe(level, now_s)
 
     def _leave_out(self, request: Request, levels: Set[int]) -> None:
@@ -139,12 +149,12 @@ class LoadChoice:
         request.too_slow |= levels
         request.awaits_answers = self.may_read_elsewhere(request)
 
-    def _compute_instead(self, claim: Claim, slow: Set[int], now_s: float) -> bool:
+    def _compute_instead(self, claim: Claim, slow: Set[int], worth: Worth, now_s: float) -> bool:
         """Turn blocks in slow tiers into misses. Those behind the first one are computed, too.
 
         Return False if the claim wants none of them any more: they arrived for another request.
         """
-        request, wanted, worth = claim.request, claim.wanted, self.worth
+        request, wanted = claim.request, claim.wanted
         missed = [h for h, level in wanted.items() if level in slow]
         if not missed:
             return False
@@ -157,20 +167,20 @@ class LoadChoice:
         computed = [h for h, level in islice(wanted.items(), start, None) if level]
         for level in slow:
             if worth.is_hopeless(level, now_s) and worth.may_probe(level, now_s):
-                self._probe(level, [h for h in missed if wanted[h] == level], now_s)
+                self._probe(level, [h for h in missed if wanted[h] == level], worth, now_s)
         request.missed.update(missed)
         self.count_recomputed(computed, Reason.NOT_WORTH)
         worth.expect_computing(request, computed)
         return True
 
-    def _leave_stalled(self, claim: Claim, tier: int, waited_s: float) -> int:
+    def _leave_stalled(self, claim: Claim, tier: int, waited_s: float, worth: Worth) -> int:
         """End the waits of a request for a tier if computing is faster. Return their number."""
         request, needed = claim.request, len(claim.request.pending)
         if self._served_end:  # a window or a state may be waited for, for the sake of all the rest
             if claim.served_blocks is None:
                 claim.served_blocks = sum(h.endswith(self._served_end) for h in claim.wanted)
             needed = claim.served_blocks
-        if waited_s < self.worth.patience_s(tier, needed, request):
+        if waited_s < worth.patience_s(tier, needed, request):
             return 0
         pending = self._promoter.pending
         missed = [h for h in request.pending if pending[h].tier == tier]
@@ -178,15 +188,17 @@ class LoadChoice:
             missed = list(request.pending)
         self._promoter.give_up(request, missed)
         self.count_recomputed(missed, Reason.DEADLINE)
-        self.worth.expect_computing(request, missed)
+        worth.expect_computing(request, missed)
         return len(missed)
 
-    def _probe(self, level: int, block_hashes: Sequence[BlockHash], now_s: float) -> None:
+    def _probe(
+        self, level: int, block_hashes: Sequence[BlockHash], worth: Worth, now_s: float
+    ) -> None:
         """Read a few blocks of a slow tier for which no request waits."""
         room = self._room.left(self._room.budget())
         if room <= 0:
             return
-        for block_hash in block_hashes[: min(room, self.worth.probe_blocks(level, now_s))]:
+        for block_hash in block_hashes[: min(room, worth.probe_blocks(level, now_s))]:
             if block_hash not in self._promoter.pending:
                 self._promoter.begin(block_hash, level, is_probe=True)
         self._flow.counters.promotion_probes += 1

@@ -107,7 +107,7 @@ class Promoter:
         demoter: Demoter,
         holds: Holds,
         workers: WorkerTransfers,
-        worth: Worth,
+        worth: Worth | None,
     ) -> None:
         """`demoter` makes room in the first tier; `worth` measures the speeds of the tiers."""
         self._flow = flow
@@ -178,8 +178,11 @@ class Promoter:
         arrived = ended.outcomes.count(BlockOutcome.OK)
         if arrived:
             queue.moved_s = queue.arrived_s = now_s
-        in_flight, size = 0 if job.is_late else len(job.hashes), self._top.block_size
-        self._worth.links[ended.tier - 1].ended(in_flight * size, arrived * size, now_s)
+        if self._worth is not None:
+            size = self._top.block_size
+            in_flight = 0 if job.is_late else len(job.hashes)
+            speed = self._worth.links[ended.tier - 1]
+            speed.ended(in_flight * size, arrived * size, now_s)
         if job.is_orphan:
             self._top.release(job.statuses)
         else:
@@ -193,8 +196,9 @@ class Promoter:
             for block_hash in queue.take_late(now_s):
                 self._fail(block_hash, Reason.DEADLINE)
             for job in queue.late_jobs(now_s):
-                size_bytes = len(job.hashes) * self._top.block_size
-                self._worth.links[queue.tier - 1].given_up(size_bytes)
+                if self._worth is not None:
+                    size_bytes = len(job.hashes) * self._top.block_size
+                    self._worth.links[queue.tier - 1].given_up(size_bytes)
                 if job.is_orphan:  # a later promotion may read the same blocks
                     continue
                 for block_hash in job.hashes:
@@ -268,8 +272,9 @@ class Promoter:
         queue.jobs[ticket] = ReadJob(present, targets, now_s)
         queue.moved_s = now_s
         self.late_s = min(self.late_s, now_s + queue.deadline_s)
-        size_bytes = len(present) * self._top.block_size
-        self._worth.links[queue.tier - 1].started(size_bytes, now_s)
+        if self._worth is not None:
+            speed = self._worth.links[queue.tier - 1]
+            speed.started(len(present) * self._top.block_size, now_s)
         self._below.get(ticket, queue.tier, present, slots.tolist())
 
     def _fail(self, block_hash: BlockHash, reason: Reason | None = None) -> None:

@@ -287,10 +287,8 @@ class Worth:
         latency_s: Callable[[int], float] = lambda tier: 0.0,
     ) -> None:
         """`load_ratios_max`: `TierFacts.load_ratio_max` of each tier below. `tokens_per_block`:
-        tokens of a block whose hash ends with `served_end`. All other blocks count 0 tokens. If it
-        is 0, nothing is compared: every load is worth it. `latency_s`: see `Below.latency_s`."""
-        self.is_on = tokens_per_block > 0
-        """False if nothing is compared."""
+        tokens of a block whose hash ends with `served_end`. All other blocks count 0 tokens.
+        `latency_s`: see `Below.latency_s`."""
         tiers = range(1, len(load_ratios_max) + 1)
         self.links = [LinkSpeed(partial(latency_s, tier)) for tier in tiers]
         self._load_ratios_max = load_ratios_max
@@ -312,8 +310,6 @@ class Worth:
         is accepted depends on the tier below instead. An offer that shares no block with the
         deferred one is not counted.
         """
-        if not self.is_on:
-            return
         if request.deferred and request.deferred.keys().isdisjoint(offered):
             return
         if self._served_end:
@@ -336,8 +332,6 @@ class Worth:
         If the length of the prompt is unknown, the blocks in `below` count. Blocks that another
         request computes already do not count.
         """
-        if not self.is_on:
-            return
         served = [h for h in below if h.endswith(self._served_end) and h not in self.backlog]
         positions = request.positions
         tokens = (self.backlog.named(request) + len(served)) * self.tokens_per_block
@@ -412,6 +406,6 @@ class Worth:
     def _computing_s(self, blocks: int, request: Request | None = None) -> float:
         """Return the seconds until so many blocks are computed; `inf` while no speed is known."""
         speed = self.prefill.tokens_per_s
-        if speed is None or not self.is_on:
+        if speed is None:
             return math.inf
         return (self.backlog.ahead_of(request) + blocks * self.tokens_per_block) / speed
