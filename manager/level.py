@@ -354,8 +354,11 @@ class Level:
                 self.backend.free(status)
 
     def release(self, statuses: Iterable[BlockStatus]) -> None:
-        """Drop one pin of each slot, and free those without further pins."""
+        """Drop one pin of each slot. Free those without further pins whose block has left."""
         for status in statuses:
             status.ref_cnt -= 1
             if status.ref_cnt == 0:
-                self.backend.free(status)
+                if self.policy.ready_at[status.block_id]:
+                    self.dirt.evictable_max += 1
+                else:
+                    self.backend.free(status)

@@ -51,16 +51,12 @@ class Resets:
         self._forget_top(is_own=False)
 
     def _forget_worker_transfers(self) -> None:
-        written = list(self._workers.stores.values())
         for block_hash, status in self._workers.stores.items():
             self._flow.top.policy.remove(block_hash)
             status.ref_cnt = 1
-        read = []
         for loading, count in self._workers.loads.values():
             loading.ref_cnt -= count - 1  # the quarantine keeps one pin; workers may still read
-            read.append(loading)
-        written += [status for status, _ in self._workers.outdated.values()]
-        self._workers.forget(written, read)
+        self._workers.forget(self._workers.using())
 
     def _forget_top(self, *, is_own: bool) -> None:
         """Empty the first tier.
@@ -72,7 +68,6 @@ class Resets:
         self._claims.orphan()
         jobs = [*self._promoter.orphan(), *self._demoter.orphan()]
         workers = self._workers.using()
-        self._workers.outdate_pinned()
         if not is_own:
             self._workers.outdate()
         users = Counter(status.block_id for job in jobs for status in job.statuses)
