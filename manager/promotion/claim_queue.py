@@ -182,8 +182,7 @@ class ClaimQueue:
             self.choice.leave_stalled(self.admitted)
         if self._queue:
             self._admit_waiting()
-        if self._promoter.is_queued:  # a slot or a job may be free now
-            self._promoter.flush(self._answers.hits, may_displace=bool(self._queue))
+        self._promoter.flush(self._answers.hits, may_displace=bool(self._queue))
 
     def _admit_waiting(self) -> None:
         """Admit waiting claims that fit, and give up those that are better computed.
