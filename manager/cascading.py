@@ -152,7 +152,6 @@ class CascadingOffloadingManager:
     def finish_request(self, request: Request) -> None:
         """End a request: set the recency of its blocks. Its transfers may still be in flight."""
         with self.lock:
-            self.lookups.forget(request)
             self._request_ends.end(request)
 
     def end_step(self) -> None:

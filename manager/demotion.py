@@ -213,21 +213,36 @@ class Demoter:
             return
         window = self._window - level.backend.get_num_free_blocks()
         left = window - self._started_by_scan
-        started = self._demote_coldest(left, window, MAX_SETTLED) if left > 0 else 0
+        started = self.demote_coldest(left, window) if left > 0 else 0
         self._started_by_scan += started
         may_go_on = self.was_cut_short or self.may_find_room
         is_idle = self._counted_jobs < MAX_JOBS_IN_FLIGHT and not may_go_on
         if left <= started or (not started and is_idle):
             self._taken_at_scan, self._started_by_scan = level.taken_blocks, 0
 
-    def demote_coldest(self, n: int) -> int:
+    def demote_coldest(self, n: int, window: int | None = None) -> int:
         """Start writing up to `n` of the coldest dirty blocks. Return the number started.
 
         Blocks that the tier below holds, or that admission refuses, are settled instead. These may
-        be nearly all blocks of the level. A scan therefore ends after `n` or `MAX_SETTLED` settled
-        blocks, whichever is more (`was_cut_short`).
+        be nearly all blocks of the level. A scan therefore ends after `MAX_SETTLED` settled blocks
+        (`was_cut_short`). Without a `window` it searches all blocks, not only so many of the
+        coldest, and ends after `n` settled blocks if that is more.
         """
-        return self._demote_coldest(n, None, max(n, MAX_SETTLED))
+        max_settled = MAX_SETTLED if window is not None else max(n, MAX_SETTLED)
+        started = settled = 0
+        self.was_cut_short = self.may_find_room = False
+        while started < n and not self.was_cut_short:
+            limit = self._next_size(min(n - started, max_settled - settled))
+            if not limit:
+                break
+            cold = self.search.next_cold(limit, window)
+            sent = self._send(cold)
+            if sent is None or not cold:
+                break
+            started += sent
+            settled += len(cold) - sent
+            self.was_cut_short = started < n and settled >= max_settled
+        return started
 
     def clean_ahead(self, n: int) -> bool:
         """Write `n` more of the coldest blocks. Return True if some slots will be clean soon."""
@@ -264,7 +279,7 @@ class Demoter:
         """
         job = self.jobs.pop(ended.ticket)
         if job.is_orphan:
-            self._level.release(job)
+            self._level.release(job.statuses)
             return job
         settled: list[int] = []
         failed: list[int] = []
@@ -294,23 +309,6 @@ class Demoter:
         for job in self.jobs.values():
             job.is_orphan = True
         return list(self.jobs.values())
-
-    def _demote_coldest(self, n: int, window: int | None, max_settled: int) -> int:
-        """Search only the `window` coldest blocks; None: all."""
-        started = settled = 0
-        self.was_cut_short = self.may_find_room = False
-        while started < n and not self.was_cut_short:
-            limit = self._next_size(min(n - started, max_settled - settled))
-            if not limit:
-                break
-            cold = self.search.next_cold(limit, window)
-            sent = self._send(cold)
-            if sent is None or not cold:
-                break
-            started += sent
-            settled += len(cold) - sent
-            self.was_cut_short = started < n and settled >= max_settled
-        return started
 
     def _next_size(self, n: int) -> int:
         """Return how many of `n` blocks the next job may contain; 0: try again in a later step."""

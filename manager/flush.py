@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -40,35 +41,23 @@ JOIN_POLL_S = 0.01
 """Seconds between two checks whether there is one."""
 
 
+@dataclass(slots=True)
 class Closing:
     """Flush and stop a cascade."""
 
-    def __init__(
-        self,
-        flow: Flow,
-        demoter: Demoter,
-        workers: WorkerTransfers,
-        holds: Holds,
-        lock: AbstractContextManager[Any],
-        collect: Callable[[], None],
-        maintain: Callable[[], None],
-        pause: Callable[[float], None],
-    ) -> None:
-        """`lock` is held during every access to the manager's state, and while transfers stop.
-
-        `collect` collects the ended transfers of every tier. `maintain` maintains the tiers below,
-        and takes in resets by other engines. `pause` waits for the given number of seconds of the
-        clock.
-        """
-        self._flow = flow
-        self._demoter = demoter
-        self._workers = workers
-        self._holds = holds
-        self._lock = lock
-        self._collect = collect
-        self._maintain = maintain
-        self._pause = pause
-        self._is_shut_down = False
+    _flow: Flow
+    _demoter: Demoter
+    _workers: WorkerTransfers
+    _holds: Holds
+    _lock: AbstractContextManager[Any]
+    """Held during every access to the manager's state, and while transfers stop."""
+    _collect: Callable[[], None]
+    """Collects the ended transfers of every tier."""
+    _maintain: Callable[[], None]
+    """Maintains the tiers below, and takes in resets by other engines."""
+    _pause: Callable[[float], None]
+    """Waits for the given number of seconds of the clock."""
+    _is_shut_down: bool = False
 
     def flush_dirty(self, deadline_s: float) -> bool:
         """Write every dirty block of the first tier below it, until `deadline_s` on the clock.

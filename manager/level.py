@@ -6,7 +6,7 @@ A level is used under the manager's lock only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,10 +119,6 @@ class Dirt:
         self.evictable_max -= int(np.count_nonzero(self.settled_mask[slots]))
         if not self._is_last:
             self.settled_mask[slots] = False
-
-    def note_unpinned(self, n: int) -> None:
-        """Count so many slots that lost a pin, of which some may be settled."""
-        self.evictable_max += n
 
     def count_evictable(self, ref_counts: RefCounts | None) -> None:
         """Set `evictable_max` to the exact number, in 0.1 ms for 131k slots. Without reference
@@ -357,9 +353,12 @@ class Level:
             if status.ref_cnt == 0:
                 self.backend.free(status)
 
-    def release(self, transfer: Transfer) -> None:
-        """Drop the pins of an orphan transfer that ended, and free slots without further pins."""
-        for status in transfer.statuses:
+    def release(self, statuses: Iterable[BlockStatus]) -> None:
+        """Drop one pin of each slot. Free those without further pins whose block has left."""
+        for status in statuses:
             status.ref_cnt -= 1
             if status.ref_cnt == 0:
-                self.backend.free(status)
+                if self.policy.ready_at[status.block_id]:
+                    self.dirt.evictable_max += 1
+                else:
+                    self.backend.free(status)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Set
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..tiers.base import BlockHash, BlockStatus
@@ -115,45 +116,38 @@ class Answers:
         self._hit_set.clear()
 
 
+@dataclass
 class Lookups:
     """Lookups of one step."""
 
-    def __init__(
-        self,
-        lock: AbstractContextManager[Any],
-        flow: Flow,
-        promoter: Promoter,
-        claims: ClaimQueue,
-        workers: WorkerTransfers,
-        worth: Worth | None,
-        answers: Answers,
-        collect: Callable[[], object],
-    ) -> None:
-        """`collect` takes in what ended below. `worth` receives the misses of requests, because the
-        requests compute these blocks."""
-        self._lock = lock
-        self._flow = flow
-        self._promoter = promoter
-        self._claims = claims
-        self._workers = workers
-        self._worth = worth
-        self._collect = collect
-        self._has_collected = False
-        """True if this step has taken in what ended below, for the requests that wait. The end of
-        the step would do it too late: its requests would see them one step of the model later."""
-        self.top_get = flow.top.policy.get
-        """Function that returns the status of a block in the first tier. Adapters use it to inline
-        the plain hit."""
-        self.answers = answers
-        self.asking: Request | None = None
-        """Request of the last lookup in this step. While there is one, blocks must stay in the
-        first tier."""
-        self._is_waiting = False
-        """True if the request that is asking waits for an earlier lookup."""
-        self._looks = 0
-        """Number of blocks searched below in this step."""
-        self._missing: list[Request] = []
-        """Requests that missed a block in this step and need not wait for others."""
+    _lock: AbstractContextManager[Any]
+    _flow: Flow
+    _promoter: Promoter
+    _claims: ClaimQueue
+    _workers: WorkerTransfers
+    _worth: Worth | None
+    """Receives the misses of requests, because the requests compute these blocks."""
+    answers: Answers
+    _collect: Callable[[], object]
+    """Takes in what ended below."""
+    top_get: Callable[[BlockHash], BlockStatus | None] = field(init=False)
+    """Function that returns the status of a block in the first tier. Adapters use it to inline the
+    plain hit."""
+    asking: Request | None = None
+    """Request of the last lookup in this step. While there is one, blocks must stay in the first
+    tier."""
+    _is_waiting: bool = False
+    """True if the request that is asking waits for an earlier lookup."""
+    _has_collected: bool = False
+    """True if this step has taken in what ended below, for the requests that wait. The end of the
+    step would do it too late: its requests would see them one step of the model later."""
+    _looks: int = 0
+    """Number of blocks searched below in this step."""
+    _missing: list[Request] = field(default_factory=list)
+    """Requests that missed a block in this step and need not wait for others."""
+
+    def __post_init__(self) -> None:
+        self.top_get = self._flow.top.policy.get
 
     @property
     def is_single(self) -> bool:
@@ -259,11 +253,6 @@ class Lookups:
             request.counted_misses = 0
             if request.claim is not None:
                 self._claims.release(request)
-
-    def forget(self, request: Request) -> None:
-        """Expect nothing more of a request that ends before its step: nothing would undo it."""
-        if request in self._missing:
-            self._missing.remove(request)
 
     def _count_misses(self) -> None:
         """Count the misses of the lookups that end, without those that the request had before.

@@ -126,21 +126,14 @@ class Request:
         keys.update(noted)
 
 
+@dataclass(frozen=True, slots=True)
 class RequestEnds:
     """Changes at the end of a request: claim, pins and recency. Used under the manager's lock."""
 
-    def __init__(
-        self,
-        flow: Flow,
-        claims: ClaimQueue,
-        worth: Worth | None,
-        aging: Aging | None,
-    ) -> None:
-        self._flow = flow
-        self._top = flow.top
-        self._claims = claims
-        self._worth = worth
-        self._aging = aging
+    _flow: Flow
+    _claims: ClaimQueue
+    _worth: Worth | None
+    _aging: Aging | None
 
     def end(self, request: Request) -> None:
         """Drop the request's claim and pins, and set the recency of its blocks.
@@ -152,6 +145,7 @@ class RequestEnds:
             self._claims.release(request)
         if self._worth is not None:
             self._worth.backlog.end(request)
+        request.missed_at = None  # it computes no more, also if its step has not ended
         self._flow.counters.store_lost_blocks += len(request.deferred)
         request.deferred.clear()
         used, request.keys = request.keys, {}
@@ -163,7 +157,7 @@ class RequestEnds:
         in_order = request.in_prompt_order(used)
         # The chain is reported to the first tier only: demotion brings its blocks to a tier below
         # much later, which an eviction policy there would count as a reuse.
-        policy = self._top.policy
+        policy = self._flow.top.policy
         if policy.wants_chains:
             policy.note_chain(in_order)
         else:
@@ -177,7 +171,7 @@ class RequestEnds:
 
         If tier 1 lacks a settled block, admission refused it, and may accept it now.
         """
-        top, below = self._top, self._flow.below
+        top, below = self._flow.top, self._flow.below
         get, settled, may_refuse = top.policy.get, top.dirt.settled, top.uses.past is not None
         found: list[BlockStatus] = []
         wanted: list[BlockHash] = []

@@ -6,6 +6,7 @@ Used under the manager's lock.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from itertools import chain
 
 from ..config.schema import OnReset
@@ -20,25 +21,16 @@ from .workers import WorkerTransfers
 _log = get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
 class Resets:
     """Make older blocks unreachable."""
 
-    def __init__(
-        self,
-        flow: Flow,
-        demoter: Demoter,
-        promoter: Promoter,
-        claims: ClaimQueue,
-        lookups: Lookups,
-        workers: WorkerTransfers,
-    ) -> None:
-        self._flow = flow
-        self._top = flow.top
-        self._demoter = demoter
-        self._promoter = promoter
-        self._claims = claims
-        self._lookups = lookups
-        self._workers = workers
+    _flow: Flow
+    _demoter: Demoter
+    _promoter: Promoter
+    _claims: ClaimQueue
+    _lookups: Lookups
+    _workers: WorkerTransfers
 
     def reset(self) -> None:
         """Implement `CascadingOffloadingManager.reset_cache`."""
@@ -59,16 +51,12 @@ class Resets:
         self._forget_top(is_own=False)
 
     def _forget_worker_transfers(self) -> None:
-        written = list(self._workers.stores.values())
         for block_hash, status in self._workers.stores.items():
-            self._top.policy.remove(block_hash)
+            self._flow.top.policy.remove(block_hash)
             status.ref_cnt = 1
-        read = []
         for loading, count in self._workers.loads.values():
             loading.ref_cnt -= count - 1  # the quarantine keeps one pin; workers may still read
-            read.append(loading)
-        written += [status for status, _ in self._workers.outdated.values()]
-        self._workers.forget(written, read)
+        self._workers.forget(self._workers.using())
 
     def _forget_top(self, *, is_own: bool) -> None:
         """Empty the first tier.
@@ -80,14 +68,13 @@ class Resets:
         self._claims.orphan()
         jobs = [*self._promoter.orphan(), *self._demoter.orphan()]
         workers = self._workers.using()
-        self._workers.outdate_pinned()
         if not is_own:
             self._workers.outdate()
         users = Counter(status.block_id for job in jobs for status in job.statuses)
         users.update(s.block_id for s in chain(workers, self._workers.quarantined()))
         if not is_own and self._flow.with_events:
-            self._top.note_loss()
-        self._top.empty(users)
+            self._flow.top.note_loss()
+        self._flow.top.empty(users)
         self._lookups.end_step()
         if is_own:
             self._workers.forget(workers)

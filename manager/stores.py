@@ -39,41 +39,27 @@ class _Protected(Container[BlockHash]):
         return block_hash in self.offered or block_hash in self.hits
 
 
+@dataclass(frozen=True, slots=True)
 class Stores:
     """Blocks that are offered, and blocks that workers have written."""
 
-    def __init__(
-        self,
-        flow: Flow,
-        demoter: Demoter,
-        promoter: Promoter,
-        claims: ClaimQueue,
-        workers: WorkerTransfers,
-        answers: Answers,
-        worth: Worth | None,
-        collect: Callable[[], None],
-    ) -> None:
-        """`answers` holds the protected hits of this step; `worth` receives the offers of requests.
-
-        `collect` collects the ended transfers of every tier.
-        """
-        self._flow = flow
-        self._top = flow.top
-        self._below = flow.below
-        self._demoter = demoter
-        self._promoter = promoter
-        self._claims = claims
-        self._workers = workers
-        self._answers = answers
-        self._worth = worth
-        self._collect = collect
-        self._aging = demoter.aging
+    _flow: Flow
+    _demoter: Demoter
+    _promoter: Promoter
+    _claims: ClaimQueue
+    _workers: WorkerTransfers
+    _answers: Answers
+    """Protected hits of this step."""
+    _worth: Worth | None
+    """Receives the offers of requests."""
+    _collect: Callable[[], None]
+    """Collects the ended transfers of every tier."""
 
     def prepare(
         self, block_hashes: Sequence[BlockHash], request: Request | None
     ) -> PrepareStoreOutput | None:
         """Implement `CascadingOffloadingManager.prepare_store`."""
-        flow, top = self._flow, self._top
+        flow, top = self._flow, self._flow.top
         get = top.policy.get
         flow.evicted.clear()
         new = list(dict.fromkeys(filterfalse(get, block_hashes)))
@@ -110,7 +96,7 @@ class Stores:
         self, block_hashes: Collection[BlockHash], success: bool, request: Request | None
     ) -> None:
         """Implement `CascadingOffloadingManager.complete_store`."""
-        flow, top = self._flow, self._top
+        flow, top, aging = self._flow, self._flow.top, self._demoter.aging
         stored: list[BlockHash] = []
         slots: list[int] = []
         pop, origin = self._workers.stores.pop, top.origin
@@ -132,18 +118,18 @@ class Stores:
         flow.emit(stored, removed=False)
         if self._worth is not None and not self._workers.stores:
             self._worth.prefill.all_stored(flow.clock())
-        if stored and self._aging is not None:
+        if stored and aging is not None:
             # A worker reports a set; slots were taken in the order of the offers.
             in_order = sorted(stored, key=dict(zip(stored, slots, strict=True)).__getitem__)
-            self._aging.note(request.in_prompt_order(in_order) if request else in_order)
+            aging.note(request.in_prompt_order(in_order) if request else in_order)
 
     def _make_room(
         self, new: list[BlockHash], offered: Sequence[BlockHash], request: Request | None
     ) -> int | None:
         """Make room. Return the number of slots for new blocks; None if a short wait gives more."""
-        need, top = len(new), self._top
+        need, top = len(new), self._flow.top
         protected = _Protected(set(offered), self._answers.hits())
-        may_drop = self._below.is_blocked
+        may_drop = self._flow.below.is_blocked
         if need <= top.capacity and top.make_all_room(need, protected, may_drop):
             return need
         once = self._flow.options.offered_once  # such an offer is one block, or one per KV group
@@ -157,7 +143,7 @@ class Stores:
         self, need: int, protected: Container[BlockHash], may_drop: bool
     ) -> int | None:
         """Free slots by writing blocks down, or store only as many blocks as there is room for."""
-        top, demoter = self._top, self._demoter
+        top, demoter = self._flow.top, self._demoter
         wanted = min(need, top.capacity)
         if not may_drop:
             # Many stores may follow in this step, and only a few writes may be in flight. Each

@@ -29,9 +29,8 @@ class WorkerTransfers:
         self._options = flow.options
         self._step = 0
         """Number of steps in which slots were in quarantine."""
-        self.quarantine: list[tuple[int, list[BlockStatus], list[BlockStatus]]] = []
-        """For each reset: the step at which its quarantine ends, the slots to free then, and the
-        slots to unpin then."""
+        self.quarantine: list[tuple[int, list[BlockStatus]]] = []
+        """For each reset: the step at which its quarantine ends, and the slots to unpin then."""
         self.stores: dict[BlockHash, BlockStatus] = {}
         """Blocks that workers write now, with their slots."""
         self.loads: dict[BlockHash, tuple[BlockStatus, int]] = {}
@@ -89,7 +88,7 @@ class WorkerTransfers:
                 self.loads[block_hash] = (status, left - 1)
             assert status.ref_cnt > 0, "a loading block is pinned"
             status.ref_cnt -= 1
-        self._top.dirt.note_unpinned(len(block_hashes))
+        self._top.dirt.evictable_max += len(block_hashes)
 
     def using(self) -> list[BlockStatus]:
         """Return the slots that workers use now, each once."""
@@ -117,54 +116,31 @@ class WorkerTransfers:
         if left > 1:
             self.outdated[block_hash] = (status, left - 1)
         else:
-            self._drop_count(status)
-
-    def outdate_pinned(self) -> None:
-        """Free quarantined slots at the end instead of unpinning them, because their blocks leave
-        the cache, too."""
-        self.quarantine = [(until, [*gone, *kept], []) for until, gone, kept in self.quarantine]
+            self._top.release([status])
 
     def quarantined(self) -> Iterator[BlockStatus]:
         """Yield the slots in quarantine."""
-        for _, statuses, pinned in self.quarantine:
-            yield from statuses
-            yield from pinned
+        return chain.from_iterable(statuses for _, statuses in self.quarantine)
 
-    def forget(self, statuses: list[BlockStatus], pinned: list[BlockStatus] | None = None) -> None:
+    def forget(self, statuses: list[BlockStatus]) -> None:
         """Forget all transfers, because the engine reports no more completions of them.
 
-        `statuses` are in quarantine from now on, each with one count. `pinned` are, too, but their
-        blocks stay in the cache: the end of the quarantine unpins them instead of freeing them.
+        `statuses` are in quarantine from now on, each with one count.
         """
         self.stores.clear()
         self.loads.clear()
         self.outdated.clear()
-        if statuses or pinned:
-            until = self._step + self._options.steps_until_flushed
-            self.quarantine.append((until, statuses, pinned or []))
+        if statuses:
+            self.quarantine.append((self._step + self._options.steps_until_flushed, statuses))
 
     def end_step(self) -> None:
         """End a step: free the slots whose quarantine is over. Without a quarantine it need not be
         called."""
         self._step += 1
         while self.quarantine and self.quarantine[0][0] <= self._step:
-            self._release_oldest()
+            self._top.release(self.quarantine.pop(0)[1])
 
     def all_flushed(self) -> None:
         """End the quarantine: all worker transfers from before the last reset have ended."""
         while self.quarantine:
-            self._release_oldest()
-
-    def _release_oldest(self) -> None:
-        _, statuses, pinned = self.quarantine.pop(0)
-        for status in pinned:
-            status.ref_cnt -= 1
-        self._top.dirt.note_unpinned(len(pinned))
-        for status in statuses:
-            self._drop_count(status)
-
-    def _drop_count(self, status: BlockStatus) -> None:
-        """Drop one count of a slot, and free the slot at zero."""
-        status.ref_cnt -= 1
-        if status.ref_cnt == 0:
-            self._top.backend.free(status)
+            self._top.release(self.quarantine.pop(0)[1])

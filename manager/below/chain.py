@@ -298,9 +298,6 @@ class BelowChain(Below):
                 return tier
         return resting or asking
 
-    def is_gone(self, key: BlockHash) -> bool:
-        return self._resets.are_open or all(port.is_gone(key) for port in self._ports)
-
     def wants_again(self, key: BlockHash) -> bool:
         return any(port.wants_again(key) for port in self._ports)
 

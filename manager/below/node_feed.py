@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,28 +49,26 @@ def find_nothing(key: bytes) -> int:
     return -1
 
 
+@dataclass(slots=True)
 class MappedPresence:
     """The presence table of a tier, mapped by an executor."""
 
-    def __init__(
-        self, name: str, map_table: MapTable, executor: Executor, clock: Callable[[], float]
-    ) -> None:
-        """`clock` returns monotonic seconds."""
-        self.table: PresenceTable | None = None
-        """The table that was mapped last; None before the first one."""
-        self.name = name
-        """Name of the tier."""
-        self._map_table = map_table
-        self._executor = executor
-        self._clock = clock
-        self.wanted: tuple[str, int] | None = None
-        """Folder and number of slots of the table to map; None if it is mapped."""
-        self._mapping: Future[PresenceTable] | None = None
-        """Attempt to map it that is under way."""
-        self._again_s = -math.inf
-        """Earliest time of the next attempt."""
-        self._problem = ""
-        """Last error that was logged since a table was mapped."""
+    name: str
+    """Name of the tier."""
+    _map_table: MapTable
+    _executor: Executor
+    _clock: Callable[[], float]
+    """Returns monotonic seconds."""
+    table: PresenceTable | None = None
+    """The table that was mapped last; None before the first one."""
+    wanted: tuple[str, int] | None = None
+    """Folder and number of slots of the table to map; None if it is mapped."""
+    _mapping: Future[PresenceTable] | None = None
+    """Attempt to map it that is under way."""
+    _again_s: float = -math.inf
+    """Earliest time of the next attempt."""
+    _problem: str = ""
+    """Last error that was logged since a table was mapped."""
 
     def follow(self, folder: str, slots: int) -> None:
         """Let `proceed` map the table in a folder, in place of any other."""

@@ -109,18 +109,20 @@ class WriteState:
 
 
 class Below(ABC):
-    """One or more tiers below the manager's own."""
+    """One or more tiers below the manager's own.
 
-    tiers: Sequence[TierFacts]
+    Every answer here is that of a port without tiers: it holds and accepts nothing.
+    """
+
+    tiers: Sequence[TierFacts] = ()
     """The tiers, nearest first; the first entry is tier 1."""
-    links: Sequence[LinkCounters]
+    links: Sequence[LinkCounters] = ()
     """Traffic of each tier. The port counts what transfers do; the manager adds its decisions."""
     late_puts = 0
     """Number of puts in flight that only tiers below tier 1 still write."""
 
     # -- keys ------------------------------------------------------------------------------
 
-    @abstractmethod
     def may_hold(
         self, key: BlockHash, media: frozenset[str] | None = None, owner: object = None
     ) -> int:
@@ -134,13 +136,7 @@ class Below(ABC):
         ASKING, and the owner asks again. Keys of one owner come in the order of its prompt. Without
         an owner, unknown blocks are absent.
         """
-
-    def is_gone(self, key: BlockHash) -> bool:
-        """Return True if a `get` of a block that was found before would be in vain.
-
-        A tier that is elsewhere forgets its answers after a while; such a block may still be there.
-        """
-        return not self.may_hold(key)
+        return 0
 
     def wants_again(self, key: BlockHash) -> bool:
         """Return True if a `put` of this block is of use although tier 1 may hold it.
@@ -149,7 +145,6 @@ class Below(ABC):
         """
         return False
 
-    @abstractmethod
     def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
         """Read and verify blocks of a tier into slots of the first tier; `poll` reports the
         outcomes.
@@ -157,8 +152,8 @@ class Below(ABC):
         `tier` is the number that `may_hold` returned. Missing keys end as GONE. A job that could
         not be started ends as CANCELLED.
         """
+        raise AssertionError("there is no tier to read from")
 
-    @abstractmethod
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
         """Write blocks from slots of the first tier below it; return one answer per key.
 
@@ -168,6 +163,7 @@ class Below(ABC):
         reports the outcomes of the STARTED keys, if there are any. Slots must keep their bytes
         until then.
         """
+        return [Put.FULL] * len(keys)
 
     def touch(self, keys: Sequence[BlockHash]) -> None:  # noqa: B027 - optional for implementers
         """Count a use of these blocks in the nearest tier that holds them, in prefix order;
@@ -175,9 +171,9 @@ class Below(ABC):
 
     # -- outcomes --------------------------------------------------------------------------
 
-    @abstractmethod
     def poll(self) -> Sequence[Ended]:
         """Return the transfers that ended since the last call; each is reported exactly once."""
+        return ()
 
     def take_lost(self) -> list[BlockHash]:
         """Return the keys lost by a tier since the last call, by eviction or damage.
@@ -188,24 +184,24 @@ class Below(ABC):
         """
         return []
 
-    @abstractmethod
     def take_events(self) -> list[BlockEvent]:
         """Return the blocks stored in or removed from the tiers since the last call, in order."""
+        return []
 
     # -- whether it takes anything -----------------------------------------------------------
 
-    @abstractmethod
     def room(self, n: int) -> int:
         """Return how many of `n` blocks the next `put` should bring; 0 while room is being made.
 
         A tier that can still grow evicts nothing: it accepts only blocks for which there is room
         now.
         """
+        return 0
 
     @property
-    @abstractmethod
     def takes_puts(self) -> bool:
         """False while no write may be started."""
+        return False
 
     @property
     def has_stand_in(self) -> bool:
@@ -223,13 +219,13 @@ class Below(ABC):
         return True
 
     @property
-    @abstractmethod
     def is_blocked(self) -> bool:
         """True while tier 1 is not even probed: dirty blocks above may then be dropped."""
+        return True
 
-    @abstractmethod
     def rests(self, tier: int) -> bool:
         """Return True while nothing may be read from a tier, because it failed or stalls."""
+        return True
 
     def latency_s(self, tier: int) -> float:
         """Return the measured latency of a read from a tier, in seconds: its time without payload.
@@ -238,18 +234,18 @@ class Below(ABC):
         """
         return 0.0
 
-    @abstractmethod
     def write_state(self) -> WriteState:
         """Return the state of writes to tier 1."""
+        return WriteState(may_recover=False)
 
     # -- upkeep ------------------------------------------------------------------------------
 
-    @abstractmethod
     def maintain(self) -> bool:
         """Maintain the tiers at the end of a step, and about every 50 ms in an idle engine.
 
         Return True if another process reset a tier: older blocks above it are then outdated, too.
         """
+        return False
 
     @abstractmethod
     def reset(self, mark: int = 0) -> None:
@@ -270,76 +266,27 @@ class Below(ABC):
         """
         return ()
 
-    @abstractmethod
     def wait(self, limit_s: float) -> bool:
         """Block until a transfer may have ended, or for a moment; call without the lock.
 
         Return False if none was in flight. The wait takes at most `limit_s`, then `poll` again.
         """
+        return False
 
-    @abstractmethod
     def shutdown(self, deadline_s: float) -> bool:
         """Stop all transfers by `deadline_s` on the clock; idempotent.
 
         Return False if transfers are still in flight: the resources that they use must stay open.
         """
+        return True
 
-    @abstractmethod
     def state(self) -> list[TierState]:
         """Return the state of each tier, nearest first."""
+        return []
 
 
 class NoTierBelow(Below):
-    """Port without tiers, for a cascade of one tier: it holds and accepts nothing."""
-
-    tiers: Sequence[TierFacts] = ()
-    links: Sequence[LinkCounters] = ()
-
-    @property
-    def takes_puts(self) -> bool:
-        return False
-
-    @property
-    def is_blocked(self) -> bool:
-        return True
-
-    def may_hold(
-        self, key: BlockHash, media: frozenset[str] | None = None, owner: object = None
-    ) -> int:
-        return 0
-
-    def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
-        raise AssertionError("there is no tier to read from")
-
-    def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
-        return [Put.FULL] * len(keys)
-
-    def poll(self) -> Sequence[Ended]:
-        return ()
-
-    def take_events(self) -> list[BlockEvent]:
-        return []
-
-    def room(self, n: int) -> int:
-        return 0
-
-    def rests(self, tier: int) -> bool:
-        return True
-
-    def write_state(self) -> WriteState:
-        return WriteState(may_recover=False)
-
-    def maintain(self) -> bool:
-        return False
+    """Port without tiers, for a cascade of one tier."""
 
     def reset(self, mark: int = 0) -> None:
         """Do nothing: there is no tier."""
-
-    def wait(self, limit_s: float) -> bool:
-        return False
-
-    def shutdown(self, deadline_s: float) -> bool:
-        return True
-
-    def state(self) -> list[TierState]:
-        return []

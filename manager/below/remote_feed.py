@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -182,6 +183,7 @@ class _Question(NamedTuple):
     keys: list[BlockHash]
 
 
+@dataclass(slots=True)
 class Questions:
     """Questions whether blocks are there: gathered in a step, and sent as one batch.
 
@@ -191,40 +193,29 @@ class Questions:
     Used under the manager's lock.
     """
 
-    def __init__(
-        self,
-        client: NodeClient,
-        feed: RemoteFeed,
-        clock: Callable[[], float],
-        deadline_s: float,
-        may_ask: Callable[[], bool],
-    ) -> None:
-        """A block that is not known `deadline_s` after its question counts as absent.
-
-        `may_ask` returns False while the answers are of no use.
-        """
-        self._client = client
-        self._feed = feed
-        self._memory = feed.memory
-        self._clock = clock
-        self._deadline_s = deadline_s
-        self._may_ask = may_ask
-        self.asked: dict[BlockHash, float] = {}
-        """Blocks whose answer is awaited, with the time at which they count as absent."""
-        self._unsent: list[_Question] = []
-        """Questions of this step. A block can be in several, or in one twice; `send` asks for it
-        once, because a chain in which a block comes again would seem to end before it."""
-        self._owner: object = None
-        """Owner of the last block in this step. Most blocks have the owner of the one before."""
-        self._keys: list[BlockHash] = []
-        """Blocks of that owner. A list: each growth of `asked` would delay one lookup."""
-        self._answer = 0
-        """Answer about them. They are asked for only if it is ASKING."""
-        self._remaining: dict[BlockHash, _Remaining] = {}
-        """Blocks that are there and were not read since their lookup."""
-        self._rests_until_s = -math.inf
-        """Time until which nothing is asked, because a deadline passed without an answer. The node
-        notices at about the same time, and says so in a note."""
+    _client: NodeClient
+    _feed: RemoteFeed
+    _clock: Callable[[], float]
+    _deadline_s: float
+    """Time after its question at which a block that is not known counts as absent."""
+    _may_ask: Callable[[], bool]
+    """Returns False while the answers are of no use."""
+    asked: dict[BlockHash, float] = field(default_factory=dict)
+    """Blocks whose answer is awaited, with the time at which they count as absent."""
+    _unsent: list[_Question] = field(default_factory=list)
+    """Questions of this step. A block can be in several, or in one twice; `send` asks for it once,
+    because a chain in which a block comes again would seem to end before it."""
+    _owner: object = None
+    """Owner of the last block in this step. Most blocks have the owner of the one before."""
+    _keys: list[BlockHash] = field(default_factory=list)
+    """Blocks of that owner. A list: each growth of `asked` would delay one lookup."""
+    _answer: int = 0
+    """Answer about them. They are asked for only if it is ASKING."""
+    _remaining: dict[BlockHash, _Remaining] = field(default_factory=dict)
+    """Blocks that are there and were not read since their lookup."""
+    _rests_until_s: float = -math.inf
+    """Time until which nothing is asked, because a deadline passed without an answer. The node
+    notices at about the same time, and says so in a note."""
 
     def ask(self, key: BlockHash, owner: object) -> int:
         """Ask for an unknown block unless that was done.
@@ -261,7 +252,7 @@ class Questions:
         feed.note_failure()
         self._owner = None
         self._rests_until_s = now_s + self._deadline_s
-        self._end([], [key], self._memory.epoch)
+        self._end([], [key], self._feed.memory.epoch)
         return False
 
     def send(self) -> None:
@@ -276,7 +267,7 @@ class Questions:
                 gathered.append(new)
         if not gathered:
             return
-        on_end = partial(self._answered, gathered, self._memory.epoch)
+        on_end = partial(self._answered, gathered, self._feed.memory.epoch)
         if not self._client.submit(lambda ticket: AskJob(ticket, gathered), on_end):
             on_end(None)
 
@@ -315,7 +306,7 @@ class Questions:
         self._end(held, [key for key, outcome in pairs if outcome is not BlockOutcome.OK], epoch)
 
     def _end(self, held: Sequence[BlockHash], absent: Sequence[BlockHash], epoch: int) -> None:
-        if epoch != self._memory.epoch:
+        if epoch != self._feed.memory.epoch:
             return
         now_s = self._clock()
         for key in held:
@@ -325,4 +316,4 @@ class Questions:
         for key in absent:
             self.asked.pop(key, None)
         drop_oldest(self._remaining)
-        self._memory.note(epoch, held, absent)
+        self._feed.memory.note(epoch, held, absent)

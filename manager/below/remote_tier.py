@@ -14,14 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from ...handlers.node.path_wire import JobDone, PutJob
 from ...handlers.node.remote.remote_wire import FetchJob, RemoteResetJob, ResetDone
 from ...tiers.base import BlockHash, BlockOutcome, new_reset_mark
 from ...tiers.breaker import Breaker
 from ...tiers.nvme.path.path_messages import pack_slots
-from ...tiers.remote.presence import HELD
 from ...tiers.remote.remote_store import StoreOptions
 from ...tiers.remote.uploads import Offer, OfferRule
 from ..base import BlockEvent
@@ -85,7 +83,7 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
         self._questions = Questions(client, feed, clock, limits.deadline_s, self._may_ask)
         self._ask = self._questions.ask
         flow = NodeFlow(client, feed, clock, facts.block_bytes)
-        self.reads = _RemoteReads(flow, stall_s, self._questions)
+        self.reads = _RemoteReads(flow, stall_s)
         rule = OfferRule(
             limits.when, limits.queue_bytes, facts.block_bytes, memory, limits.renew_after_s, clock
         )
@@ -114,11 +112,14 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
                 return 0
         return 0 if owner is None else self._ask(key, owner)
 
-    def is_gone(self, key: BlockHash) -> bool:
-        return self._memory.last(key) is not HELD
-
     def wants_again(self, key: BlockHash) -> bool:
         return self.writes.rule.may_want(key)
+
+    def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
+        assert tier == 1, "there is one tier"
+        limit_s, packed = self._questions.left_s(keys), pack_slots(slots)
+        order = partial(FetchJob, keys=list(keys), arena_slots=packed, limit_s=limit_s)
+        self.reads.get(ticket, keys, order if limit_s > 0 else None)
 
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
         self.feed.has_blocks = True
@@ -234,26 +235,11 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
 class _RemoteReads(NodeReads[RemoteFeed]):
     """All reads from the tier. A block that was not there is absent for some seconds."""
 
-    def __init__(
-        self,
-        flow: NodeFlow[RemoteFeed],
-        stall_s: float,
-        questions: Questions,
-    ) -> None:
-        super().__init__(flow, stall_s)
-        self._memory = flow.feed.memory
-        self._questions = questions
-
-    def _order(self, keys: Sequence[BlockHash], slots: bytes) -> Callable[[int], Any] | None:
-        limit_s = self._questions.left_s(keys)
-        if limit_s <= 0:
-            return None
-        return partial(FetchJob, keys=list(keys), arena_slots=slots, limit_s=limit_s)
-
     def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
         super()._land(going, outcomes, done)
         lost = [k for k, outcome in zip(going.keys, outcomes, strict=True) if outcome in LOST]
-        self._memory.note(self._memory.epoch, (), lost)
+        memory = self._flow.feed.memory
+        memory.note(memory.epoch, (), lost)
 
 
 class _RemoteWrites(Traffic[RemoteFeed]):

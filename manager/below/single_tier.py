@@ -185,16 +185,13 @@ class NodeReads(Traffic[Feed]):
         """If reads are in flight and none ends for `stall_s` seconds, this counts as a failure."""
         super().__init__(flow, Breaker(flow.clock, stall_s))
 
-    def get(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
-        """Start reading blocks."""
-        order = self._order(keys, pack_slots(slots))
+    def get(
+        self, ticket: int, keys: Sequence[BlockHash], order: Callable[[int], Any] | None
+    ) -> None:
+        """Start reading blocks. `order` builds the message from its ticket; None: do not start."""
         if order is None or not self._submit(ticket, keys, order):
             self._flow.feed.counters.promote_failed_blocks += len(keys)
             self.ended.append(Ended(ticket, True, 1, [BlockOutcome.CANCELLED] * len(keys)))
-
-    def _order(self, keys: Sequence[BlockHash], slots: bytes) -> Callable[[int], Any] | None:
-        """Return what builds the message of a job from its ticket; None: do not start it."""
-        return partial(GetJob, keys=list(keys), arena_slots=slots)
 
     def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
         flow, counters = self._flow, self._flow.feed.counters
@@ -266,7 +263,8 @@ class SingleTier(Below, Generic[Feed, Writes]):
 
     def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
         assert tier == 1, "there is one tier"
-        self.reads.get(ticket, keys, slots)
+        order = partial(GetJob, keys=list(keys), arena_slots=pack_slots(slots))
+        self.reads.get(ticket, keys, order)
 
     def poll(self) -> Sequence[Ended]:
         reads, writes, counters = self.reads, self.writes, self.links[0]

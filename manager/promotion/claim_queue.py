@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -56,39 +57,32 @@ LOOK_AGAIN_S = 0.02
 may have become pointless meanwhile. Each check counts one waiting claim anew, at 0.4 µs a block."""
 
 
+@dataclass(slots=True)
 class ClaimQueue:
     """Queue of waiting claims, and the admitted ones."""
 
-    def __init__(
-        self,
-        flow: Flow,
-        promoter: Promoter,
-        holds: Holds,
-        room: PromotionRoom,
-        choice: LoadChoice,
-        answers: Answers,
-    ) -> None:
-        """`choice` may give claims up. `answers` has the hits of this step."""
-        self._flow = flow
-        self._promoter = promoter
-        self._holds = holds
-        self.room = room
-        self.choice = choice
-        self._answers = answers
-        self._asked: list[Claim] = []
-        """Waiting claims whose requests asked in this step, in that order."""
-        self._queue: dict[Claim, None] = {}
-        """Waiting claims, in the order of their turns."""
-        self._owned: set[BlockHash] = set()
-        """Own blocks of the waiting claims."""
-        self.admitted: dict[Claim, None] = {}
-        """Claims whose blocks are pinned or being read."""
-        self._look_again_s = -math.inf
-        """Time of the next check of the queue; `-inf` once a claim was made or shortened."""
-        self._checked = 0
-        """Number of claims that the checks of this rotation have passed."""
-        self._recounted = 0
-        """Index of the waiting claim that the last check counted anew."""
+    _flow: Flow
+    _promoter: Promoter
+    _holds: Holds
+    room: PromotionRoom
+    choice: LoadChoice
+    """May give claims up."""
+    _answers: Answers
+    """Hits of this step."""
+    _asked: list[Claim] = field(default_factory=list)
+    """Waiting claims whose requests asked in this step, in that order."""
+    _queue: dict[Claim, None] = field(default_factory=dict)
+    """Waiting claims, in the order of their turns."""
+    _owned: set[BlockHash] = field(default_factory=set)
+    """Own blocks of the waiting claims."""
+    admitted: dict[Claim, None] = field(default_factory=dict)
+    """Claims whose blocks are pinned or being read."""
+    _look_again_s: float = -math.inf
+    """Time of the next check of the queue; `-inf` once a claim was made or shortened."""
+    _checked: int = 0
+    """Number of claims that the checks of this rotation have passed."""
+    _recounted: int = 0
+    """Index of the waiting claim that the last check counted anew."""
 
     @property
     def waiting(self) -> int:
@@ -186,14 +180,19 @@ class ClaimQueue:
         if self.admitted:
             self._release_expired()
             self.choice.leave_stalled(self.admitted)
-        if self._queue and self._is_time():
+        if self._queue:
             self._admit_waiting()
-        if self._promoter.is_queued:  # a slot or a job may be free now
-            self._promoter.flush(self._answers.hits, may_displace=bool(self._queue))
+        self._promoter.flush(self._answers.hits, may_displace=bool(self._queue))
 
     def _admit_waiting(self) -> None:
-        """Admit waiting claims that fit, and give up those that are better computed."""
+        """Admit waiting claims that fit, and give up those that are better computed.
+
+        Until it is time to look again, nothing changes unless the first claim fits.
+        """
         now_s, budget = self._flow.clock(), self.room.budget()
+        if now_s < self._look_again_s:
+            if self.room.room_for(next(iter(self._queue)), budget, None) is None:
+                return
         self._look_again_s = now_s + LOOK_AGAIN_S
         ahead = [0, *(len(queue.queued) for queue in self._promoter.queues)]
         blocked: Claim | None = None
@@ -230,13 +229,6 @@ class ClaimQueue:
                 ahead[level] += blocks
         self._checked = stop
 
-    def _is_time(self) -> bool:
-        """Return True if a check of the queue may change something."""
-        if self._flow.clock() >= self._look_again_s:
-            return True
-        first = next(iter(self._queue))
-        return self.room.room_for(first, self.room.budget(), None) is not None
-
     def _release_expired(self) -> None:
         """Unpin ready blocks that their request did not load in time."""
         now_s, deadline_s = self._flow.clock(), self._flow.options.promotion_deadline_s
@@ -263,6 +255,8 @@ class ClaimQueue:
         new_slots = 0
         for block_hash in claim.request.holds:
             claim.wanted.setdefault(block_hash, 0)
+        owned.difference_update(claim.own)
+        claim.own, claim.own_blocks = [], [0] * len(blocks)
         for at, (block_hash, level) in enumerate(claim.wanted.items()):
             status = get(block_hash)
             if status is not None:
@@ -275,19 +269,12 @@ class ClaimQueue:
                 claim.wanted[block_hash] = level
                 blocks[level] += 1
                 to_read.append(block_hash)
+                if block_hash not in owned:
+                    claim.own.append(block_hash)
+                    claim.own_blocks[level] += 1
+        owned.update(claim.own)
         claim.new_slots, claim.blocks = new_slots + len(to_read), blocks
-        claim.own_blocks = blocks
-        if claim.own != to_read:
-            owned.difference_update(claim.own)
-            claim.own = [h for h in to_read if h not in owned]
-            owned.update(claim.own)
-            levels = [claim.wanted[h] for h in claim.own]
-            claim.own_blocks = [levels.count(level) for level in range(len(blocks))]
         self.choice.count_saved(claim, to_read)
-
-    def _miss(self, request: Request, missed: Sequence[BlockHash], reason: Reason) -> None:
-        request.missed.update(missed)
-        self.choice.count_recomputed(missed, reason)
 
     def _admit(self, claim: Claim, room: int, now_s: float) -> None:
         """Admit a claim: pin its blocks in the first tier, and queue its blocks below."""
@@ -322,11 +309,12 @@ class ClaimQueue:
         others = [h for h in claim.wanted if not h.endswith(end)]
         before = self.room.taken()
         at = self._take_first(served, claim, room - len(others))
-        if at < len(served):
-            self._miss(request, served[at:], Reason.BUDGET)
-        else:
+        missed = served[at:]
+        if not missed:
             at = self._take_first(others, claim, room - (self.room.taken() - before))
-            self._miss(request, others[at:], Reason.BUDGET)
+            missed = others[at:]
+        request.missed.update(missed)
+        self.choice.count_recomputed(missed, Reason.BUDGET)
 
     def _take_first(self, block_hashes: Sequence[BlockHash], claim: Claim, room: int) -> int:
         """Take blocks in order while `room` slots are left. Return the number taken."""

@@ -95,7 +95,7 @@ class Holds:
             users = self.users.pop(status.block_id)
             if users > 1:
                 self.users[status.block_id] = users - 1
-        self._dirt.note_unpinned(len(request.holds))
+        self._dirt.evictable_max += len(request.holds)
         request.holds.clear()
         del self._requests[request]
 

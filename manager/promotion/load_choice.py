@@ -33,11 +33,7 @@ class LoadChoice:
     """Choice between loading blocks and computing them."""
 
     def __init__(
-        self,
-        flow: Flow,
-        promoter: Promoter,
-        room: PromotionRoom,
-        worth: Worth | None,
+        self, flow: Flow, promoter: Promoter, room: PromotionRoom, worth: Worth | None
     ) -> None:
         """`worth` compares the speeds; None: tiers are left out only while they rest."""
         self._flow = flow
@@ -98,19 +94,22 @@ class LoadChoice:
 
         `ahead[level]`: number of blocks queued in each tier before the claim.
         """
-        levels = [level for level, blocks in enumerate(claim.blocks) if blocks]
-        if any(self._below.rests(level) for level in levels):
-            return True
         worth, slow = self.worth, set[int]()
-        if worth is None:
-            return False
-        for level in levels:
+        for level, blocks in enumerate(claim.blocks):
+            if not blocks:
+                continue
+            if self._below.rests(level):
+                return True
+            if worth is None:
+                continue
             # Blocks that an earlier claim owns are in `ahead` already.
-            blocks, saved = claim.blocks[level], claim.saved_blocks[level]
+            saved = claim.saved_blocks[level]
             others = max(0, ahead[level] + claim.own_blocks[level] - blocks)
             if not worth.is_worth(level, blocks, others, saved, now_s, claim.request):
                 slow.add(level)
-        return bool(slow) and self._compute_instead(claim, slow, worth, now_s)
+        if worth is None or not slow:
+            return False
+        return self._compute_instead(claim, slow, worth, now_s)
 
     def leave_stalled(self, admitted: Iterable[Claim]) -> None:
         """Let requests compute that have waited for longer than that is worth.

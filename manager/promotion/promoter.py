@@ -123,8 +123,6 @@ class Promoter:
         deadline_s, tiers = flow.options.promotion_deadline_s, range(1, 1 + len(flow.below.tiers))
         self.queues = [ReadQueue(tier, deadline_s) for tier in tiers]
         """One queue for each tier below, nearest first."""
-        self.is_queued = False
-        """False if `flush` has nothing to read."""
         self.late_s = math.inf
         """Earliest time at which a block or job may become late."""
 
@@ -142,7 +140,6 @@ class Promoter:
             queue.moved_s = self._flow.clock()
             self.late_s = min(self.late_s, queue.moved_s + queue.deadline_s)
         queue.queued.append(block_hash)
-        self.is_queued = True
         return pending
 
     def give_up(self, request: Request, block_hashes: Sequence[BlockHash]) -> None:
@@ -164,11 +161,9 @@ class Promoter:
         `may_displace`: True evicts promoted blocks first that were loaded already. Use it if
         requests wait for room.
         """
-        self.is_queued = False
         for queue in self.queues:
             if queue.queued:
                 self._flush_queue(queue, hits, may_displace)
-                self.is_queued |= bool(queue.queued)
 
     def land(self, ended: Ended) -> ReadJob:
         """Take in a read that ended: its tier's speed and its blocks. Return its job."""
@@ -184,7 +179,7 @@ class Promoter:
             speed = self._worth.links[ended.tier - 1]
             speed.ended(in_flight * size, arrived * size, now_s)
         if job.is_orphan:
-            self._top.release(job)
+            self._top.release(job.statuses)
         else:
             self._land(job, ended)
         return job
@@ -261,7 +256,7 @@ class Promoter:
             pending = self.pending.get(block_hash)
             if pending is None or not (pending.waiters or pending.is_probe):
                 self.pending.pop(block_hash, None)
-            elif get(block_hash) is not None or self._below.is_gone(block_hash):
+            elif get(block_hash) is not None:
                 self._fail(block_hash)
             else:
                 present.append(block_hash)

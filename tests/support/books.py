@@ -34,9 +34,12 @@ class Books:
         for queue in self._manager._promoter.queues:
             for job_up in queue.jobs.values():
                 self.writing[0] |= {status.block_id for status in job_up.statuses}
-        for _, gone, kept in self._manager._workers.quarantine:
-            self.readers[0].update(status.block_id for status in kept)
-            self.writing[0] |= {status.block_id for status in gone}
+        ready_at = levels(self._manager)[0].policy.ready_at
+        for status in self._manager._workers.quarantined():  # a block that stays may be read
+            if ready_at[status.block_id]:
+                self.readers[0][status.block_id] += 1
+            else:
+                self.writing[0].add(status.block_id)
 
     def check(self, requests: Collection[Request], content: Callable[[BlockHash], bytes]) -> None:
         """Every slot of every tier, and the events so far. `content`: the right bytes."""
