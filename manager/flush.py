@@ -41,7 +41,7 @@ JOIN_POLL_S = 0.01
 """Seconds between two checks whether there is one."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Closing:
     """Flush and stop a cascade."""
 

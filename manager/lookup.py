@@ -116,7 +116,7 @@ class Answers:
         self._hit_set.clear()
 
 
-@dataclass
+@dataclass(eq=False)
 class Lookups:
     """Lookups of one step."""
 

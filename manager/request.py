@@ -126,7 +126,7 @@ class Request:
         keys.update(noted)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RequestEnds:
     """Changes at the end of a request: claim, pins and recency. Used under the manager's lock."""
 

@@ -21,7 +21,7 @@ from .workers import WorkerTransfers
 _log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Resets:
     """Make older blocks unreachable."""
 

@@ -39,7 +39,7 @@ class _Protected(Container[BlockHash]):
         return block_hash in self.offered or block_hash in self.hits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Stores:
     """Blocks that are offered, and blocks that workers have written."""
 

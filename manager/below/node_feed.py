@@ -49,7 +49,7 @@ def find_nothing(key: bytes) -> int:
     return -1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class MappedPresence:
     """The presence table of a tier, mapped by an executor."""
 

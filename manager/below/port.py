@@ -111,7 +111,8 @@ class WriteState:
 class Below(ABC):
     """One or more tiers below the manager's own.
 
-    Every answer here is that of a port without tiers: it holds and accepts nothing.
+    The abstract methods move blocks and end transfers. The answers of the others are those of a
+    port without tiers: it holds and accepts nothing.
     """
 
     tiers: Sequence[TierFacts] = ()
@@ -123,6 +124,7 @@ class Below(ABC):
 
     # -- keys ------------------------------------------------------------------------------
 
+    @abstractmethod
     def may_hold(
         self, key: BlockHash, media: frozenset[str] | None = None, owner: object = None
     ) -> int:
@@ -136,7 +138,6 @@ class Below(ABC):
         ASKING, and the owner asks again. Keys of one owner come in the order of its prompt. Without
         an owner, unknown blocks are absent.
         """
-        return 0
 
     def wants_again(self, key: BlockHash) -> bool:
         """Return True if a `put` of this block is of use although tier 1 may hold it.
@@ -145,6 +146,7 @@ class Below(ABC):
         """
         return False
 
+    @abstractmethod
     def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
         """Read and verify blocks of a tier into slots of the first tier; `poll` reports the
         outcomes.
@@ -152,8 +154,8 @@ class Below(ABC):
         `tier` is the number that `may_hold` returned. Missing keys end as GONE. A job that could
         not be started ends as CANCELLED.
         """
-        raise AssertionError("there is no tier to read from")
 
+    @abstractmethod
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
         """Write blocks from slots of the first tier below it; return one answer per key.
 
@@ -163,7 +165,6 @@ class Below(ABC):
         reports the outcomes of the STARTED keys, if there are any. Slots must keep their bytes
         until then.
         """
-        return [Put.FULL] * len(keys)
 
     def touch(self, keys: Sequence[BlockHash]) -> None:  # noqa: B027 - optional for implementers
         """Count a use of these blocks in the nearest tier that holds them, in prefix order;
@@ -171,9 +172,9 @@ class Below(ABC):
 
     # -- outcomes --------------------------------------------------------------------------
 
+    @abstractmethod
     def poll(self) -> Sequence[Ended]:
         """Return the transfers that ended since the last call; each is reported exactly once."""
-        return ()
 
     def take_lost(self) -> list[BlockHash]:
         """Return the keys lost by a tier since the last call, by eviction or damage.
@@ -266,19 +267,19 @@ class Below(ABC):
         """
         return ()
 
+    @abstractmethod
     def wait(self, limit_s: float) -> bool:
         """Block until a transfer may have ended, or for a moment; call without the lock.
 
         Return False if none was in flight. The wait takes at most `limit_s`, then `poll` again.
         """
-        return False
 
+    @abstractmethod
     def shutdown(self, deadline_s: float) -> bool:
         """Stop all transfers by `deadline_s` on the clock; idempotent.
 
         Return False if transfers are still in flight: the resources that they use must stay open.
         """
-        return True
 
     def state(self) -> list[TierState]:
         """Return the state of each tier, nearest first."""
@@ -288,5 +289,25 @@ class Below(ABC):
 class NoTierBelow(Below):
     """Port without tiers, for a cascade of one tier."""
 
+    def may_hold(
+        self, key: BlockHash, media: frozenset[str] | None = None, owner: object = None
+    ) -> int:
+        return 0
+
+    def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
+        raise AssertionError("there is no tier to read from")
+
+    def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
+        return [Put.FULL] * len(keys)
+
+    def poll(self) -> Sequence[Ended]:
+        return ()
+
     def reset(self, mark: int = 0) -> None:
         """Do nothing: there is no tier."""
+
+    def wait(self, limit_s: float) -> bool:
+        return False
+
+    def shutdown(self, deadline_s: float) -> bool:
+        return True

@@ -183,7 +183,7 @@ class _Question(NamedTuple):
     keys: list[BlockHash]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Questions:
     """Questions whether blocks are there: gathered in a step, and sent as one batch.
 

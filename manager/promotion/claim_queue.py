@@ -57,7 +57,7 @@ LOOK_AGAIN_S = 0.02
 may have become pointless meanwhile. Each check counts one waiting claim anew, at 0.4 µs a block."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ClaimQueue:
     """Queue of waiting claims, and the admitted ones."""
 
