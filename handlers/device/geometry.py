@@ -202,7 +202,7 @@ class WorkerLayout:
 
 
 def merge_adjacent(copies: Copies, piece_bytes: int | None = None) -> Copies:
-    """Join copies that are adjacent on both sides. Places of different tensors are never adjacent.
+    """Join copies that are adjacent on both sides. Adjacent places are adjacent in memory.
 
     With `piece_bytes`, no copies are joined across its multiples in the arena.
     """

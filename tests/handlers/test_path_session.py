@@ -15,6 +15,7 @@ import pytest
 from support.path_engine import PathEngine
 
 from kvcascade.errors import ConfigError, FormatError, InUseError, TierIOError
+from kvcascade.handlers.node.path.path_service import WriterService
 from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.path_lock import PathDoor, try_lead
@@ -54,6 +55,22 @@ def test_a_tool_leads_a_closed_path_with_the_recorded_options(tmp_path: Path) ->
     assert load_record(FS, tmp_path) == before
     lock = try_lead(FS, tmp_path)
     assert lock is not None, "the session gave the lock back"
+    lock.release()
+
+
+def test_a_tool_that_cannot_connect_to_its_own_writer_gives_the_path_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PathEngine([tmp_path], OPTIONS, is_thread=True).open().close()
+
+    def connect(_: WriterService) -> socket.socket:
+        raise InUseError("busy")
+
+    with monkeypatch.context() as patched, pytest.raises(InUseError):
+        patched.setattr(WriterService, "connect", connect)
+        open_session(FS, tmp_path)
+    lock = try_lead(FS, tmp_path)
+    assert lock is not None, "its writer has ended"
     lock.release()
 
 

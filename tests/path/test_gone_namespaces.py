@@ -279,6 +279,29 @@ def test_what_is_left_of_a_namespace_counts_and_is_removed_by_its_name() -> None
     assert rig.writer.path.space.own_bytes(0) == 0 and budget_left(rig) == 12
 
 
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_namespace_whose_removal_fails_at_once_stays_and_counts(is_gone: bool) -> None:
+    """Too many files are open, or the directory of the second path is not there."""
+    rig = PathRig(80, roots=ROOTS)
+    node = RigNode(rig)
+    node.store(list(range(16)))
+    rig.close()
+    rig.start()
+    name, before = folder_of(node).name, rig.writer.path.space.own_bytes(0)
+    if is_gone:
+        rig.fs.rename(ROOTS[1], Path("/away"))
+    else:
+        rig.fs.fail("lock", errno.EMFILE)
+    assert "error" in ask(rig, "remove", name=name)
+    assert rig.fs.exists(ROOTS[0] / name / "blocks")
+    assert rig.writer.path.space.own_bytes(0) == before > 0
+    rig.fs.heal()
+    if is_gone:
+        rig.fs.rename(Path("/away"), ROOTS[1])
+    assert ask(rig, "remove", name=name) == {"is_removed": True}
+    assert not any(rig.fs.exists(root / name) for root in ROOTS)
+
+
 def test_what_is_left_of_a_namespace_that_a_tool_looked_at_leaves_if_its_room_is_needed() -> None:
     rig = PathRig(40)
     node = RigNode(rig)

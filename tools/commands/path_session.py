@@ -280,7 +280,12 @@ def _lead(fs: FileSystem, root: Path, also: Sequence[Path], lock: FileLock) -> P
         lock.release()
         raise
     service = WriterService(fs, roots, None, lock, name=TOOL_NAME)
-    return PathSession(fs, root, service.connect(), service, also)
+    try:
+        link = service.connect()
+    except BaseException:
+        service.stop(STOP_LIMIT_S)
+        raise
+    return PathSession(fs, root, link, service, also)
 
 
 def _follow(fs: FileSystem, root: Path, also: Sequence[Path] | None = None) -> PathSession | None:

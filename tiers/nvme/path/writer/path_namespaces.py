@@ -291,6 +291,9 @@ class PathNamespaces:
         """
         if name in self.openings.waiting or self.unused.is_closing(name):
             raise InUseError(f"{name} is being opened or closed; try again later")
+        home = open_home(self.fs, self.roots, name, self.options)  # an error changes nothing
+        if home is not None:
+            home.close()
         day = self.space.idle.take(name)
         try:
             return remove_home(self.fs, self.roots, name)
