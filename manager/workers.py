@@ -134,8 +134,10 @@ class WorkerTransfers:
             self.quarantine.append((self._step + self._options.steps_until_flushed, statuses))
 
     def end_step(self) -> None:
-        """End a step: free the slots whose quarantine is over. Without a quarantine it need not be
-        called."""
+        """End a step: release the slots whose quarantine is over.
+
+        Without a quarantine it need not be called.
+        """
         self._step += 1
         while self.quarantine and self.quarantine[0][0] <= self._step:
             self._top.release(self.quarantine.pop(0)[1])

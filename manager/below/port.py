@@ -109,15 +109,11 @@ class WriteState:
 
 
 class Below(ABC):
-    """One or more tiers below the manager's own.
+    """One or more tiers below the manager's own."""
 
-    The abstract methods move blocks and end transfers. The answers of the others are those of a
-    port without tiers: it holds and accepts nothing.
-    """
-
-    tiers: Sequence[TierFacts] = ()
+    tiers: Sequence[TierFacts]
     """The tiers, nearest first; the first entry is tier 1."""
-    links: Sequence[LinkCounters] = ()
+    links: Sequence[LinkCounters]
     """Traffic of each tier. The port counts what transfers do; the manager adds its decisions."""
     late_puts = 0
     """Number of puts in flight that only tiers below tier 1 still write."""
@@ -185,24 +181,24 @@ class Below(ABC):
         """
         return []
 
+    @abstractmethod
     def take_events(self) -> list[BlockEvent]:
         """Return the blocks stored in or removed from the tiers since the last call, in order."""
-        return []
 
     # -- whether it takes anything -----------------------------------------------------------
 
+    @abstractmethod
     def room(self, n: int) -> int:
         """Return how many of `n` blocks the next `put` should bring; 0 while room is being made.
 
         A tier that can still grow evicts nothing: it accepts only blocks for which there is room
         now.
         """
-        return 0
 
     @property
+    @abstractmethod
     def takes_puts(self) -> bool:
         """False while no write may be started."""
-        return False
 
     @property
     def has_stand_in(self) -> bool:
@@ -220,13 +216,13 @@ class Below(ABC):
         return True
 
     @property
+    @abstractmethod
     def is_blocked(self) -> bool:
         """True while tier 1 is not even probed: dirty blocks above may then be dropped."""
-        return True
 
+    @abstractmethod
     def rests(self, tier: int) -> bool:
         """Return True while nothing may be read from a tier, because it failed or stalls."""
-        return True
 
     def latency_s(self, tier: int) -> float:
         """Return the measured latency of a read from a tier, in seconds: its time without payload.
@@ -235,18 +231,18 @@ class Below(ABC):
         """
         return 0.0
 
+    @abstractmethod
     def write_state(self) -> WriteState:
         """Return the state of writes to tier 1."""
-        return WriteState(may_recover=False)
 
     # -- upkeep ------------------------------------------------------------------------------
 
+    @abstractmethod
     def maintain(self) -> bool:
         """Maintain the tiers at the end of a step, and about every 50 ms in an idle engine.
 
         Return True if another process reset a tier: older blocks above it are then outdated, too.
         """
-        return False
 
     @abstractmethod
     def reset(self, mark: int = 0) -> None:
@@ -281,13 +277,24 @@ class Below(ABC):
         Return False if transfers are still in flight: the resources that they use must stay open.
         """
 
+    @abstractmethod
     def state(self) -> list[TierState]:
         """Return the state of each tier, nearest first."""
-        return []
 
 
 class NoTierBelow(Below):
-    """Port without tiers, for a cascade of one tier."""
+    """Port without tiers, for a cascade of one tier: it holds and accepts nothing."""
+
+    tiers: Sequence[TierFacts] = ()
+    links: Sequence[LinkCounters] = ()
+
+    @property
+    def takes_puts(self) -> bool:
+        return False
+
+    @property
+    def is_blocked(self) -> bool:
+        return True
 
     def may_hold(
         self, key: BlockHash, media: frozenset[str] | None = None, owner: object = None
@@ -303,6 +310,21 @@ class NoTierBelow(Below):
     def poll(self) -> Sequence[Ended]:
         return ()
 
+    def take_events(self) -> list[BlockEvent]:
+        return []
+
+    def room(self, n: int) -> int:
+        return 0
+
+    def rests(self, tier: int) -> bool:
+        return True
+
+    def write_state(self) -> WriteState:
+        return WriteState(may_recover=False)
+
+    def maintain(self) -> bool:
+        return False
+
     def reset(self, mark: int = 0) -> None:
         """Do nothing: there is no tier."""
 
@@ -311,3 +333,6 @@ class NoTierBelow(Below):
 
     def shutdown(self, deadline_s: float) -> bool:
         return True
+
+    def state(self) -> list[TierState]:
+        return []

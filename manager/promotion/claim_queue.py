@@ -255,8 +255,6 @@ class ClaimQueue:
         new_slots = 0
         for block_hash in claim.request.holds:
             claim.wanted.setdefault(block_hash, 0)
-        owned.difference_update(claim.own)
-        claim.own, claim.own_blocks = [], [0] * len(blocks)
         for at, (block_hash, level) in enumerate(claim.wanted.items()):
             status = get(block_hash)
             if status is not None:
@@ -269,11 +267,14 @@ class ClaimQueue:
                 claim.wanted[block_hash] = level
                 blocks[level] += 1
                 to_read.append(block_hash)
-                if block_hash not in owned:
-                    claim.own.append(block_hash)
-                    claim.own_blocks[level] += 1
-        owned.update(claim.own)
         claim.new_slots, claim.blocks = new_slots + len(to_read), blocks
+        claim.own_blocks = blocks
+        if claim.own != to_read:
+            owned.difference_update(claim.own)
+            claim.own = [h for h in to_read if h not in owned]
+            owned.update(claim.own)
+            levels = [claim.wanted[h] for h in claim.own]
+            claim.own_blocks = [levels.count(level) for level in range(len(blocks))]
         self.choice.count_saved(claim, to_read)
 
     def _admit(self, claim: Claim, room: int, now_s: float) -> None:

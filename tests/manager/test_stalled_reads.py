@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from support.cascade import Cascade, key
 
@@ -33,9 +35,11 @@ class Rig:
         self.cascade.below_only([key(100 + i) for i in range(8)])
         self.began_s = self.cascade.now_s
 
-    def ask(self, request: Request, blocks: int = len(PROMPT)) -> int | None:
+    def ask(
+        self, request: Request, blocks: int = len(PROMPT), of: Sequence[BlockHash] = PROMPT
+    ) -> int | None:
         """As a scheduler does in a step."""
-        hits = self.manager.lookup(PROMPT[:blocks], request)
+        hits = self.manager.lookup(of[:blocks], request)
         self.manager.end_step()
         return hits
 
@@ -118,6 +122,26 @@ def test_blocks_behind_the_jobs_that_hang_are_given_up_as_well() -> None:
         rig.cascade.now_s += 0.1
         rig.manager.end_step()
     assert rig.manager.lookup(others, second) == 0
+
+
+def test_a_block_that_leaves_while_its_read_is_queued_is_a_miss() -> None:
+    rig, first, second = Rig(), Request(), Request()
+    rig.manager._promoter._batch = len(PROMPT) // MAX_JOBS_IN_FLIGHT
+    others, cascade = [key(100 + i) for i in range(8)], rig.cascade
+    assert rig.ask(first) is None
+    assert rig.ask(second, of=others) is None
+    assert rig.manager._promoter.queues[0].queued == others
+    status = cascade.policies[1].remove(others[3])
+    assert status is not None
+    cascade.backends[1].free(status)
+    del cascade.nodes[0].presence.slots[others[3]]
+    while rig.manager.has_pending_work():
+        rig.arrive()
+    assert rig.ask(first) == len(PROMPT) and rig.ask(second, of=others) == 3
+    assert rig.manager.counters.links[0].promote_gone_blocks == 1
+    for request in (first, second):
+        rig.manager.finish_request(request)
+    assert cascade.backends[0].get_num_free_blocks() == 32 - 8 - 7
 
 
 def test_many_that_leave_at_once_leave_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
