@@ -11,12 +11,15 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
 
 import pytest
 from contract.remote_contract import LIMIT_S, RemoteContract, an_object, buffers, names
+from support.clock import ManualClock
 from support.keys import key, keys
 from support.remote_rig import RemoteRig, content
 from support.remote_servers import HOST, S3Server, answering_always, free_port
@@ -31,6 +34,7 @@ from kvcascade.tiers.remote.base import (
     RemoteEngine,
     RemoteOutcome,
 )
+from kvcascade.tiers.remote.remote_store import most_per_call
 
 pytest.importorskip("obstore", reason='no object stores: install obstore (extra "s3")')
 
@@ -43,7 +47,7 @@ from kvcascade.tiers.remote.engines.object_store import (  # noqa: E402 - as abo
 )
 
 OK, ABSENT, DENIED = RemoteOutcome.OK, RemoteOutcome.ABSENT, RemoteOutcome.DENIED
-EXISTS = RemoteOutcome.EXISTS
+BUSY, EXISTS = RemoteOutcome.BUSY, RemoteOutcome.EXISTS
 TIMED_OUT, IO_ERROR = RemoteOutcome.TIMED_OUT, RemoteOutcome.IO_ERROR
 SECRETS = {"access_key_id": "id-in-test", "secret_access_key": "secret-in-test"}
 CALLS_MAX = 12
@@ -112,6 +116,19 @@ class TestFolder(ObjectsContract):
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
+
+    def test_a_slow_folder_is_busy_once_it_moved_a_file(
+        self, engine: RemoteEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Files of a call come one after the other, and those that would begin too late do not."""
+        assert most_per_call(engine, 512 << 10) == 4
+        clock = ManualClock()
+        engine.put(names(4), [an_object(1)] * 4, LIMIT_S)
+        monkeypatch.setattr(object_store, "time", SimpleNamespace(monotonic=clock))
+        read = partial(engine.get_into, names(4), buffers(4), 1.0)
+        assert read(lambda number: clock.advance(0.6)) == [OK, OK, BUSY, BUSY]
+        assert read() == [OK] * 4
+        assert engine.get_into(names(4), buffers(4), 0.0) == [TIMED_OUT] * 4
 
     def test_only_what_is_old_is_written_again(self, engine: RemoteEngine) -> None:
         engine.put(names(2), [an_object(1), an_object(2)], LIMIT_S)

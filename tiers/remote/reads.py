@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from .lookups import RemoteLink
 from .remote_counters import Verb
 from .remote_job import RemoteJob
 
+COPIES_AT_A_TIME = 16
+"""Limit on the concurrent copies of one read."""
 SPARE_BUFFERS_MAX = 32
 """Limit on the private buffers that are kept for the next reads."""
 PATIENCE = 0.9
@@ -21,22 +24,38 @@ PATIENCE = 0.9
 _SLOW = frozenset({RemoteOutcome.BUSY, RemoteOutcome.TIMED_OUT})
 
 
+@dataclass(slots=True)
 class RemoteRead(RemoteJob):
     """Blocks that a ticket reads."""
 
-    __slots__ = ()
     kind = Verb.READ
+
+    copying: Sequence[threading.Lock] = field(
+        default_factory=lambda: [threading.Lock() for _ in range(COPIES_AT_A_TIME)]
+    )
+    """Lock `n % COPIES_AT_A_TIME` is held while block `n` is copied. With one lock for all of them,
+    threads that wait for it cost more than the copies."""
 
     def deliver(self, number: int, payload: memoryview) -> None:
         """Copy a verified payload to its destination, unless the block has an outcome.
 
         A destination that is several times as long gets as many copies.
         """
-        with self.lock:
+        with self.copying[number % COPIES_AT_A_TIME]:
             if self.outcomes[number] is None:
                 target = np.frombuffer(self.views[number], np.uint8)
                 target.reshape(-1, payload.nbytes)[:] = np.frombuffer(payload, np.uint8)
-                self._settle([number], [RemoteOutcome.OK])
+                self.settle([number], [RemoteOutcome.OK])
+
+    def give_up(self, outcome: RemoteOutcome, *, waits: bool) -> bool:
+        for first, lock in enumerate(self.copying):
+            if lock.acquire(blocking=waits):
+                try:
+                    numbers = range(first, len(self.keys), COPIES_AT_A_TIME)
+                    self.settle(numbers, [outcome] * len(numbers))
+                finally:
+                    lock.release()
+        return not self.left
 
 
 class _Landing(Sequence[PrivateBuffer]):

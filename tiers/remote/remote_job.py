@@ -38,21 +38,18 @@ class RemoteJob:
     def settle(self, numbers: Sequence[int], outcomes: Sequence[RemoteOutcome]) -> None:
         """Give blocks their outcomes; those that have one keep it."""
         with self.lock:
-            self._settle(numbers, outcomes)
+            for number, outcome in zip(numbers, outcomes, strict=True):
+                if self.outcomes[number] is None:
+                    self.outcomes[number] = outcome
+                    self.left -= 1
 
     def give_up(self, outcome: RemoteOutcome, *, waits: bool) -> bool:
         """Give all blocks without an outcome this one. Return True if all have one now.
 
-        If another thread gives blocks their outcomes just now, wait for its end, or change nothing
-        and return False.
+        A block that another thread copies just now is left out, unless `waits`.
         """
-        if not self.lock.acquire(blocking=waits):
-            return False
-        try:
-            self._settle(range(len(self.keys)), [outcome] * len(self.keys))
-            return True
-        finally:
-            self.lock.release()
+        self.settle(range(len(self.keys)), [outcome] * len(self.keys))
+        return True
 
     def take_end(self) -> list[RemoteOutcome] | None:
         """Return all outcomes, once, when no block is left; None otherwise."""
@@ -61,9 +58,3 @@ class RemoteJob:
                 return None
             self.is_reported = True
             return [outcome for outcome in self.outcomes if outcome is not None]
-
-    def _settle(self, numbers: Sequence[int], outcomes: Sequence[RemoteOutcome]) -> None:
-        for number, outcome in zip(numbers, outcomes, strict=True):
-            if self.outcomes[number] is None:
-                self.outcomes[number] = outcome
-                self.left -= 1

@@ -6,7 +6,7 @@ owner that waited for a lookup gives its read the remaining time. The owner choo
 it writes, as with `OfferRule`.
 
 A payload arrives in private memory, is verified, and is then copied into the destination. The copy
-is made under the lock of its read, and never after the read has ended, because the destination may
+is made under a lock of its read, and never after the read has ended, because the destination may
 then hold another block.
 """
 
