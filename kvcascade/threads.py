@@ -1,4 +1,4 @@
-"""Threads that run, or a sentence that says why they cannot be started."""
+"""Threads that run, or a sentence that says why they, or a process, cannot be started."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def start_thread(run: Callable[[], object], name: str) -> threading.Thread:
     try:
         thread.start()
     except RuntimeError as error:
-        raise _no_thread(error) from error
+        raise cannot_start("thread", error) from error
     return thread
 
 
@@ -37,7 +37,7 @@ def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
     except RuntimeError as error:  # so is that of a broken barrier
         gate.abort()
         executor.shutdown()
-        raise _no_thread(error) from error
+        raise cannot_start("thread", error) from error
     return executor
 
 
@@ -55,6 +55,7 @@ def run_on_each(executor: ThreadPoolExecutor, threads: int, work: Callable[[], o
     wait([executor.submit(once) for _ in range(threads)])
 
 
-def _no_thread(error: RuntimeError) -> TierIOError:
+def cannot_start(kind: str, error: Exception) -> TierIOError:
+    """Return the error for a thread or process, the `kind`, that a limit forbids."""
     remedy = "raise the limit of processes, or that of memory (`ulimit -v`)"
-    return TierIOError(None, f"no thread can be started ({error}); {remedy}")
+    return TierIOError(None, f"no {kind} can be started ({error}); {remedy}")

@@ -19,6 +19,7 @@ from typing import Protocol
 import msgspec
 
 from ...errors import os_errors
+from ...threads import cannot_start
 from ...tiers.nvme.path.frames import frame
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -99,13 +100,16 @@ def launch(setup: msgspec.Struct, arena_fd: int, module: str) -> Connection:
             ours.setblocking(False)
             socket_fd = _above_standard(theirs.fileno(), stack)
             memory_fd = _above_standard(arena_fd, stack)
-            child = subprocess.Popen(
-                command(socket_fd, memory_fd, module),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=environment(),
-                pass_fds=(socket_fd, memory_fd),
-            )
+            try:
+                child = subprocess.Popen(
+                    command(socket_fd, memory_fd, module),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    env=environment(),
+                    pass_fds=(socket_fd, memory_fd),
+                )
+            except BlockingIOError as error:  # EAGAIN: a limit of processes
+                raise cannot_start("process", error) from error
             if_failed.pop_all()
     return Connection(child, ours)
 

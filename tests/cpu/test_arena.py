@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import socket
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -237,6 +238,16 @@ def test_a_full_file_system_is_no_space(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(NoSpaceError, match="capacity: 52.0 KiB could not be reserved"):
+        open_arena(tmp_path, ArenaRole.worker(0))
+    assert names(tmp_path) == []
+
+
+def test_a_limit_of_file_sizes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def limited(fd: int, size: int) -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(os, "ftruncate", limited)
+    with pytest.raises(NoSpaceError, match="raise the limit of file sizes with `ulimit -f`"):
         open_arena(tmp_path, ArenaRole.worker(0))
     assert names(tmp_path) == []
 

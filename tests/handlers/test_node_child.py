@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -32,6 +33,15 @@ def test_a_failed_start_leaves_nothing_open(
     with pytest.raises(TierIOError, match="starting the process"):
         launch(NodeReady(), os.memfd_create("arena"), NODE_MODULE)
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_limit_of_processes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    with pytest.raises(TierIOError, match="no process can be started .*; raise the limit"):
+        launch(NodeReady(), os.memfd_create("arena"), NODE_MODULE)
 
 
 def test_a_deleted_working_directory_is_no_place_for_modules(

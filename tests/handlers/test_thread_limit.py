@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import gc
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -68,3 +71,35 @@ def test_a_node_of_a_path_needs_no_thread_later(
         assert list(engine.get(range(8))) == [BlockOutcome.OK] * 8
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("left", range(1, 7))
+def test_a_node_that_lacks_threads_leaves_none(limit: Limited, tmp_path: Path, left: int) -> None:
+    """The keeper tries it three times, and `left` threads may be started in all."""
+    limit.left = left
+    engine = PathEngine([tmp_path], PathOptions(16 << 20), is_thread=True, io_threads=1)
+    gc.disable()  # it would end the threads of what nobody holds any more
+    try:
+        with pytest.raises(TierIOError, match="did not start"):
+            engine.keeper.start()
+        for thread in limit.started[1:]:  # the first one is the keeper's
+            thread.join(10.0)
+            assert not thread.is_alive()
+    finally:
+        gc.enable()
+        engine.close()
+
+
+def test_a_node_that_lacks_descriptors_has_a_sentence_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none_left(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "eventfd", none_left)
+    engine = PathEngine([tmp_path], PathOptions(16 << 20), is_thread=True)
+    with pytest.raises(TierIOError, match="did not start"):
+        engine.keeper.start()
+    engine.close()
+    said = "Too many open files while starting the thread that moves blocks"
+    assert said in caplog.text and "Traceback" not in caplog.text

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import pytest
 from support.forks import idle_fork, said_by_fork
 from support.memory_file_system import MemoryFileSystem
 
-from kvcascade.errors import ConfigError
+from kvcascade.errors import ConfigError, TierIOError
 from kvcascade.tiers.nvme.disk.filesystem import FileSystem, RealFileLock, RealFileSystem
 from kvcascade.tiers.nvme.path.path_lock import BACKLOG, LOCK_NAME, PathDoor, try_lead
 from kvcascade.tiers.nvme.path.writer.path_options import PATH_FOLDER
@@ -147,3 +150,18 @@ def test_a_lock_ends_with_its_process_although_a_forked_one_lives(tmp_path: Path
         lock._fd = -1
         place = tmp_path / PATH_FOLDER / LOCK_NAME
         RealFileSystem().lock(place, wait_s=10.0).release()  # the fork may just begin
+
+
+@pytest.mark.parametrize("ask", [PathDoor.listen, PathDoor.connect])
+def test_no_descriptor_for_a_socket_is_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Callable[[PathDoor], object]
+) -> None:
+    def none_left(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    (tmp_path / PATH_FOLDER).mkdir()
+    door = PathDoor(tmp_path)
+    monkeypatch.setattr(socket, "socket", none_left)
+    with pytest.raises(TierIOError, match="raise the limit with `ulimit -n`"):
+        ask(door)
+    door.close()

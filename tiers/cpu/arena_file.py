@@ -385,7 +385,7 @@ def _reserve(request: ArenaRequest, fd: int, size: int, memory: MachineMemory) -
         os.posix_fallocate(fd, 0, size)
         return is_huge
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG):
+        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
             raise NoSpaceError(
                 f"capacity: {human(size)} could not be reserved in {os.path.dirname(path)} "
                 f"({error.strerror}); lower it or free memory (kvcascade shm ls shows arenas that "

@@ -10,12 +10,14 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from time import monotonic
 from typing import Any
 
 import msgspec
 
+from ....errors import os_errors
 from ....logs import get_logger
 from ....threads import start_thread
 from ....tiers.nvme.disk.filesystem import FileSystem
@@ -70,10 +72,16 @@ def node_thread(
     following = _Following(setup, on_note)
 
     def start() -> Connection:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        ours.setblocking(False)
-        loop = NodeLoop(theirs, following.setup, arena, fs)
-        return Connection(ThreadChild(partial(loop.run, waits_for_io=True)), ours)
+        with ExitStack() as if_failed, os_errors("starting the thread that moves blocks"):
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            ours.setblocking(False)
+            if_failed.callback(ours.close)
+            if_failed.callback(theirs.close)
+            loop = NodeLoop(theirs, following.setup, arena, fs)
+            if_failed.callback(loop.close, waits_for_io=True)
+            child = ThreadChild(partial(loop.run, waits_for_io=True))
+            if_failed.pop_all()
+        return Connection(child, ours)
 
     return NodeKeeper(start, following.note, is_batched=is_batched, clock=clock)
 

@@ -46,7 +46,8 @@ class Waker:
             os.eventfd_read(self._fd)
 
     def __del__(self) -> None:
-        os.close(self._fd)
+        with suppress(AttributeError):  # no descriptor was left for it
+            os.close(self._fd)
 
 
 class FrameSocket(MessageStream):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from ....errors import KVCascadeError
 from ....tiers.cpu.huge_pages import has_huge_pages
 from ....tiers.nvme.disk.filesystem import FileSystem
 from ....tiers.nvme.path.frames import WireError
@@ -59,15 +60,19 @@ class NodeLoop:
             was_here=hello.epoch is not None,
         )
         self._is_closing = False
-        self._workers = IOThreads(
-            fs,
-            roots,
-            hello.namespace,
-            setup.io_threads,
-            arena,
-            self.post,
-            has_bounce=has_huge_pages() and not setup.is_arena_huge,
-        )
+        try:
+            self._workers = IOThreads(
+                fs,
+                roots,
+                hello.namespace,
+                setup.io_threads,
+                arena,
+                self.post,
+                has_bounce=has_huge_pages() and not setup.is_arena_huge,
+            )
+        except KVCascadeError:  # a thread that is left would make the lack worse
+            self._search.end()
+            raise
         self._node = PathNode(hello, self, self._workers, time.monotonic, setup.patience_s)
 
     def run(self, *, waits_for_io: bool = False) -> None:
@@ -91,7 +96,24 @@ class NodeLoop:
                     ticked_s = now_s
                     self._node.tick()
         finally:
-            self._close(waits_for_io)
+            self.close(waits_for_io)
+
+    def close(self, waits_for_io: bool) -> None:
+        """End all threads, and close all files. `run` calls it; a loop that never ran needs it."""
+        self._workers.close()
+        if waits_for_io:
+            self._workers.wait()
+            self._workers.release_writes()
+            self.hang_up()
+        elif self._writer is not None:  # a process keeps its grants until it has ended
+            self._writer.flush()
+        self._search.end()
+        self._is_closing = True
+        while self._posted:
+            self._posted.popleft()()
+        self._search.close()
+        self._scheduler.close()
+        self._selector.close()
 
     def post(self, callback: Callable[[], None]) -> None:
         """Have the node's thread call this. Any thread."""
@@ -164,19 +186,3 @@ class NodeLoop:
 
     def _cannot_lead(self, text: str) -> None:
         self.tell(NodeNote(self._node.state, text))
-
-    def _close(self, waits_for_io: bool) -> None:
-        self._workers.close()
-        if waits_for_io:
-            self._workers.wait()
-            self._workers.release_writes()
-            self.hang_up()
-        elif self._writer is not None:  # a process keeps its grants until it has ended
-            self._writer.flush()
-        self._search.end()
-        self._is_closing = True
-        while self._posted:
-            self._posted.popleft()()
-        self._search.close()
-        self._scheduler.close()
-        self._selector.close()

@@ -83,18 +83,18 @@ class PathDoor:
         The caller holds the lock. Raises `ConfigError` if the file system has no sockets, or
         `TierIOError`.
         """
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            with os_errors(f"making {self._folder / SOCKET_NAME}"):
+        with os_errors(f"making {self._folder / SOCKET_NAME}"):
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
                 with suppress(FileNotFoundError):
                     os.unlink(SOCKET_NAME, dir_fd=self._fd)
                 self._bind(listener)
                 os.chmod(SOCKET_NAME, 0o600, dir_fd=self._fd)
                 listener.listen(BACKLOG)
                 listener.setblocking(False)
-        except BaseException:
-            listener.close()
-            raise
+            except BaseException:
+                listener.close()
+                raise
         return listener
 
     def connect(self) -> socket.socket | None:
@@ -103,7 +103,9 @@ class PathDoor:
 
         Raises `TierIOError`.
         """
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        doing = f"connecting to {self._folder / SOCKET_NAME}"
+        with os_errors(doing):
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             link.setblocking(False)
             link.connect(self._address())
@@ -111,7 +113,7 @@ class PathDoor:
             link.close()
             if error.errno in _NO_ANSWER:
                 return None
-            with os_errors(f"connecting to {self._folder / SOCKET_NAME}"):
+            with os_errors(doing):
                 raise
         return link
 
