@@ -6,15 +6,16 @@ there is room; several engines share what there is and never go beyond it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import msgspec
 from support.cache_rig import call
 from support.path_engine import PathEngine
-from support.small_disk import Filler, free_bytes, on_small_disk
+from support.small_disk import Filler, free_bytes, on_small_btrfs, on_small_disk
 
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
@@ -128,6 +129,22 @@ def can_begin_again(path: Path) -> None:
 
 def test_a_restart_on_a_full_disk(tmp_path: Path) -> None:
     on_small_disk(can_begin_again, tmp_path, DISK_BYTES)
+
+
+def goes_on_in_place(path: Path) -> None:
+    """A write to a mapped page has no error: without room for a copy, the process would end."""
+    with engine_on(path) as one:
+        store_all(one, 0, 64)
+    with (path / "others").open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(1 << 20)):
+            os.fsync(file.fileno())
+    with engine_on(path) as one:
+        assert set(one.get(range(63 * BATCH, 64 * BATCH))) == {OK}
+        store_all(one, 2000, 8)
+
+
+def test_a_restart_on_a_full_btrfs(tmp_path: Path) -> None:
+    on_small_btrfs(goes_on_in_place, tmp_path)
 
 
 def can_be_collected(path: Path) -> None:
