@@ -5,7 +5,8 @@
 
 The file system is a `tmpfs` in a mount namespace of the process: no rights are needed where the
 system lets users make namespaces, nobody else sees it, and it is gone with the process. Where the
-system does not, the test is skipped. A btrfs needs root, and an image beside the folder.
+system does not, the test is skipped. Other file systems need root, and an image beside the
+folder.
 
 `python -m support.small_disk FILE FUNCTION FOLDER` is the process itself.
 """
@@ -29,10 +30,10 @@ TIMEOUT_S = 300
 Words = tuple[str, ...]
 _UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
 _MOUNT = 'mount -t tmpfs -o mode=0700,size="$1" none "$2" || exit; shift; shift; exec "$@"'
-BTRFS_BYTES = 128 << 20
-"""About the smallest btrfs."""
+IMAGE_BYTES = {"btrfs": 128 << 20, "xfs": 300 << 20}
+"""About the smallest ones."""
 _AS_ROOT = ("unshare", "--mount", "sh", "-c")
-_MOUNT_BTRFS = """truncate -s "$1" "$2.image" && mkfs.btrfs -qf "$2.image" || exit
+_MOUNT_IMAGE = """truncate -s "$1" "$2.image" && mkfs.KIND -qf "$2.image" || exit
 mount -o loop "$2.image" "$2" && chmod 0700 "$2" || exit; shift; shift; exec "$@\""""
 
 
@@ -45,11 +46,12 @@ def on_small_disk(
     _call_on(function, folder, _UNSHARE, _MOUNT, size_bytes)
 
 
-def on_small_btrfs(function: Callable[[Path], None], folder: Path) -> None:
-    """Call `function(folder)` where `folder` is a btrfs of `BTRFS_BYTES`."""
-    if not _can_mount(folder, _AS_ROOT, _MOUNT_BTRFS, BTRFS_BYTES):
-        pytest.skip("no btrfs can be mounted here")
-    _call_on(function, folder, _AS_ROOT, _MOUNT_BTRFS, BTRFS_BYTES)
+def on_small_image(kind: str, function: Callable[[Path], None], folder: Path) -> None:
+    """Call `function(folder)` where `folder` is a file system of a kind of `IMAGE_BYTES`."""
+    mount, size_bytes = _MOUNT_IMAGE.replace("KIND", kind), IMAGE_BYTES[kind]
+    if not _can_mount(folder, _AS_ROOT, mount, size_bytes):
+        pytest.skip(f"no {kind} can be made and mounted here")
+    _call_on(function, folder, _AS_ROOT, mount, size_bytes)
 
 
 def _call_on(
