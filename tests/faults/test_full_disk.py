@@ -6,18 +6,20 @@ there is room; several engines share what there is and never go beyond it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import msgspec
+import pytest
 from support.cache_rig import call
 from support.path_engine import PathEngine
-from support.small_disk import Filler, free_bytes, on_small_disk
+from support.small_disk import Filler, free_bytes, on_small_disk, on_small_image
 
 from kvcascade.tiers.base import BlockOutcome
-from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.disk.filesystem import PAGE_BYTES, RealFileSystem
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tiers.nvme.path.writer import path_capacity
 from kvcascade.tiers.nvme.path.writer.path_options import load_record, save_record
@@ -128,6 +130,26 @@ def can_begin_again(path: Path) -> None:
 
 def test_a_restart_on_a_full_disk(tmp_path: Path) -> None:
     on_small_disk(can_begin_again, tmp_path, DISK_BYTES)
+
+
+def goes_on(path: Path) -> None:
+    """An engine starts again, serves its blocks, and new ones take the places of old ones."""
+    with engine_on(path) as one:
+        store_all(one, 0, 64)
+    with (path / "others").open("wb", buffering=0) as file:
+        for size in 1 << 20, PAGE_BYTES:
+            with suppress(OSError):
+                while file.write(bytes(size)):
+                    os.fsync(file.fileno())
+    with engine_on(path) as one:
+        assert set(one.get(range(63 * BATCH, 64 * BATCH))) == {OK}
+        store_all(one, 2000, 8)
+
+
+@pytest.mark.parametrize("kind", ["btrfs", "xfs"])
+def test_a_restart_on_a_full_disk_of_another_kind(tmp_path: Path, kind: str) -> None:
+    """Of btrfs a write to a mapped page would end the process; XFS has no room for a socket."""
+    on_small_image(kind, goes_on, tmp_path)
 
 
 def can_be_collected(path: Path) -> None:

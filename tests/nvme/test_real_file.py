@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,3 +56,27 @@ def test_bytes_on_disk_are_those_of_the_contents(tmp_path: Path) -> None:
     os.sync()
     assert fs.used_bytes(tmp_path / "small") <= PAGE_BYTES
     assert fs.used_bytes(tmp_path / "sparse") <= PAGE_BYTES
+
+
+def test_new_files_of_a_tier_are_written_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A btrfs that compresses: the flags of folders are those of linux/fs.h."""
+    compressed, in_place, other = 0x4, 0x800000, 0x80
+    names = ("made", "found")
+    flags = dict.fromkeys((str(tmp_path / name) for name in names), compressed | other)
+
+    def ioctl(descriptor: int, request: int, value: array[int]) -> int:
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if request == 0x80086601:
+            value[0] = flags[name]
+        else:
+            assert request == 0x40086602
+            flags[name] = value[0]
+        return 0
+
+    (tmp_path / "found").mkdir(0o700)
+    monkeypatch.setattr(fcntl, "ioctl", ioctl)
+    for name in names:
+        RealFileSystem().make_dir(tmp_path / name)
+    assert set(flags.values()) == {in_place | other}

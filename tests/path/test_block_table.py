@@ -15,12 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import lmdb
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.memory_block_table import MemoryBlockDisk, MemoryBlockTable
 
-from kvcascade.errors import CorruptionError, FormatError, KVCascadeError, NoSpaceError
+from kvcascade.errors import CorruptionError, FormatError, KVCascadeError, NoSpaceError, TierIOError
 from kvcascade.tiers.nvme.index import index_pages
 from kvcascade.tiers.nvme.index.clean_close import note_epoch, noted_epoch, read_mark
 from kvcascade.tiers.nvme.path import block_table, lmdb_block_table
@@ -531,6 +532,21 @@ def test_a_new_index_has_no_marks_of_a_former_one(tmp_path: Path) -> None:
     table = lmdb_at(folder)
     assert (table.epoch, noted_epoch(folder), read_mark(folder)) == (0, 0, None)
     table.close()
+
+
+def test_a_file_system_that_maps_no_files_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A FUSE mount without a page cache, such as mergerfs with `cache.files=off`."""
+
+    def refuse(*_: object, **__: object) -> None:
+        error = lmdb.Error("data.mdb.new: No such device")
+        vars(error).update(code=errno.ENODEV)
+        raise error
+
+    monkeypatch.setattr(lmdb, "open", refuse)
+    with pytest.raises(TierIOError, match="maps no files into memory"):
+        lmdb_at(tmp_path / "blocks")
 
 
 def full(descriptor: int, offset: int, size: int, code: int = errno.ENOSPC) -> None:

@@ -11,19 +11,22 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.forks import idle_fork, said_by_fork
 from support.memory_file_system import MemoryFileSystem
 
-from kvcascade.errors import ConfigError, TierIOError
+from kvcascade.errors import ConfigError, NoSpaceError, TierIOError
 from kvcascade.tiers.nvme.disk.filesystem import FileSystem, RealFileLock, RealFileSystem
+from kvcascade.tiers.nvme.path import path_lock
 from kvcascade.tiers.nvme.path.path_lock import BACKLOG, LOCK_NAME, PathDoor, try_lead
 from kvcascade.tiers.nvme.path.writer.path_options import PATH_FOLDER
 
 HOLDER = """
 import sys
 from pathlib import Path
+from typing import Any
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.path_lock import try_lead
 assert try_lead(RealFileSystem(), Path(sys.argv[1])) is not None
@@ -165,3 +168,35 @@ def test_no_descriptor_for_a_socket_is_an_error_of_ours(
     with pytest.raises(TierIOError, match="raise the limit with `ulimit -n`"):
         ask(door)
     door.close()
+
+
+def test_a_full_disk_has_room_for_the_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XFS needs about 256 KiB of free space for a new file, and the disk has none left."""
+    lead = try_lead(RealFileSystem(), tmp_path)
+    assert lead is not None
+    door, room = PathDoor(tmp_path), tmp_path / PATH_FOLDER / "writer.room"
+    monkeypatch.setattr(path_lock, "file_system_of", lambda _: "ext4")
+    door.listen().close()
+    assert not room.exists(), "others need none"
+    monkeypatch.setattr(path_lock, "file_system_of", lambda _: "xfs")
+    door.listen().close()
+    assert room.stat().st_size == 512 << 10
+    assert room.stat().st_blocks * 512 >= 512 << 10
+
+    class FullDisk(socket.socket):
+        def bind(self, address: Any) -> None:
+            if room.exists() or not was_there:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().bind(address)
+
+    was_there = True
+    monkeypatch.setattr(socket, "socket", FullDisk)
+    door.listen().close()
+    assert room.exists(), "there is room for the next one"
+    was_there = False
+    with pytest.raises(NoSpaceError, match="writer.sock"):
+        door.listen()
+    door.close()
+    lead.release()

@@ -289,11 +289,12 @@ class TestTwin:
         assert found is not None and "replaces objects" in found and not twin.held
 
     def test_a_server_that_answers_and_fails_to_store(self) -> None:
-        """Such as one that knows no conditional writes (501)."""
+        """Such as one that knows no conditional writes (501), or a folder without hard links."""
         twin = RemoteTwin()
         twin.fails["put"] = RemoteOutcome.IO_ERROR
         found = problem_of(twin, options(url="s3://bucket"))
         assert found is not None and "fails to store" in found and "reached" not in found
+        assert "hard links" in found
 
     @pytest.mark.parametrize("cause", list(Cause))
     def test_every_cause_has_its_sentence(self, cause: Cause) -> None:

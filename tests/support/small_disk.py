@@ -5,7 +5,8 @@
 
 The file system is a `tmpfs` in a mount namespace of the process: no rights are needed where the
 system lets users make namespaces, nobody else sees it, and it is gone with the process. Where the
-system does not, the test is skipped.
+system does not, the test is skipped. Other file systems need root, and an image beside the
+folder.
 
 `python -m support.small_disk FILE FUNCTION FOLDER` is the process itself.
 """
@@ -26,19 +27,39 @@ from .children import environment
 SIZE_BYTES = 8 << 20
 PAGE = 4096
 TIMEOUT_S = 300
+Words = tuple[str, ...]
 _UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
 _MOUNT = 'mount -t tmpfs -o mode=0700,size="$1" none "$2" || exit; shift; shift; exec "$@"'
+IMAGE_BYTES = {"btrfs": 128 << 20, "xfs": 300 << 20}
+"""About the smallest ones."""
+_AS_ROOT = ("unshare", "--mount", "sh", "-c")
+_MOUNT_IMAGE = """truncate -s "$1" "$2.image" && mkfs.KIND -qf "$2.image" || exit
+mount -o loop "$2.image" "$2" && chmod 0700 "$2" || exit; shift; shift; exec "$@\""""
 
 
 def on_small_disk(
     function: Callable[[Path], None], folder: Path, size_bytes: int = SIZE_BYTES
 ) -> None:
     """Call `function(folder)` where `folder` is a file system of `size_bytes`."""
-    if not _can_mount(folder):
+    if not _can_mount(folder, _UNSHARE, _MOUNT, SIZE_BYTES):
         pytest.skip("this system lets no user make a mount namespace (unshare --user --mount)")
+    _call_on(function, folder, _UNSHARE, _MOUNT, size_bytes)
+
+
+def on_small_image(kind: str, function: Callable[[Path], None], folder: Path) -> None:
+    """Call `function(folder)` where `folder` is a file system of a kind of `IMAGE_BYTES`."""
+    mount, size_bytes = _MOUNT_IMAGE.replace("KIND", kind), IMAGE_BYTES[kind]
+    if not _can_mount(folder, _AS_ROOT, mount, size_bytes):
+        pytest.skip(f"no {kind} can be made and mounted here")
+    _call_on(function, folder, _AS_ROOT, mount, size_bytes)
+
+
+def _call_on(
+    function: Callable[[Path], None], folder: Path, unshare: Words, mount: str, size_bytes: int
+) -> None:
     source = function.__code__.co_filename
     call = (sys.executable, "-m", "support.small_disk", source, function.__name__, str(folder))
-    command = (*_UNSHARE, _MOUNT, "sh", str(size_bytes), str(folder), *call)
+    command = (*unshare, mount, "sh", str(size_bytes), str(folder), *call)
     done = subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S
     )
@@ -66,8 +87,8 @@ class Filler:
         self._path.unlink()
 
 
-def _can_mount(folder: Path) -> bool:
-    command = (*_UNSHARE, _MOUNT, "sh", str(SIZE_BYTES), str(folder), "true")
+def _can_mount(folder: Path, unshare: Words, mount: str, size_bytes: int) -> bool:
+    command = (*unshare, mount, "sh", str(size_bytes), str(folder), "true")
     try:
         return subprocess.run(command, capture_output=True, timeout=TIMEOUT_S).returncode == 0
     except FileNotFoundError:

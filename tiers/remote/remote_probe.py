@@ -146,7 +146,7 @@ def _problem_of_writes(engine: RemoteEngine, name: str, limit_s: float) -> str |
     if wrote is RemoteOutcome.IO_ERROR:
         return (
             "answers, and fails to store objects; read its log, or use one that creates objects on "
-            "condition"
+            "condition (a folder: on a file system with hard links)"
         )
     if wrote is not RemoteOutcome.OK:
         return _REASONS.get(wrote, f"does not store objects ({wrote})")

@@ -17,6 +17,7 @@ import os
 import stat
 import time
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -37,6 +38,10 @@ LOCK_PAUSE_S = 0.01
 _TEMPORARY_SUFFIX = ".tmp"
 _DIRECT_FLAG = getattr(os, "O_DIRECT", 0)
 _syncfs = ctypes.CDLL(None, use_errno=True).syncfs
+_GET_FLAGS, _SET_FLAGS = 0x80086601, 0x40086602
+"""`FS_IOC_GETFLAGS` and `FS_IOC_SETFLAGS` of linux/fs.h."""
+_COMPRESSED, _IN_PLACE = 0x4, 0x800000
+"""`FS_COMPR_FL` and `FS_NOCOW_FL` (`chattr +C`), which exclude each other."""
 _OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -108,7 +113,10 @@ class FileSystem(ABC):
 
     @abstractmethod
     def make_dir(self, path: Path) -> None:
-        """Create one directory with mode 0700; no error if it exists and belongs to this user."""
+        """Create one directory with mode 0700; no error if it exists and belongs to this user.
+
+        Files that are made in it later are written in place where the file system has a choice.
+        """
 
     @abstractmethod
     def check_dir(self, path: Path) -> None:
@@ -352,6 +360,7 @@ class RealFileSystem(FileSystem):
             os.mkdir(path, DIR_MODE)
         except FileExistsError:
             self.check_dir(path)
+        _write_in_place(path)
 
     def check_dir(self, path: Path) -> None:
         _check_ours(os.lstat(path), stat.S_ISDIR, path)
@@ -501,6 +510,23 @@ def _bytes_on_disk(path: str | Path) -> int:
     found = os.lstat(path)
     whole_pages = -(-found.st_size // PAGE_BYTES) * PAGE_BYTES
     return min(found.st_blocks * BLOCK_UNIT_BYTES, whole_pages)
+
+
+def _write_in_place(folder: Path) -> None:
+    """Let btrfs write new files of a folder in place. Other file systems refuse or do so anyway.
+
+    A copy of a page needs free space. Without any, a write to a mapped page ends the process.
+    """
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            flags = array("I", (0, 0))  # the kernel fills the first, a FUSE server may fill both
+            fcntl.ioctl(descriptor, _GET_FLAGS, flags)
+            if not flags[0] & _IN_PLACE:
+                flags[0] = flags[0] & ~_COMPRESSED | _IN_PLACE
+                fcntl.ioctl(descriptor, _SET_FLAGS, flags)
+        finally:
+            os.close(descriptor)
 
 
 def _try_direct(descriptor: int) -> None:

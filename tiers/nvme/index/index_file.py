@@ -100,6 +100,9 @@ def from_lmdb(error: lmdb.Error, path: Path) -> KVCascadeError:
         return NoSpaceError(f"no space for the index in {path} ({error}); free some")
     if _code(error) in (errno.EMFILE, errno.ENFILE, errno.EFBIG):  # limits of the process
         return from_os_error(OSError(_code(error), str(error)), f"opening the index in {path}")
+    if _code(error) == errno.ENODEV:
+        why = f"the file system of {path} maps no files into memory, as FUSE without a page cache"
+        return TierIOError(errno.ENODEV, f"{why}; mount it with one, or use another path")
     if 0 < _code(error) < MAX_ERRNO:  # an errno of the operating system
         return TierIOError(_code(error), f"{error} at the index in {path}; check the device")
     return CorruptionError(damaged(path, str(error)))

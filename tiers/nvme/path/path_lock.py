@@ -17,14 +17,20 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+from ....config.machine import file_system_of
 from ....errors import ConfigError, InUseError, TierIOError, os_errors
 from ..disk.filesystem import FileLock, FileSystem
 from .writer.path_options import PATH_FOLDER
 
 LOCK_NAME = "writer.lock"
 SOCKET_NAME = "writer.sock"
+ROOM_NAME = "writer.room"
+"""File that gives its room to the socket if the disk has none."""
+ROOM_BYTES = 512 << 10
+"""XFS makes no socket with less than about 256 KiB of free space."""
 BACKLOG = 64
 """Most connections that wait to be accepted."""
+_ROOM_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _DESCRIPTORS = Path("/proc/self/fd")
 _NO_ANSWER = (errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN)
 _NO_SOCKETS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
@@ -88,7 +94,7 @@ class PathDoor:
             try:
                 with suppress(FileNotFoundError):
                     os.unlink(SOCKET_NAME, dir_fd=self._fd)
-                self._bind(listener)
+                self._bind_in_room(listener)
                 os.chmod(SOCKET_NAME, 0o600, dir_fd=self._fd)
                 listener.listen(BACKLOG)
                 listener.setblocking(False)
@@ -129,6 +135,25 @@ class PathDoor:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def _bind_in_room(self, listener: socket.socket) -> None:
+        """Bind the socket; on a full XFS disk, in the room of a file that is kept for that."""
+        try:
+            self._bind(listener)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            with suppress(OSError):
+                os.unlink(ROOM_NAME, dir_fd=self._fd)
+            self._bind(listener)
+        if file_system_of(str(self._folder)) != "xfs":
+            return
+        with suppress(OSError):
+            room = os.open(ROOM_NAME, _ROOM_FLAGS, 0o600, dir_fd=self._fd)
+            try:
+                os.posix_fallocate(room, 0, ROOM_BYTES)
+            finally:
+                os.close(room)
 
     def _bind(self, listener: socket.socket) -> None:
         try:
