@@ -59,7 +59,7 @@ class NodeLoop:
             was_here=hello.epoch is not None,
         )
         self._is_closing = False
-        self._workers = IOThreads(
+        self._io = IOThreads(
             fs,
             roots,
             hello.namespace,
@@ -68,7 +68,7 @@ class NodeLoop:
             self.post,
             has_bounce=has_huge_pages() and not setup.is_arena_huge,
         )
-        self._node = PathNode(hello, self, self._workers, time.monotonic, setup.patience_s)
+        self._node = PathNode(hello, self, self._io, time.monotonic, setup.patience_s)
 
     def run(self, *, waits_for_io: bool = False) -> None:
         """Serve until the scheduler closes its socket; then close a writer of this process.
@@ -76,7 +76,7 @@ class NodeLoop:
         With `waits_for_io`, the transfers in flight end before that.
         """
         self._node.start()
-        self._workers.warm_up()
+        self._io.warm_up()
         self.tell(NodeReady())
         ticked_s = time.monotonic()
         try:
@@ -166,10 +166,10 @@ class NodeLoop:
         self.tell(NodeNote(self._node.state, text))
 
     def _close(self, waits_for_io: bool) -> None:
-        self._workers.close()
+        self._io.close()
         if waits_for_io:
-            self._workers.wait()
-            self._workers.release_writes()
+            self._io.wait()
+            self._io.release_writes()
             self.hang_up()
         elif self._writer is not None:  # a process keeps its grants until it has ended
             self._writer.flush()
