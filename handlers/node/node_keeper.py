@@ -60,7 +60,7 @@ OnEnd = Callable[[Any], None]
 """Callback with the answer to a job, or None if its process died. May raise `WireError`."""
 OnNote = Callable[[Any], None]
 """Callback with a message that answers no job, or None if the process died."""
-Order = Callable[[int], msgspec.Struct]
+MakeJob = Callable[[int], msgspec.Struct]
 """Builds the message of a job from its ticket."""
 
 _log = get_logger(__name__)
@@ -195,7 +195,7 @@ class NodeKeeper:
                 + remedy,
             )
 
-    def submit(self, order: Order, on_end: OnEnd) -> bool:
+    def submit(self, make_job: MakeJob, on_end: OnEnd) -> bool:
         """Send a job, or keep it for a batch. Return False if it cannot be taken now.
 
         The methods that receive messages call `on_end`. If this raises an error, `has_job` tells
@@ -208,7 +208,7 @@ class NodeKeeper:
             if stream is None or not self._can_send or len(self._jobs) >= JOBS_AT_MOST:
                 return False
             ticket = next(self._tickets)
-            data = frame(order(ticket))  # first, since it raises if the message is invalid
+            data = frame(make_job(ticket))  # first, since it raises if the message is invalid
             if not self._jobs:
                 stream.heard_s = self._clock()
             self._jobs[ticket] = on_end

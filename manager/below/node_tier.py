@@ -26,7 +26,7 @@ from .port import Ended, Put, TierFacts, WriteState
 from .single_tier import (
     PUTS_AT_MOST,
     STALLED_S,
-    Going,
+    JobInFlight,
     NodeClient,
     NodeFlow,
     NodeReads,
@@ -105,8 +105,8 @@ class NodeWrites(Traffic[NodeFeed]):
         if len(started) < n:
             keys, slots = [keys[at] for at in started], [slots[at] for at in started]
         packed, epoch = pack_slots(slots), flow.feed.epoch
-        order = partial(PutJob, keys=list(keys), arena_slots=packed, epoch=epoch)
-        if started and self._submit(ticket, keys, order):
+        make_job = partial(PutJob, keys=list(keys), arena_slots=packed, epoch=epoch)
+        if started and self._submit(ticket, keys, make_job):
             coming.update(keys)
         elif started:
             self.breaker.trip()
@@ -114,16 +114,16 @@ class NodeWrites(Traffic[NodeFeed]):
             started, answer = [], Put.NOT_TAKEN
         return answers_to_put(n, new, started, answer)
 
-    def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
+    def _land(self, job: JobInFlight, outcomes: list[BlockOutcome], done: JobDone) -> None:
         flow = self._flow
-        if going.ticket in self._outdated:
-            self._outdated.remove(going.ticket)
+        if job.ticket in self._outdated:
+            self._outdated.remove(job.ticket)
         else:
-            self.coming.difference_update(going.keys)
-        stored, failed, no_space = self._count_put(going, outcomes, done)
+            self.coming.difference_update(job.keys)
+        stored, failed, no_space = self._count_put(job, outcomes, done)
         if stored < len(outcomes):
             refused = BlockOutcome.REFUSED
-            keys = [k for k, o in zip(going.keys, outcomes, strict=True) if o is refused]
+            keys = [k for k, o in zip(job.keys, outcomes, strict=True) if o is refused]
             self._note_over_budget(keys)
         flow.feed.blocks += stored
         self._why = done.why
@@ -137,7 +137,7 @@ class NodeWrites(Traffic[NodeFeed]):
             self.breaker.trip()
         self.may_recover = no_space == 0
         size_bytes = stored * flow.block_bytes
-        self.ended.append(Ended(going.ticket, False, 1, outcomes, size_bytes, done.time_s))
+        self.ended.append(Ended(job.ticket, False, 1, outcomes, size_bytes, done.time_s))
 
     def _note_over_budget(self, keys: Sequence[BlockHash]) -> None:
         self._flow.feed.counters.demote_over_budget_blocks += len(keys)

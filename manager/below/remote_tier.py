@@ -31,7 +31,7 @@ from .single_tier import (
     LOST,
     PUTS_AT_MOST,
     STALLED_S,
-    Going,
+    JobInFlight,
     NodeClient,
     NodeFlow,
     NodeReads,
@@ -118,8 +118,8 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
     def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
         assert tier == 1, "there is one tier"
         limit_s, packed = self._questions.left_s(keys), pack_slots(slots)
-        order = partial(FetchJob, keys=list(keys), arena_slots=packed, limit_s=limit_s)
-        self.reads.get(ticket, keys, order if limit_s > 0 else None)
+        make_job = partial(FetchJob, keys=list(keys), arena_slots=packed, limit_s=limit_s)
+        self.reads.get(ticket, keys, make_job if limit_s > 0 else None)
 
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
         self.feed.has_blocks = True
@@ -235,9 +235,9 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
 class _RemoteReads(NodeReads[RemoteFeed]):
     """All reads from the tier. A block that was not there is absent for some seconds."""
 
-    def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
-        super()._land(going, outcomes, done)
-        lost = [k for k, outcome in zip(going.keys, outcomes, strict=True) if outcome in LOST]
+    def _land(self, job: JobInFlight, outcomes: list[BlockOutcome], done: JobDone) -> None:
+        super()._land(job, outcomes, done)
+        lost = [k for k, outcome in zip(job.keys, outcomes, strict=True) if outcome in LOST]
         memory = self._flow.feed.memory
         memory.note(memory.epoch, (), lost)
 
@@ -277,18 +277,18 @@ class _RemoteWrites(Traffic[RemoteFeed]):
     def _start(self, ticket: int, keys: list[BlockHash], slots: list[int]) -> bool:
         packed, mark = pack_slots(slots), self._flow.feed.mark
         self._epochs[ticket] = self._memory.epoch
-        order = partial(PutJob, keys=list(keys), arena_slots=packed, epoch=mark)
-        if len(self.jobs) < PUTS_AT_MOST and self._submit(ticket, keys, order):
+        make_job = partial(PutJob, keys=list(keys), arena_slots=packed, epoch=mark)
+        if len(self.jobs) < PUTS_AT_MOST and self._submit(ticket, keys, make_job):
             return True
         self.rule.end(keys, (), self._epochs.pop(ticket))
         self._flow.feed.unsent[Offer.RESTING.value] += len(keys)
         return False
 
-    def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
-        epoch = self._epochs.pop(going.ticket)
-        held = [k for k, o in zip(going.keys, outcomes, strict=True) if o in _THERE]
-        self.rule.end(going.keys, held, epoch)
-        stored, failed, _ = self._count_put(going, outcomes, done)
+    def _land(self, job: JobInFlight, outcomes: list[BlockOutcome], done: JobDone) -> None:
+        epoch = self._epochs.pop(job.ticket)
+        held = [k for k, o in zip(job.keys, outcomes, strict=True) if o in _THERE]
+        self.rule.end(job.keys, held, epoch)
+        stored, failed, _ = self._count_put(job, outcomes, done)
         size_bytes = stored * self._flow.block_bytes
         self.breaker.ended(failed > 0)
         if epoch == self._memory.epoch:
@@ -296,4 +296,4 @@ class _RemoteWrites(Traffic[RemoteFeed]):
         else:  # a reset came meanwhile
             outcomes = [BlockOutcome.GONE] * len(outcomes)
         given = [o if o in _THERE else BlockOutcome.REFUSED for o in outcomes]
-        self.ended.append(Ended(going.ticket, False, 1, given, size_bytes, done.time_s))
+        self.ended.append(Ended(job.ticket, False, 1, given, size_bytes, done.time_s))

@@ -263,12 +263,12 @@ class VirtualNode:
         """Messages of the node until the next `poll` or `listen`, each with who gets it."""
         self.path = VirtualPath(options, clock, self._told)
 
-    def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
+    def submit(self, make_job: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
         """See `NodeClient`."""
         ticket = next(self._tickets)
         self._ends[ticket] = on_end
         self.path.io.begin_batches()
-        self.path.node.order(order(ticket))
+        self.path.node.order(make_job(ticket))
         return True
 
     def tell(self, message: Any) -> None:

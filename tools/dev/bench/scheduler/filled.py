@@ -190,9 +190,9 @@ class StalledNode:
         self.jobs: list[int] = []
         take(NodeJoined(NodeState.FOLLOWING, str(folder), slots, 0))
 
-    def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
+    def submit(self, make_job: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
         """Encode a job as for a process, and keep it."""
-        self.jobs.append(len(frame(order(len(self.jobs) + 1))))
+        self.jobs.append(len(frame(make_job(len(self.jobs) + 1))))
         return True
 
     def tell(self, message: Any) -> None:
