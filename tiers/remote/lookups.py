@@ -46,7 +46,7 @@ class RemoteLink:
             self.counters.note_unsent(outcome, len(numbers))
         else:
             self.counters.note(job.kind, [outcome] * len(numbers))
-        job.settle(numbers, [outcome] * len(numbers))
+        job.conclude(numbers, [outcome] * len(numbers))
 
     def call(
         self, verb: Verb, make: Callable[[], list[RemoteOutcome]], trips: int = 1
@@ -77,7 +77,7 @@ class RemoteLookups:
         self._link = link
 
     def answer(self, jobs: Sequence[LookupJob]) -> RemoteOutcome:
-        """Ask the engine for all blocks that somebody still waits for, and settle their jobs.
+        """Ask the engine for all blocks that somebody still waits for, and conclude their jobs.
 
         Return the worst outcome. Runs on a thread.
         """
@@ -119,7 +119,7 @@ class RemoteLookups:
         absent = [key for key, answer in answers.items() if answer is RemoteOutcome.ABSENT]
         self._link.memory.note(epoch, held, absent)
         for job in jobs:
-            job.settle(range(len(job.keys)), [answers[key] for key in job.keys])
+            job.conclude(range(len(job.keys)), [answers[key] for key in job.keys])
         return worst_of(answers.values())
 
     def _search_all(
@@ -161,4 +161,4 @@ class RemoteLookups:
         keys = [job.keys[number] for number in chain]
         absent = keys[held:] if rest is RemoteOutcome.ABSENT else ()
         self._link.memory.note(epoch, keys[:held], absent)
-        job.settle(chain, [RemoteOutcome.OK] * held + [rest] * (len(chain) - held))
+        job.conclude(chain, [RemoteOutcome.OK] * held + [rest] * (len(chain) - held))

@@ -45,14 +45,14 @@ class RemoteRead(RemoteJob):
             if self.outcomes[number] is None:
                 target = np.frombuffer(self.views[number], np.uint8)
                 target.reshape(-1, payload.nbytes)[:] = np.frombuffer(payload, np.uint8)
-                self.settle([number], [RemoteOutcome.OK])
+                self.conclude([number], [RemoteOutcome.OK])
 
     def give_up(self, outcome: RemoteOutcome, *, waits: bool) -> bool:
         for first, lock in enumerate(self.copying):
             if lock.acquire(blocking=waits):
                 try:
                     numbers = range(first, len(self.keys), COPIES_AT_A_TIME)
-                    self.settle(numbers, [outcome] * len(numbers))
+                    self.conclude(numbers, [outcome] * len(numbers))
                 finally:
                     lock.release()
         return not self.left
@@ -125,7 +125,7 @@ class Reads:
         left_s, epoch = job.ends_s - link.clock(), link.memory.epoch
         generation = link.generation.current(max(0.0, left_s))
         if generation.outcome is not RemoteOutcome.OK:
-            job.settle(numbers, [generation.outcome] * len(numbers))
+            job.conclude(numbers, [generation.outcome] * len(numbers))
             return generation.outcome
         names = [link.objects.name(job.keys[n], generation.value) for n in numbers]
         landing = _Landing(self, job, numbers, generation.value)
@@ -144,7 +144,7 @@ class Reads:
             self._expected_s = min(2 * took_s, self._brief_s)
         for number, outcome in zip(numbers, outcomes, strict=True):
             if outcome is not RemoteOutcome.OK:  # what arrived has its outcome from `deliver`
-                job.settle([number], [outcome])
+                job.conclude([number], [outcome])
         if set(outcomes) & {RemoteOutcome.ABSENT, RemoteOutcome.CORRUPT}:
             keys = [job.keys[number] for number in numbers]
             self._forget_missing(keys, names, outcomes, epoch)

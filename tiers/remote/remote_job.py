@@ -35,7 +35,7 @@ class RemoteJob:
         self.left = len(self.keys)
         self.outcomes = [None] * self.left
 
-    def settle(self, numbers: Sequence[int], outcomes: Sequence[RemoteOutcome]) -> None:
+    def conclude(self, numbers: Sequence[int], outcomes: Sequence[RemoteOutcome]) -> None:
         """Give blocks their outcomes; those that have one keep it."""
         with self.lock:
             for number, outcome in zip(numbers, outcomes, strict=True):
@@ -48,7 +48,7 @@ class RemoteJob:
 
         A block that another thread copies just now is left out, unless `waits`.
         """
-        self.settle(range(len(self.keys)), [outcome] * len(self.keys))
+        self.conclude(range(len(self.keys)), [outcome] * len(self.keys))
         return True
 
     def take_end(self) -> list[RemoteOutcome] | None:

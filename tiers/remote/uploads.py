@@ -165,5 +165,5 @@ class Uploads:
         outcomes = link.call(Verb.WRITE, lambda: write(names, objects, limit_s), trips)
         held = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome in THERE]
         link.memory.note_arrivals(job.epoch, held)
-        job.settle(numbers, outcomes)
+        job.conclude(numbers, outcomes)
         return outcome_of_call(outcomes)
