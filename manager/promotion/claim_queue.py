@@ -112,18 +112,17 @@ class ClaimQueue:
         self._asked.append(claim)
         return True
 
-    def want(self, block_hash: BlockHash, level: int, request: Request) -> LookupState:
+    def want(self, block_hash: BlockHash, tier: int, request: Request) -> LookupState:
         """Add a block to the request's claim. A new claim begins with its hits of this step.
 
-        `level` is the tier that holds it; 0 means that it is in flight, or that a worker is storing
-        it.
+        `tier` holds it; 0 means that it is in flight, or that a worker is storing it.
         """
-        if level and not self.choice.may_read(level, request):
+        if tier and not self.choice.may_read(tier, request):
             return MISS
         claim = request.claim
         if claim is None or claim.is_admitted:
             if claim is not None:
-                if not level and block_hash in claim.wanted:
+                if not tier and block_hash in claim.wanted:
                     return PENDING
                 self.admitted.pop(claim, None)  # its pins last until the end of the step
             hits = dict.fromkeys(self._answers.of_request(), 0)
@@ -131,7 +130,7 @@ class ClaimQueue:
             self._queue[claim] = None
             self._asked.append(claim)
             self._look_again_s = -math.inf
-        claim.wanted[block_hash] = level
+        claim.wanted[block_hash] = tier
         return PENDING
 
     def note_hit(self, block_hash: BlockHash, request: Request) -> None:
@@ -225,8 +224,8 @@ class ClaimQueue:
                     if admitted >= MAX_ADMITTED_PER_STEP:
                         self._look_again_s = -math.inf  # the next step goes on
                         return
-            for level, blocks in enumerate(claim.own_blocks):
-                ahead[level] += blocks
+            for tier, blocks in enumerate(claim.own_blocks):
+                ahead[tier] += blocks
         self._checked = stop
 
     def _release_expired(self) -> None:
@@ -255,17 +254,17 @@ class ClaimQueue:
         new_slots = 0
         for block_hash in claim.request.holds:
             claim.wanted.setdefault(block_hash, 0)
-        for at, (block_hash, level) in enumerate(claim.wanted.items()):
+        for at, (block_hash, tier) in enumerate(claim.wanted.items()):
             status = get(block_hash)
             if status is not None:
                 new_slots += status.ref_cnt >= 0 and status.block_id not in users
             elif block_hash not in pending:
-                level = level or below.may_hold(block_hash, claim.request.allowed_media)
-                if not level:  # evicted everywhere, so the rest is useless
+                tier = tier or below.may_hold(block_hash, claim.request.allowed_media)
+                if not tier:  # evicted everywhere, so the rest is useless
                     claim.wanted = dict(islice(claim.wanted.items(), at))
                     break
-                claim.wanted[block_hash] = level
-                blocks[level] += 1
+                claim.wanted[block_hash] = tier
+                blocks[tier] += 1
                 to_read.append(block_hash)
         claim.new_slots, claim.blocks = new_slots + len(to_read), blocks
         claim.own_blocks = blocks
@@ -273,8 +272,8 @@ class ClaimQueue:
             owned.difference_update(claim.own)
             claim.own = [h for h in to_read if h not in owned]
             owned.update(claim.own)
-            levels = [claim.wanted[h] for h in claim.own]
-            claim.own_blocks = [levels.count(level) for level in range(len(blocks))]
+            tiers = [claim.wanted[h] for h in claim.own]
+            claim.own_blocks = [tiers.count(tier) for tier in range(len(blocks))]
         self.choice.count_saved(claim, to_read)
 
     def _admit(self, claim: Claim, room: int, now_s: float) -> None:
