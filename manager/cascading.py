@@ -25,9 +25,9 @@ from .base import BlockEvent, PrepareStoreOutput
 from .below.port import Below
 from .counters import Counters
 from .demotion import Aging, Demoter
+from .first_tier import Tier, Transfer
 from .flow import Clock, Flow, ManagerOptions
 from .flush import Closing
-from .level import Tier, Transfer
 from .lookup import Answers, Lookups
 from .promotion.claim_queue import ClaimQueue
 from .promotion.claims import Holds, PromotionRoom
@@ -42,7 +42,7 @@ from .workers import WorkerTransfers
 
 
 class CascadingOffloadingManager:
-    """Manager of a cascade: one `Level` over the slots of the first tier, and a `Below`.
+    """Manager of a cascade: a `FirstTier` with its slots, and a `Below`.
 
     It decides where each block is stored and which one moves next, does no I/O and does not use
     torch. Names and semantics follow vLLM's `OffloadingManager`.

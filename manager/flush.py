@@ -20,8 +20,8 @@ from typing import Any
 
 from ..tiers.base import BlockHash
 from .demotion import Demoter
+from .first_tier import FirstTier
 from .flow import Flow
-from .level import Level
 from .promotion.claims import Holds
 from .workers import WorkerTransfers
 
@@ -146,11 +146,11 @@ class Closing:
         return list(reversed(in_use))
 
 
-def hottest(level: Level, in_use: Sequence[BlockHash]) -> list[BlockHash]:
+def hottest(top: FirstTier, in_use: Sequence[BlockHash]) -> list[BlockHash]:
     """Return the hottest blocks of the first tier, hottest first.
 
     They become hot in the tier below, for the next process. `in_use`: pinned blocks, tails before
     heads.
     """
-    idle = [block_hash for block_hash, _ in level.policy.coldest(len(level.policy))]
+    idle = [block_hash for block_hash, _ in top.policy.coldest(len(top.policy))]
     return [*idle, *in_use][-MAX_REFRESHED_BLOCKS:][::-1]

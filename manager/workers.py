@@ -14,8 +14,8 @@ from itertools import chain
 import numpy as np
 
 from ..tiers.base import BlockHash, BlockStatus, LoadStoreSpec
+from .first_tier import SPENT
 from .flow import Flow
-from .level import SPENT
 from .request import Request
 
 

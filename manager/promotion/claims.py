@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...tiers.base import BlockHash, BlockStatus
+from ..first_tier import Dirt
 from ..flow import Flow
-from ..level import Dirt
 from ..request import Request
 from ..workers import WorkerTransfers
 

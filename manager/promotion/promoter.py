@@ -21,8 +21,8 @@ from ...tiers.base import BlockHash, BlockOutcome
 from ..below.port import Ended
 from ..counters import Reason
 from ..demotion import Demoter
+from ..first_tier import Transfer
 from ..flow import MAX_JOBS_IN_FLIGHT, Flow, batch_blocks
-from ..level import Transfer
 from ..request import Request
 from ..workers import WorkerTransfers
 from .claims import Holds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.cascade import BLOCK_SIZE, Cascade, block_bytes
-from support.inside import demoters, levels
+from support.inside import demoters, first_tier
 from support.keys import key, keys
 
 from kvcascade.config.schema import WriteMode
@@ -217,7 +217,7 @@ class TestDemotion:
         counters = cascade.manager.counters
         assert counters.links[0].demoted_blocks == 24
         assert counters.evicted_blocks[1] > 0 and len(cascade.policies[1]) == 8
-        assert sum(level.dirt.dirty_mask.sum() for level in levels(cascade.manager)) == 16
+        assert first_tier(cascade.manager).dirt.dirty_mask.sum() == 16
         cascade.store(keys(100, 116))
         assert cascade.manager.counters.dropped_dirty_blocks == 0, "written when they leave"
 

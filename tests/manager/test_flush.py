@@ -8,7 +8,7 @@ from support.inside import demoters
 from support.twin_engine import TwinEngine
 
 from kvcascade.handlers.node.node_keeper import WAIT_SLICE_S
-from kvcascade.manager import flush, level
+from kvcascade.manager import first_tier, flush
 from kvcascade.manager.below.port import Put
 from kvcascade.manager.below.single_tier import NODE_STOP_S, STALLED_S
 from kvcascade.manager.flow import ManagerOptions
@@ -367,7 +367,7 @@ def test_what_was_in_use_is_the_hottest_below() -> None:
 
 def test_what_is_worth_most_is_written_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time ends after eight blocks: those that two requests used, then the heads of prompts."""
-    monkeypatch.setattr(level, "RUN_BLOCKS", 2)
+    monkeypatch.setattr(first_tier, "RUN_BLOCKS", 2)
     cascade = Cascade((32, 64))
     manager = cascade.manager
     for start in (0, 10, 20):
