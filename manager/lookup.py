@@ -199,10 +199,10 @@ class Lookups:
         with self._lock:  # from here on, the background removes no block of the first tier
             self._count_misses()
             self.asking = request
-            if request.asked is not None and not self._claims.choice.may_read_elsewhere(request):
+            if request.awaited is not None and not self._claims.choice.may_read_elsewhere(request):
                 # The answer is of use all the same: blocks that are there need no upload.
-                request.asked, request.awaits_answers = None, False
-            is_waiting = bool(request.pending) or request.asked is not None
+                request.awaited, request.awaits_answers = None, False
+            is_waiting = bool(request.pending) or request.awaited is not None
             if is_waiting and not self._has_collected:
                 self._has_collected = True
                 self._collect()
@@ -212,7 +212,7 @@ class Lookups:
             with self._lock:
                 self._is_waiting = self._claims.must_wait(request.claim, first)
         else:
-            self._is_waiting = request.asked is not None and self._must_answer(request)
+            self._is_waiting = request.awaited is not None and self._is_awaited(request)
         return self._is_waiting
 
     def look_below(
@@ -277,14 +277,14 @@ class Lookups:
             if is_first and not request.is_computing:
                 self._missing.append(request)
 
-    def _must_answer(self, request: Request) -> bool:
+    def _is_awaited(self, request: Request) -> bool:
         """Return True if the answer about a block of an earlier step is still awaited."""
-        assert request.asked is not None
+        assert request.awaited is not None
         with self._lock:
-            answer = self._flow.below.may_hold(request.asked, request.allowed_media, request)
+            answer = self._flow.below.may_hold(request.awaited, request.allowed_media, request)
             if answer == ASKING:
                 return True
-        request.asked = None
+        request.awaited = None
         return False
 
     def _state_below(
@@ -317,8 +317,8 @@ class Lookups:
             return self._claims.want(block_hash, tier, request)
         if tier != ASKING:
             return MISS
-        if request.asked is None:
-            request.asked = block_hash
+        if request.awaited is None:
+            request.awaited = block_hash
         return PENDING
 
     def _state_while_waiting(self, block_hash: BlockHash, request: Request) -> LookupState:

@@ -46,8 +46,8 @@ class Request:
 
     first: BlockHash | None = None
     """First block of its lookups of this step, or of the last step with any."""
-    asked: BlockHash | None = None
-    """First block about which a tier elsewhere has to be asked; None while there is none."""
+    awaited: BlockHash | None = None
+    """First block about which the answer of a tier elsewhere is awaited; None if none is."""
     claim: Claim | None = None
     """Claim on the blocks that the request waits for; None while it does not wait."""
     holds: dict[BlockHash, BlockStatus] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Request:
 
     def end_wait(self) -> None:
         """End the wait: the request is served, has ended, or gave up."""
-        self.claim = self.asked = None
+        self.claim = self.awaited = None
         self.storing_since_s = None
         self.pending.clear()
 
