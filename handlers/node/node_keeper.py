@@ -135,9 +135,9 @@ class NodeKeeper:
         decode: Callable[[bytes], Any] = from_node_process.decode,
         is_batched: bool = False,
         clock: Callable[[], float] = monotonic,
-        keeper: Executor | None = None,
+        starter: Executor | None = None,
     ) -> None:
-        """`launch` starts a process. It is called on `keeper`, an executor with one thread.
+        """`launch` starts a process. It is called on `starter`, an executor with one thread.
 
         `decode` decodes the process's messages. An answer to a job has a `ticket`. `on_note` is
         called with the others, by any thread that calls a method. If `is_batched`, jobs and notes
@@ -148,7 +148,7 @@ class NodeKeeper:
         batch_bytes = BATCH_BYTES if is_batched else 0
         self._stream_to = partial(NodeStream, decode=decode, batch_bytes=batch_bytes)
         self._clock = clock
-        self._keeper = keeper or started_pool(1, "kvcascade-keeper")
+        self._starter = starter or started_pool(1, "kvcascade-keeper")
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._stream: NodeStream | None = None
@@ -338,7 +338,7 @@ class NodeKeeper:
                 stream.connection.kill()
                 stream.connection.has_ended_within(KILL_LIMIT_S)
             self.poll()
-        self._keeper.shutdown(wait=False)  # last: a node dies with that thread
+        self._starter.shutdown(wait=False)  # last: a node dies with that thread
         return stream is None or stream.connection.has_died()
 
     # -- inside --------------------------------------------------------------------------------
@@ -402,7 +402,7 @@ class NodeKeeper:
             self._limits.note_start(now_s)
             self._is_starting = True
             try:
-                self._keeper.submit(self._start)
+                self._starter.submit(self._start)
             except RuntimeError:  # shutting down
                 self._is_starting = False
 
@@ -421,7 +421,7 @@ class NodeKeeper:
         )
 
     def _start(self) -> None:
-        """Start a process. Runs on the keeper's thread."""
+        """Start a process. Runs on the thread of the starter."""
         connection: Connection | None = None
         try:
             connection = self._launch()

@@ -1,10 +1,9 @@
-"""The tier below behind a node: `NodeTier` implements the port `Below` with messages to a node.
+"""A tier on disk: `NodeTier` implements the port `Below` with messages to a node.
 
 The node moves the blocks and talks to the writer of the path, which decides about slots, eviction
 and budget. This process holds no slots and no policy. A lookup is one search in mapped memory.
 
-A reset is sent to the node, and again to the next node if that one dies first. Until it is
-answered, nothing is found and reads end as GONE.
+Until a reset is answered, nothing is found and reads end as GONE.
 """
 
 from __future__ import annotations
@@ -157,7 +156,7 @@ class NodeWrites(Traffic[NodeFeed]):
 
 
 class NodeTier(SingleTier[NodeFeed, NodeWrites]):
-    """One tier, whose blocks a node moves."""
+    """One tier of a path."""
 
     def __init__(
         self,
