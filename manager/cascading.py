@@ -88,9 +88,8 @@ class CascadingOffloadingManager:
         )
         self._request_ends = RequestEnds(flow, claims, worth, aging)
         self._resets = Resets(flow, demoter, promoter, claims, lookups, workers)
-        maintain = self._maintain_below
         self._closing = Closing(
-            flow, demoter, workers, holds, self.lock, self._collect, maintain, pause
+            flow, demoter, workers, holds, self.lock, self._collect, self._maintain_below, pause
         )
 
     # ---- questions -----------------------------------------------------------------------

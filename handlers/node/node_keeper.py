@@ -345,8 +345,9 @@ class NodeKeeper:
 
     def _take(self, stream: NodeStream, message: Any) -> None:
         ticket = getattr(message, "ticket", None)
-        if ticket is None:
-            self._take_note(stream, message)
+        if ticket is None:  # the first such message says that the process is ready
+            self._on_note(message)
+            stream.is_ready = True
             return
         on_end = self._jobs.get(ticket)
         if on_end is None:
@@ -356,11 +357,6 @@ class NodeKeeper:
         on_end(message)
         del self._jobs[ticket]
         self._limits.fruitless = 0
-
-    def _take_note(self, stream: NodeStream, message: Any) -> None:
-        """The first message without a ticket says that the process is ready."""
-        self._on_note(message)
-        stream.is_ready = True
 
     def _bury(self, stream: NodeStream) -> None:
         """Kill the process of a closed connection. Once it is dead, fail its jobs and restart."""
