@@ -18,9 +18,9 @@ from itertools import islice
 from ..tiers.base import BlockHash, BlockOutcome, Pairs, slot_of
 from .admission import AdmissionFunction
 from .below.port import NOT_WANTED, Ended, Put
+from .core import MAX_JOBS_IN_FLIGHT, Clock, ManagerCore, batch_blocks
 from .counters import LinkCounters
 from .first_tier import FirstTier, Transfer
-from .flow import MAX_JOBS_IN_FLIGHT, Clock, Flow, batch_blocks
 
 MAX_SETTLED = 512
 """Largest number of blocks that one step settles without a write, at a few microseconds each. After
@@ -149,7 +149,9 @@ class ColdSearch:
 class Demoter:
     """Write dirty blocks of the first tier to the port below it. Used under the manager's lock."""
 
-    def __init__(self, flow: Flow, admits: AdmissionFunction | None, aging: Aging | None) -> None:
+    def __init__(
+        self, core: ManagerCore, admits: AdmissionFunction | None, aging: Aging | None
+    ) -> None:
         """`admits` decides whether a block is written; None: all are.
 
         `aging` has the blocks to write at a certain age; None: a block is written when cold.
@@ -157,10 +159,10 @@ class Demoter:
         A scan starts if fewer of the coldest slots are clean than the low watermark says, and ends
         at the high one.
         """
-        top, options = flow.top, flow.options
+        top, options = core.top, core.options
         self._top = top
-        self._flow = flow
-        self._below = flow.below
+        self._core = core
+        self._below = core.below
         self._admits = admits
         self.aging = aging
         """Blocks to write once they are due. After a write that failed, they come back."""
@@ -209,7 +211,7 @@ class Demoter:
         A scan that settles many blocks continues in the next step.
         """
         top = self._top
-        if self._flow.is_single:
+        if self._core.is_single:
             return
         window = self._window - top.backend.get_num_free_blocks()
         left = window - self._started_by_scan
@@ -246,7 +248,7 @@ class Demoter:
 
     def clean_ahead(self, n: int) -> bool:
         """Write `n` more of the coldest blocks. Return True if some slots will be clean soon."""
-        if self._flow.is_single:
+        if self._core.is_single:
             return False
         self.demote_coldest(n)
         if self.was_cut_short or self.may_find_room:
@@ -339,7 +341,7 @@ class Demoter:
             return 0
         wanted.reverse()
         hashes, statuses = map(list, zip(*wanted, strict=True))
-        ticket = next(self._flow.tickets)
+        ticket = next(self._core.tickets)
         answers = self._below.put(ticket, hashes, list(map(slot_of, statuses)))
         if answers.count(Put.STARTED) < len(answers):
             wanted = self._sort(wanted, answers)
@@ -349,7 +351,7 @@ class Demoter:
         for status in statuses:
             status.ref_cnt += 1
         self._top.dirt.set_arriving(list(map(slot_of, statuses)))
-        self.jobs[ticket] = Transfer(hashes, statuses, self._flow.clock())
+        self.jobs[ticket] = Transfer(hashes, statuses, self._core.clock())
         return len(wanted)
 
     def _sort(self, wanted: Pairs, answers: Sequence[Put]) -> Pairs:

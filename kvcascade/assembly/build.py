@@ -30,8 +30,8 @@ from ..handlers.device.copier import DeviceCopier
 from ..handlers.device.geometry import PageRef, WorkerLayout
 from ..logs import get_logger
 from ..manager.cascading import CascadingOffloadingManager
+from ..manager.core import ManagerOptions, OnTransfer
 from ..manager.first_tier import Tier
-from ..manager.flow import ManagerOptions, OnTransfer
 from ..manager.request import Request
 from ..manager.state import TierState
 from ..manager.ticker import Ticker

@@ -107,7 +107,7 @@ Feed = TypeVar("Feed", bound=TierFeed)
 
 
 @dataclass(frozen=True, slots=True)
-class NodeFlow(Generic[Feed]):
+class TierCore(Generic[Feed]):
     """Parts that the reads and the writes of a tier share."""
 
     client: NodeClient
@@ -128,8 +128,8 @@ class JobInFlight(NamedTuple):
 class Traffic(ABC, Generic[Feed]):
     """Jobs of one direction. The lock of the tier's caller guards them."""
 
-    def __init__(self, flow: NodeFlow[Feed], breaker: Breaker) -> None:
-        self._flow = flow
+    def __init__(self, core: TierCore[Feed], breaker: Breaker) -> None:
+        self._core = core
         self.breaker = breaker
         self.jobs: dict[int, JobInFlight] = {}
         self.ended: list[Ended] = []
@@ -139,8 +139,8 @@ class Traffic(ABC, Generic[Feed]):
 
     def _submit(self, ticket: int, keys: Sequence[BlockHash], make_job: MakeJob) -> bool:
         """Start a job. Return False if the node cannot take it now."""
-        job = self.jobs[ticket] = JobInFlight(ticket, keys, self._flow.clock())
-        if self._flow.client.submit(make_job, partial(self._end, job)):
+        job = self.jobs[ticket] = JobInFlight(ticket, keys, self._core.clock())
+        if self._core.client.submit(make_job, partial(self._end, job)):
             self.breaker.started()
             return True
         del self.jobs[ticket]
@@ -160,7 +160,7 @@ class Traffic(ABC, Generic[Feed]):
         self, job: JobInFlight, outcomes: list[BlockOutcome], done: JobDone
     ) -> tuple[int, int, int]:
         """Count a put that ended. Return its numbers of OK, IO_ERROR and NO_SPACE."""
-        flow, counters = self._flow, self._flow.feed.counters
+        core, counters = self._core, self._core.feed.counters
         stored, failed, no_space = outcomes.count(BlockOutcome.OK), 0, 0
         if stored < len(outcomes):
             failed = outcomes.count(BlockOutcome.IO_ERROR)
@@ -170,9 +170,9 @@ class Traffic(ABC, Generic[Feed]):
             counters.demote_failed_blocks += failed
             self.unwritten_blocks += failed + outcomes.count(BlockOutcome.CANCELLED)
         counters.demote_s += done.time_s
-        counters.demote_latencies_s.append(flow.clock() - job.started_s)
+        counters.demote_latencies_s.append(core.clock() - job.started_s)
         counters.demoted_blocks += stored
-        counters.demoted_bytes += stored * flow.block_bytes
+        counters.demoted_bytes += stored * core.block_bytes
         return stored, failed, no_space
 
     @abstractmethod
@@ -183,18 +183,18 @@ class Traffic(ABC, Generic[Feed]):
 class NodeReads(Traffic[Feed]):
     """All reads from the tier."""
 
-    def __init__(self, flow: NodeFlow[Feed], stall_s: float) -> None:
+    def __init__(self, core: TierCore[Feed], stall_s: float) -> None:
         """If reads are in flight and none ends for `stall_s` seconds, this counts as a failure."""
-        super().__init__(flow, Breaker(flow.clock, stall_s))
+        super().__init__(core, Breaker(core.clock, stall_s))
 
     def get(self, ticket: int, keys: Sequence[BlockHash], make_job: MakeJob | None) -> None:
         """Start reading blocks. Without `make_job`, all of them end as CANCELLED."""
         if make_job is None or not self._submit(ticket, keys, make_job):
-            self._flow.feed.counters.promote_failed_blocks += len(keys)
+            self._core.feed.counters.promote_failed_blocks += len(keys)
             self.ended.append(Ended(ticket, True, 1, [BlockOutcome.CANCELLED] * len(keys)))
 
     def _land(self, job: JobInFlight, outcomes: list[BlockOutcome], done: JobDone) -> None:
-        flow, counters = self._flow, self._flow.feed.counters
+        core, counters = self._core, self._core.feed.counters
         arrived = outcomes.count(BlockOutcome.OK)
         if arrived < len(outcomes):
             corrupt, gone = outcomes.count(BlockOutcome.CORRUPT), outcomes.count(BlockOutcome.GONE)
@@ -202,11 +202,11 @@ class NodeReads(Traffic[Feed]):
             counters.promote_gone_blocks += gone
             counters.promote_failed_blocks += len(outcomes) - arrived - corrupt - gone
         counters.promote_s += done.time_s
-        counters.promote_latencies_s.append(flow.clock() - job.started_s)
+        counters.promote_latencies_s.append(core.clock() - job.started_s)
         counters.promoted_blocks += arrived
-        counters.promoted_bytes += arrived * flow.block_bytes
+        counters.promoted_bytes += arrived * core.block_bytes
         self.breaker.ended(arrived == 0 and SILENCE.issuperset(outcomes))
-        size_bytes = arrived * flow.block_bytes
+        size_bytes = arrived * core.block_bytes
         self.ended.append(Ended(job.ticket, True, 1, outcomes, size_bytes, done.time_s))
 
 

@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from ...tiers.base import BlockHash, LoadStoreSpec
 from ..base import BlockEvent, PrepareStoreOutput
 from ..cascading import CascadingOffloadingManager
-from ..flow import Clock
+from ..core import Clock
 from ..request import Request
 from .standstill import Standstill
 

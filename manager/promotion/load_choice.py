@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence, Set
 from itertools import islice
 
 from ...tiers.base import BlockHash
+from ..core import ManagerCore
 from ..counters import Reason
-from ..flow import Flow
 from ..request import Request
 from .claims import Claim, PromotionRoom
 from .promoter import Promoter
@@ -33,16 +33,16 @@ class LoadChoice:
     """Choice between loading blocks and computing them."""
 
     def __init__(
-        self, flow: Flow, promoter: Promoter, room: PromotionRoom, worth: Worth | None
+        self, core: ManagerCore, promoter: Promoter, room: PromotionRoom, worth: Worth | None
     ) -> None:
         """`worth` compares the speeds; None: tiers are left out only while they rest."""
-        self._flow = flow
-        self._below = flow.below
+        self._core = core
+        self._below = core.below
         self._promoter = promoter
         self._room = room
         self.worth = worth
-        self._served_end = flow.options.served_end
-        self._elsewhere = [n for n, tier in enumerate(flow.below.tiers, 1) if tier.is_elsewhere]
+        self._served_end = core.options.served_end
+        self._elsewhere = [n for n, tier in enumerate(core.below.tiers, 1) if tier.is_elsewhere]
         """Numbers of the tiers that have to be asked."""
         self._look_again_s = -math.inf
         """Time of the next look at those who wait for a tier from which nothing arrives."""
@@ -65,7 +65,7 @@ class LoadChoice:
         """
         if self._below.rests(tier):
             if not request.counted_misses:  # else it asks again
-                self._flow.counters.links[tier - 1].promote_refused_blocks += 1
+                self._core.counters.links[tier - 1].promote_refused_blocks += 1
             return False
         if tier in request.too_slow:
             return False
@@ -117,7 +117,7 @@ class LoadChoice:
         A tier from which nothing arrives may go on at any time. A request waits for it as long as
         it would have waited for a slow one (`Worth.is_worth`).
         """
-        worth, now_s = self.worth, self._flow.clock()
+        worth, now_s = self.worth, self._core.clock()
         if worth is None or now_s < self._look_again_s:
             return
         queues = self._promoter.queues
@@ -137,15 +137,15 @@ class LoadChoice:
     def count_recomputed(self, block_hashes: Sequence[BlockHash], reason: Reason) -> None:
         """Count blocks that a tier holds and a request computes."""
         served = sum(h.endswith(self._served_end) for h in block_hashes)
-        self._flow.counters.recomputed_blocks[reason] += served
+        self._core.counters.recomputed_blocks[reason] += served
 
     def _may_pay(self, tier: int, worth: Worth) -> bool:
         """Return True if reading a block of the tier may be worth it, or if a probe is due."""
-        now_s = self._flow.clock()
+        now_s = self._core.clock()
         return not worth.is_hopeless(tier, now_s) or worth.may_probe(tier, now_s)
 
     def _leave_out(self, request: Request, tiers: Set[int]) -> None:
-        self._flow.counters.promotions_not_worth += not request.too_slow
+        self._core.counters.promotions_not_worth += not request.too_slow
         request.too_slow |= tiers
         request.awaits_answers = self.may_read_elsewhere(request)
 
@@ -201,4 +201,4 @@ class LoadChoice:
         for block_hash in block_hashes[: min(room, worth.probe_blocks(tier, now_s))]:
             if block_hash not in self._promoter.pending:
                 self._promoter.begin(block_hash, tier, is_probe=True)
-        self._flow.counters.promotion_probes += 1
+        self._core.counters.promotion_probes += 1

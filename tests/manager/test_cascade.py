@@ -10,8 +10,8 @@ from support.keys import key, keys
 from kvcascade.config.schema import WriteMode
 from kvcascade.manager.admission import admit_second_touch
 from kvcascade.manager.base import BlockEvent, LookupState
+from kvcascade.manager.core import MAX_BATCH_BLOCKS, MAX_EVENT_BLOCKS, ManagerOptions
 from kvcascade.manager.counters import Reason
-from kvcascade.manager.flow import MAX_BATCH_BLOCKS, MAX_EVENT_BLOCKS, ManagerOptions
 from kvcascade.manager.promotion import promoter
 from kvcascade.manager.request import Request
 from kvcascade.manager.stores import MAX_DEFERRALS

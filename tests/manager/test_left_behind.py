@@ -10,8 +10,8 @@ from support.keys import key, keys
 from kvcascade.config.schema import OnReset, WriteMode
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.node_tier import FAILURES_OF_SEVERAL_PATHS, FULL_LIMIT_S
+from kvcascade.manager.core import MAX_JOBS_IN_FLIGHT, ManagerOptions
 from kvcascade.manager.demotion import AGING_PER_SLOT
-from kvcascade.manager.flow import MAX_JOBS_IN_FLIGHT, ManagerOptions
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.breaker import REST_S

@@ -10,7 +10,7 @@ from support.inside import first_tier
 from support.keys import keys
 
 from kvcascade.config.schema import OnReset
-from kvcascade.manager.flow import ManagerOptions
+from kvcascade.manager.core import ManagerOptions
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, Pairs, SlotMask
 

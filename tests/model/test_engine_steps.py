@@ -23,7 +23,7 @@ from kvcascade.manager.admission import admit_second_touch
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.chain import PASS_ON_AFTER_S, BelowChain
 from kvcascade.manager.below.node_tier import NodeTier
-from kvcascade.manager.flow import ManagerOptions
+from kvcascade.manager.core import ManagerOptions
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome, LoadStoreSpec, Pairs
 
@@ -299,7 +299,7 @@ class Engine:
         self.may_lose |= any(
             link.demote_refused_blocks or link.demote_over_budget_blocks for link in links
         )
-        chain = self.manager._flow.below
+        chain = self.manager._core.below
         assert isinstance(chain, BelowChain)
         tiers = [port for port in chain._ports if isinstance(port, NodeTier)]
         # A tier says one step later what it evicted.
@@ -307,7 +307,7 @@ class Engine:
         is_behind = has_mail or any(tier.feed.lost for tier in tiers)
         for block_hash, status in evicted:
             assert status.ref_cnt == 0, "in use"
-            is_counted = self.manager._flow.is_single or top.dirt.dirty[status.block_id]
+            is_counted = self.manager._core.is_single or top.dirt.dirty[status.block_id]
             if not (self.may_lose or is_behind or is_counted):
                 below = self.cascade.policies[1:]
                 assert any(policy.get(block_hash) for policy in below), "lost and not counted"

@@ -67,7 +67,7 @@ class Books:
         """A store looks for no more victims than the first tier says that there may be."""
         top = first_tier(self._manager)
         victims = top.policy.coldest(top.capacity, mask=top.dirt.settled_mask)
-        assert self._manager._flow.is_single or len(victims) <= top.dirt.evictable_max, (
+        assert self._manager._core.is_single or len(victims) <= top.dirt.evictable_max, (
             "never evicted"
         )
 

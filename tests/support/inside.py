@@ -31,7 +31,7 @@ def demoters(manager: CascadingOffloadingManager) -> list[Demoter]:
 
 def first_tier(manager: CascadingOffloadingManager) -> FirstTier:
     """The first tier."""
-    return manager._flow.top
+    return manager._core.top
 
 
 def claims_of(manager: CascadingOffloadingManager) -> ClaimQueue:

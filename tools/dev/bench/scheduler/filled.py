@@ -26,8 +26,8 @@ from .....manager.below.node_feed import NodeFeed
 from .....manager.below.node_tier import NodeTier
 from .....manager.below.port import TierFacts
 from .....manager.cascading import CascadingOffloadingManager
+from .....manager.core import ManagerOptions
 from .....manager.first_tier import Tier
-from .....manager.flow import ManagerOptions
 from .....tiers.base import BlockHash
 from .....tiers.cpu.cpu_backend import CpuBackend
 from .....tiers.nvme.disk.filesystem import RealFileSystem

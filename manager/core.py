@@ -74,8 +74,8 @@ class ManagerOptions:
     on_transfer: OnTransfer | None = None
 
 
-class Flow:
-    """The options, the first tier, the port, events, and `tickets`: the numbers of jobs."""
+class ManagerCore:
+    """Options, first tier, port, counters, events; `tickets` numbers the jobs at the port."""
 
     def __init__(
         self,
