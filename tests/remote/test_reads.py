@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+from support.keys import keys
+
 from kvcascade.tiers.remote.base import RemoteOutcome
 from kvcascade.tiers.remote.reads import COPIES_AT_A_TIME, RemoteRead
-from tests.support.keys import keys
 
 N = COPIES_AT_A_TIME + 3
 OK, TIMED_OUT = RemoteOutcome.OK, RemoteOutcome.TIMED_OUT
