@@ -46,7 +46,7 @@ class RemoteJob:
     def give_up(self, outcome: RemoteOutcome, *, waits: bool) -> bool:
         """Give all blocks without an outcome this one. Return True if all have one now.
 
-        A block that another thread copies just now is left out, unless `waits`.
+        Some are left out while another thread copies one of them, unless `waits`.
         """
         self.conclude(range(len(self.keys)), [outcome] * len(self.keys))
         return True
