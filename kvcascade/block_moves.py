@@ -83,7 +83,7 @@ class Move(ABC):
         return [job for job in self.jobs if job.has_ended]
 
     @abstractmethod
-    def order(self, job: MoveJob, arena: Bytes) -> Callable[[int], Any]:
+    def job_maker(self, job: MoveJob, arena: Bytes) -> Callable[[int], Any]:
         """Prepare the job's slots of the arena; return a function from its ticket to its message.
 
         `arena` has the shape (slots, block bytes).
@@ -112,7 +112,7 @@ class PutMove(Move):
         self._views = views
         self._epoch = epoch
 
-    def order(self, job: MoveJob, arena: Bytes) -> Callable[[int], PutJob]:
+    def job_maker(self, job: MoveJob, arena: Bytes) -> Callable[[int], PutJob]:
         for slot, at in zip(job.slots, job.positions, strict=True):
             np.copyto(arena[slot], self._views[at])
         keys = [self.keys[at] for at in job.positions]
@@ -140,7 +140,7 @@ class GetMove(Move):
         """Bytes of the blocks that were read and verified, by position."""
         self._views = views
 
-    def order(self, job: MoveJob, arena: Bytes) -> Callable[[int], GetJob]:
+    def job_maker(self, job: MoveJob, arena: Bytes) -> Callable[[int], GetJob]:
         keys = [self.keys[at] for at in job.positions]
         return lambda ticket: GetJob(ticket, keys, job.packed_slots)
 
@@ -288,7 +288,7 @@ class BlockMoves:
         positions = [move.todo.popleft() for _ in range(count)]
         job = MoveJob(positions, [self._free.pop() for _ in range(count)])
         move.jobs.append(job)  # first: after an interrupt, the node may have the job
-        if client.submit(move.order(job, self._arena), job.end):
+        if client.submit(move.job_maker(job, self._arena), job.end):
             return True
         move.jobs.pop()
         move.todo.extendleft(reversed(positions))

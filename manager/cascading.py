@@ -23,11 +23,11 @@ from ..tiers.base import BlockHash, BlockStatus, LoadStoreSpec
 from .admission import AdmissionFunction, PastUses
 from .base import BlockEvent, PrepareStoreOutput
 from .below.port import Below
+from .core import Clock, ManagerCore, ManagerOptions
 from .counters import Counters
 from .demotion import Aging, Demoter
-from .flow import Clock, Flow, ManagerOptions
+from .first_tier import Tier, Transfer
 from .flush import Closing
-from .level import Tier, Transfer
 from .lookup import Answers, Lookups
 from .promotion.claim_queue import ClaimQueue
 from .promotion.claims import Holds, PromotionRoom
@@ -42,7 +42,7 @@ from .workers import WorkerTransfers
 
 
 class CascadingOffloadingManager:
-    """Manager of a cascade: one `Level` over the slots of the first tier, and a `Below`.
+    """Manager of a cascade: a `FirstTier` with its slots, and a `Below`.
 
     It decides where each block is stored and which one moves next, does no I/O and does not use
     torch. Names and semantics follow vLLM's `OffloadingManager`.
@@ -65,32 +65,31 @@ class CascadingOffloadingManager:
         self.lock = threading.RLock()
         counts_uses = below.tiers and admission is not None
         past = PastUses(below.tiers[0].capacity) if counts_uses else None
-        flow = self._flow = Flow(top, below, clock, past, options)
+        core = self._core = ManagerCore(top, below, clock, past, options)
         mode = options.write_mode
         age_s = 0.0 if mode is WriteMode.THROUGH else options.dirty_age_s
-        is_aging = mode is not WriteMode.DEMOTE and not flow.is_single
-        aging = Aging(clock, flow.top, age_s) if is_aging else None
-        demoter = self._demoter = Demoter(flow, admission, aging)
-        worth = _worth_of(flow)
-        workers = self._workers = WorkerTransfers(flow)
-        holds = self._holds = Holds(flow.top.dirt)
-        promoter = self._promoter = Promoter(flow, demoter, holds, workers, worth)
-        room = PromotionRoom(flow, promoter, holds, workers)
-        answers = Answers(flow.top.policy.ready_at)
-        choice = LoadChoice(flow, promoter, room, worth)
-        claims = self._claims = ClaimQueue(flow, promoter, holds, room, choice, answers)
+        is_aging = mode is not WriteMode.DEMOTE and not core.is_single
+        aging = Aging(clock, core.top, age_s) if is_aging else None
+        demoter = self._demoter = Demoter(core, admission, aging)
+        worth = _worth_of(core)
+        workers = self._workers = WorkerTransfers(core)
+        holds = self._holds = Holds(core.top.dirt)
+        promoter = self._promoter = Promoter(core, demoter, holds, workers, worth)
+        room = PromotionRoom(core, promoter, holds, workers)
+        answers = Answers(core.top.policy.ready_at)
+        choice = LoadChoice(core, promoter, room, worth)
+        claims = self._claims = ClaimQueue(core, promoter, holds, room, choice, answers)
         lookups = self.lookups = Lookups(
-            self.lock, flow, promoter, claims, workers, worth, answers, self._collect
+            self.lock, core, promoter, claims, workers, worth, answers, self._collect
         )
         """Lookups of the current step, by single blocks, too. Adapters inline the plain hit."""
         self._stores = Stores(
-            flow, demoter, promoter, claims, workers, answers, worth, self._collect
+            core, demoter, promoter, claims, workers, answers, worth, self._collect
         )
-        self._request_ends = RequestEnds(flow, claims, worth, aging)
-        self._resets = Resets(flow, demoter, promoter, claims, lookups, workers)
-        maintain = self._maintain_below
+        self._request_ends = RequestEnds(core, claims, worth, aging)
+        self._resets = Resets(core, demoter, promoter, claims, lookups, workers)
         self._closing = Closing(
-            flow, demoter, workers, holds, self.lock, self._collect, maintain, pause
+            core, demoter, workers, holds, self.lock, self._collect, self._maintain_below, pause
         )
 
     # ---- questions -----------------------------------------------------------------------
@@ -98,7 +97,7 @@ class CascadingOffloadingManager:
     @property
     def counters(self) -> Counters:
         """Counters of the cascade."""
-        return self._flow.counters
+        return self._core.counters
 
     def lookup(
         self, block_hashes: Iterable[BlockHash], request: Request | None = None
@@ -164,7 +163,7 @@ class CascadingOffloadingManager:
                 self._workers.end_step()
             self._claims.end_step()
             self._maintain()
-            self._flow.evicted.clear()
+            self._core.evicted.clear()
             if self.lookups.asking is not None:
                 self.lookups.end_step()
 
@@ -189,24 +188,24 @@ class CascadingOffloadingManager:
 
     def _collect(self) -> None:
         """Collect the transfers that ended below, and the keys that the tiers below lost."""
-        flow, promoter, demoter = self._flow, self._promoter, self._demoter
-        ended_jobs = flow.below.poll()
+        core, promoter, demoter = self._core, self._promoter, self._demoter
+        ended_jobs = core.below.poll()
         for ended in ended_jobs:
             job: Transfer = (promoter if ended.is_get else demoter).land(ended)
             if self.options.on_transfer is not None:
                 name = self.counters.tier_names[ended.tier]
                 self.options.on_transfer(name, ended, job.created_s)
-        lost = flow.below.take_lost()
+        lost = core.below.take_lost()
         if lost:  # before any of these blocks is evicted
-            flow.top.note_lost_below(lost)
+            core.top.note_lost_below(lost)
         if ended_jobs:
-            flow.collect_events()
-        if flow.clock() >= promoter.late_s:
+            core.collect_events()
+        if core.clock() >= promoter.late_s:
             promoter.expire()
 
     def _maintain_below(self) -> None:
         """Maintain the tiers below. Empty the first tier if another engine reset one."""
-        if self._flow.below.maintain():
+        if self._core.below.maintain():
             self._resets.follow()
 
     @property
@@ -226,7 +225,7 @@ class CascadingOffloadingManager:
     def take_events(self) -> list[BlockEvent]:
         """Return the blocks stored or removed since the last call, in order."""
         with self.lock:
-            return self._flow.take_events()
+            return self._core.take_events()
 
     # ---- reset and shutdown --------------------------------------------------------------
 
@@ -258,7 +257,7 @@ class CascadingOffloadingManager:
 
         Return False if transfers are still in flight, because a device is too slow.
         """
-        return self._closing.shutdown(self._flow.clock() + self.options.shutdown_flush_s)
+        return self._closing.shutdown(self._core.clock() + self.options.shutdown_flush_s)
 
     # ---- contents of the tiers -----------------------------------------------------------
 
@@ -266,12 +265,12 @@ class CascadingOffloadingManager:
         """Insert complete blocks that the first tier holds already. Call it before the first
         request."""
         with self.lock:
-            self._flow.adopt(block_hashes, statuses)
+            self._core.adopt(block_hashes, statuses)
 
     def tier_states(self) -> list[TierState]:
         """Return the state of each tier, the first tier first. Any thread."""
         with self.lock:
-            top, queues = self._flow.top, self._promoter.queues
+            top, queues = self._core.top, self._promoter.queues
             landing = sum(len(job.statuses) for queue in queues for job in queue.jobs.values())
             first = TierState(
                 top.name,
@@ -283,7 +282,7 @@ class CascadingOffloadingManager:
                 writing_blocks=len(self._workers.stores) + landing,
                 reading_blocks=self._reading_slots(),
             )
-            below = zip(self._flow.below.state(), queues, strict=True)
+            below = zip(self._core.below.state(), queues, strict=True)
             return [first, *(replace(state, waiting_blocks=queue.blocks) for state, queue in below)]
 
     def _reading_slots(self) -> int:
@@ -293,11 +292,11 @@ class CascadingOffloadingManager:
         return len(loads.union(self._holds.users, writes))
 
 
-def _worth_of(flow: Flow) -> Worth | None:
-    options = flow.options
-    if flow.is_single or not options.load_or_recompute or not options.tokens_per_block:
+def _worth_of(core: ManagerCore) -> Worth | None:
+    options = core.options
+    if core.is_single or not options.load_or_recompute or not options.tokens_per_block:
         return None
     prefill = PrefillSpeed(options.prefill_tokens_per_s)
-    ratios, size = [tier.load_ratio_max for tier in flow.below.tiers], flow.top.block_size
-    latency_s = flow.below.latency_s
+    ratios, size = [tier.load_ratio_max for tier in core.below.tiers], core.top.block_size
+    latency_s = core.below.latency_s
     return Worth(ratios, size, options.tokens_per_block, prefill, options.served_end, latency_s)

@@ -32,7 +32,7 @@ def latencies() -> deque[float]:
 
 @dataclass(slots=True)
 class LinkCounters:
-    """Traffic between one tier and the tier above it, and evictions from the lower one."""
+    """Traffic between the first tier and one tier below it, and evictions from the latter."""
 
     evicted_blocks: int = 0
     """Number of blocks that left the tier to make room."""

@@ -1,8 +1,8 @@
 """Demotion: write dirty blocks to the tier below, ahead of demand.
 
-The demoter writes the coldest dirty blocks of a level in batches. After the write, the block above
+The demoter writes the coldest dirty blocks of the first tier in batches. After the write, the block
 is settled: it stays readable, and its eviction costs nothing. A block whose write failed stays
-dirty. It is written again later if it is still in the level.
+dirty. It is written again later if it is still in the first tier.
 
 If the tier below evicts a block, the block above becomes dirty again. In every write mode it is
 written again once it is among the coldest. Its age does not cause a second write. Otherwise an idle
@@ -18,9 +18,9 @@ from itertools import islice
 from ..tiers.base import BlockHash, BlockOutcome, Pairs, slot_of
 from .admission import AdmissionFunction
 from .below.port import NOT_WANTED, Ended, Put
+from .core import MAX_JOBS_IN_FLIGHT, Clock, ManagerCore, batch_blocks
 from .counters import LinkCounters
-from .flow import MAX_JOBS_IN_FLIGHT, Clock, Flow, batch_blocks
-from .level import Level, Transfer
+from .first_tier import FirstTier, Transfer
 
 MAX_SETTLED = 512
 """Largest number of blocks that one step settles without a write, at a few microseconds each. After
@@ -40,10 +40,10 @@ class Aging:
     meanwhile.
     """
 
-    def __init__(self, clock: Clock, level: Level, age_s: float) -> None:
-        """Blocks of the level are due once they are `age_s` old."""
+    def __init__(self, clock: Clock, top: FirstTier, age_s: float) -> None:
+        """Blocks are due once they are `age_s` old."""
         self._clock = clock
-        self._level = level
+        self._top = top
         self._age_s = age_s
         self.stored: OrderedDict[BlockHash, float] = OrderedDict()
         """Blocks with the times of their stores, oldest first."""
@@ -56,7 +56,7 @@ class Aging:
         for block_hash in block_hashes:
             stored.pop(block_hash, None)
             stored[block_hash] = now_s
-        for _ in range(len(stored) - AGING_PER_SLOT * self._level.capacity):
+        for _ in range(len(stored) - AGING_PER_SLOT * self._top.capacity):
             self._make_due(stored.popitem(last=False)[0])
 
     def take_due(self, n: int) -> list[BlockHash]:
@@ -81,17 +81,17 @@ class Aging:
             self.due.move_to_end(block_hash, last=False)
 
     def clear(self) -> None:
-        """Forget all blocks, because the level was reset."""
+        """Forget all blocks, because the first tier was reset."""
         self.stored.clear()
         self.due.clear()
 
     def _make_due(self, block_hash: BlockHash) -> None:
         """Add a block if it is dirty. If there are more due blocks than slots, look at two others,
         and drop those that are clean or gone."""
-        due, is_dirty = self.due, self._level.is_dirty
+        due, is_dirty = self.due, self._top.is_dirty
         if is_dirty(block_hash):
             due[block_hash] = None
-        if len(due) > self._level.capacity:
+        if len(due) > self._top.capacity:
             for _ in range(2):
                 first, _ = due.popitem(last=False)
                 if is_dirty(first):
@@ -99,11 +99,11 @@ class Aging:
 
 
 class ColdSearch:
-    """Find the dirty blocks of a level: the coldest, or the most useful ones."""
+    """Find dirty blocks: the coldest, or the most useful ones."""
 
-    def __init__(self, level: Level) -> None:
-        self._level = level
-        self._ahead = MAX_JOBS_IN_FLIGHT * batch_blocks(level.block_size)
+    def __init__(self, top: FirstTier) -> None:
+        self._top = top
+        self._ahead = MAX_JOBS_IN_FLIGHT * batch_blocks(top.block_size)
         self._found: list[BlockHash] = []
         """Blocks that the last search found beyond the limit of its caller, coldest first."""
 
@@ -117,14 +117,14 @@ class ColdSearch:
             part, self._found = self._found[:limit], self._found[limit:]
             if cold := self.dirty_among(part):
                 return cold
-        ahead, mask = limit if window is None else self._ahead, self._level.dirt.dirty_mask
-        found = self._level.policy.coldest(ahead, mask=mask, window=window)
+        ahead, mask = limit if window is None else self._ahead, self._top.dirt.dirty_mask
+        found = self._top.policy.coldest(ahead, mask=mask, window=window)
         self._found = [block_hash for block_hash, _ in found[limit:]]
         return found[:limit]
 
     def dirty_among(self, block_hashes: Iterable[BlockHash]) -> Pairs:
-        """Return those blocks that are in the level, ready and dirty."""
-        get, dirty = self._level.policy.get, self._level.dirt.dirty
+        """Return those blocks that are in the first tier, ready and dirty."""
+        get, dirty = self._top.policy.get, self._top.dirt.dirty
         return [
             (block_hash, status)
             for block_hash in block_hashes
@@ -138,18 +138,20 @@ class ColdSearch:
 
         `in_use`: pinned blocks, tails before heads. Searches do not find pinned blocks.
         """
-        level = self._level
+        top = self._top
         if n <= 0:
             return []
-        idle = level.policy.coldest(len(level.policy), mask=level.dirt.dirty_mask)
+        idle = top.policy.coldest(len(top.policy), mask=top.dirt.dirty_mask)
         hottest_first = [*reversed(self.dirty_among(in_use)), *reversed(idle)]
-        return level.uses.by_use([*dict(hottest_first).items()])[:n]
+        return top.uses.by_use([*dict(hottest_first).items()])[:n]
 
 
 class Demoter:
-    """Write dirty blocks of one level to the port below it. Used under the manager's lock."""
+    """Write dirty blocks of the first tier to the port below it. Used under the manager's lock."""
 
-    def __init__(self, flow: Flow, admits: AdmissionFunction | None, aging: Aging | None) -> None:
+    def __init__(
+        self, core: ManagerCore, admits: AdmissionFunction | None, aging: Aging | None
+    ) -> None:
         """`admits` decides whether a block is written; None: all are.
 
         `aging` has the blocks to write at a certain age; None: a block is written when cold.
@@ -157,21 +159,21 @@ class Demoter:
         A scan starts if fewer of the coldest slots are clean than the low watermark says, and ends
         at the high one.
         """
-        level, options = flow.top, flow.options
-        self._level = level
-        self._flow = flow
-        self._below = flow.below
+        top, options = core.top, core.options
+        self._top = top
+        self._core = core
+        self._below = core.below
         self._admits = admits
         self.aging = aging
         """Blocks to write once they are due. After a write that failed, they come back."""
-        self.search = ColdSearch(level)
-        self.batch_blocks = batch_blocks(level.block_size)
+        self.search = ColdSearch(top)
+        self.batch_blocks = batch_blocks(top.block_size)
         """Most blocks of one job."""
-        self._window = max(1, round(options.high_watermark * level.capacity))
-        slack = round((options.high_watermark - options.low_watermark) * level.capacity)
+        self._window = max(1, round(options.high_watermark * top.capacity))
+        slack = round((options.high_watermark - options.low_watermark) * top.capacity)
         self._slack = max(1, slack)
         self._taken_at_scan = -self._slack
-        """Slots that the level had allocated when the last scan ended."""
+        """Slots that the first tier had allocated when the last scan ended."""
         self._started_by_scan = 0
         self.jobs: dict[int, Transfer] = {}
         """Writes in flight, by ticket."""
@@ -187,7 +189,7 @@ class Demoter:
 
     def maintain(self) -> None:
         """Start the writes that are due: of cold blocks, and of blocks of a certain age."""
-        if self._level.taken_blocks - self._taken_at_scan >= self._slack:
+        if self._top.taken_blocks - self._taken_at_scan >= self._slack:
             self._keep_ahead()
         aging = self.aging
         if aging is None or not (aging.stored or aging.due):
@@ -208,23 +210,23 @@ class Demoter:
         above a smaller tier would write for ever, because evictions there make blocks dirty again.
         A scan that settles many blocks continues in the next step.
         """
-        level = self._level
-        if level.is_last:
+        top = self._top
+        if self._core.is_single:
             return
-        window = self._window - level.backend.get_num_free_blocks()
+        window = self._window - top.backend.get_num_free_blocks()
         left = window - self._started_by_scan
         started = self.demote_coldest(left, window) if left > 0 else 0
         self._started_by_scan += started
         may_go_on = self.was_cut_short or self.may_find_room
         is_idle = self._counted_jobs < MAX_JOBS_IN_FLIGHT and not may_go_on
         if left <= started or (not started and is_idle):
-            self._taken_at_scan, self._started_by_scan = level.taken_blocks, 0
+            self._taken_at_scan, self._started_by_scan = top.taken_blocks, 0
 
     def demote_coldest(self, n: int, window: int | None = None) -> int:
         """Start writing up to `n` of the coldest dirty blocks. Return the number started.
 
         Blocks that the tier below holds, or that admission refuses, are settled instead. These may
-        be nearly all blocks of the level. A scan therefore ends after `MAX_SETTLED` settled blocks
+        be nearly all blocks of the tier. A scan therefore ends after `MAX_SETTLED` settled blocks
         (`was_cut_short`). Without a `window` it searches all blocks, not only so many of the
         coldest, and ends after `n` settled blocks if that is more.
         """
@@ -246,7 +248,7 @@ class Demoter:
 
     def clean_ahead(self, n: int) -> bool:
         """Write `n` more of the coldest blocks. Return True if some slots will be clean soon."""
-        if self._level.is_last:
+        if self._core.is_single:
             return False
         self.demote_coldest(n)
         if self.was_cut_short or self.may_find_room:
@@ -254,10 +256,10 @@ class Demoter:
         if self.jobs and not self._below.write_state().is_stalled:
             return True
         # settled blocks can be evicted at once
-        return self._level.has_victim(may_drop_dirty=False)
+        return self._top.has_victim(may_drop_dirty=False)
 
     def demote(self, block_hashes: Sequence[BlockHash]) -> int:
-        """Start writing those blocks that are in the level, ready and dirty.
+        """Start writing those blocks that are in the first tier, ready and dirty.
 
         Return the number of blocks left for another call. They are the last ones of the list.
         """
@@ -279,12 +281,12 @@ class Demoter:
         """
         job = self.jobs.pop(ended.ticket)
         if job.is_orphan:
-            self._level.release(job.statuses)
+            self._top.release(job.statuses)
             return job
         settled: list[int] = []
         failed: list[int] = []
         again: list[BlockHash] = []
-        ok, dirty, may_hold = BlockOutcome.OK, self._level.dirt.dirty, self._below.may_hold
+        ok, dirty, may_hold = BlockOutcome.OK, self._top.dirt.dirty, self._below.may_hold
         for block_hash, source, outcome in zip(
             job.hashes, job.statuses, ended.outcomes, strict=True
         ):
@@ -296,14 +298,14 @@ class Demoter:
             else:
                 failed.append(slot)
                 again.append(block_hash)
-        self._level.dirt.set_settled(settled)
-        self._level.dirt.set_dirty(failed)
+        self._top.dirt.set_settled(settled)
+        self._top.dirt.set_dirty(failed)
         if again:
             self._retry_later(again)
         return job
 
     def orphan(self) -> list[Transfer]:
-        """Mark all writes in flight as orphans, because the level was reset. Return them."""
+        """Mark all writes in flight as orphans, because the first tier was reset. Return them."""
         if self.aging is not None:
             self.aging.clear()
         for job in self.jobs.values():
@@ -339,7 +341,7 @@ class Demoter:
             return 0
         wanted.reverse()
         hashes, statuses = map(list, zip(*wanted, strict=True))
-        ticket = next(self._flow.tickets)
+        ticket = next(self._core.tickets)
         answers = self._below.put(ticket, hashes, list(map(slot_of, statuses)))
         if answers.count(Put.STARTED) < len(answers):
             wanted = self._sort(wanted, answers)
@@ -348,8 +350,8 @@ class Demoter:
             hashes, statuses = map(list, zip(*wanted, strict=True))
         for status in statuses:
             status.ref_cnt += 1
-        self._level.dirt.set_arriving(list(map(slot_of, statuses)))
-        self.jobs[ticket] = Transfer(hashes, statuses, self._flow.clock())
+        self._top.dirt.set_arriving(list(map(slot_of, statuses)))
+        self.jobs[ticket] = Transfer(hashes, statuses, self._core.clock())
         return len(wanted)
 
     def _sort(self, wanted: Pairs, answers: Sequence[Put]) -> Pairs:
@@ -362,7 +364,7 @@ class Demoter:
             for answer in _LATER:
                 self._retry_later([block_hash for block_hash, _ in by_answer[answer]])
         for answer in (*_NO_USE, Put.OVER_BUDGET):
-            self._level.dirt.set_settled([s.block_id for _, s in by_answer[answer]])
+            self._top.dirt.set_settled([s.block_id for _, s in by_answer[answer]])
         return by_answer[Put.STARTED]
 
     def _filter(self, cold: Pairs) -> Pairs:
@@ -370,7 +372,7 @@ class Demoter:
         wanted: Pairs = []
         settled: list[int] = []
         below, admits = self._below, self._admits
-        uses = self._level.uses
+        uses = self._top.uses
         for block_hash, status in cold:
             slot = status.block_id
             if below.may_hold(block_hash) == 1 and not below.wants_again(block_hash):
@@ -382,5 +384,5 @@ class Demoter:
                 uses.note_refused(block_hash, slot)
                 self.counters.demote_refused_blocks += 1
         if settled:
-            self._level.dirt.set_settled(settled)
+            self._top.dirt.set_settled(settled)
         return wanted

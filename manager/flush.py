@@ -19,9 +19,9 @@ from itertools import chain
 from typing import Any
 
 from ..tiers.base import BlockHash
+from .core import ManagerCore
 from .demotion import Demoter
-from .flow import Flow
-from .level import Level
+from .first_tier import FirstTier
 from .promotion.claims import Holds
 from .workers import WorkerTransfers
 
@@ -45,7 +45,7 @@ JOIN_POLL_S = 0.01
 class Closing:
     """Flush and stop a cascade."""
 
-    _flow: Flow
+    _core: ManagerCore
     _demoter: Demoter
     _workers: WorkerTransfers
     _holds: Holds
@@ -64,35 +64,35 @@ class Closing:
 
         Return True if no such block is left or in flight.
         """
-        flow = self._flow
+        core = self._core
         self._flush(deadline_s)
         with self._lock:
             self._collect()
-            are_writing = any(state.demote_jobs for state in flow.below.state())
-            return not (flow.top.dirt.dirty_blocks or are_writing)
+            are_writing = any(state.demote_jobs for state in core.below.state())
+            return not (core.top.dirt.dirty_blocks or are_writing)
 
     def shutdown(self, deadline_s: float) -> bool:
         """Flush, and stop all transfers; idempotent. Return False if transfers are in flight."""
-        flow = self._flow
+        core = self._core
         if not self._is_shut_down:  # a node that was stopped takes nothing
             self.flush_dirty(deadline_s)
         self._is_shut_down = True
         with self._lock:
-            if not flow.is_single:
-                flow.below.touch(hottest(flow.top, self._in_use()))
+            if not core.is_single:
+                core.below.touch(hottest(core.top, self._in_use()))
             self._maintain()  # sends the recency
-            return flow.below.shutdown(deadline_s)
+            return core.below.shutdown(deadline_s)
 
     def _flush(self, deadline_s: float) -> None:
         """Write dirty blocks until none is left, no more can be written, or the time is over."""
-        if self._flow.is_single:
+        if self._core.is_single:
             return
-        demoter, below, clock = self._demoter, self._flow.below, self._flow.clock
+        demoter, below, clock = self._demoter, self._core.below, self._core.clock
         counters = demoter.counters
         # The limit ends the loop: a block evicted by a smaller tier below becomes dirty again.
         # Blocks that tier 1 did not write are sent again, so the limit grows by them. Tier 1 takes
         # them only after a pause, so that this does not repeat without end.
-        losable = min(len(self._flow.top.policy), below.tiers[0].capacity)
+        losable = min(len(self._core.top.policy), below.tiers[0].capacity)
         limit = losable - below.unwritten_blocks
         sent = rests = written = 0
         was_joining = False
@@ -111,7 +111,7 @@ class Closing:
                 if not order:
                     limit_now = limit + below.unwritten_blocks - sent
                     order = demoter.search.most_useful(limit_now, self._in_use())
-                if not (order or demoter.jobs or (joins and self._flow.top.dirt.dirty_blocks)):
+                if not (order or demoter.jobs or (joins and self._core.top.dirt.dirty_blocks)):
                     return
                 left = demoter.demote(order)
                 sent += len(order) - left
@@ -146,11 +146,11 @@ class Closing:
         return list(reversed(in_use))
 
 
-def hottest(level: Level, in_use: Sequence[BlockHash]) -> list[BlockHash]:
+def hottest(top: FirstTier, in_use: Sequence[BlockHash]) -> list[BlockHash]:
     """Return the hottest blocks of the first tier, hottest first.
 
     They become hot in the tier below, for the next process. `in_use`: pinned blocks, tails before
     heads.
     """
-    idle = [block_hash for block_hash, _ in level.policy.coldest(len(level.policy))]
+    idle = [block_hash for block_hash, _ in top.policy.coldest(len(top.policy))]
     return [*idle, *in_use][-MAX_REFRESHED_BLOCKS:][::-1]

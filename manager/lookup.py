@@ -19,8 +19,8 @@ from typing import Any
 from ..tiers.base import BlockHash, BlockStatus
 from .base import HIT, MISS, PENDING, RETRY, LookupState
 from .below.port import ASKING
+from .core import ManagerCore
 from .counters import Reason
-from .flow import Flow
 from .promotion.claim_queue import ClaimQueue
 from .promotion.promoter import Promoter
 from .promotion.worth import Worth
@@ -121,7 +121,7 @@ class Lookups:
     """Lookups of one step."""
 
     _lock: AbstractContextManager[Any]
-    _flow: Flow
+    _core: ManagerCore
     _promoter: Promoter
     _claims: ClaimQueue
     _workers: WorkerTransfers
@@ -147,12 +147,12 @@ class Lookups:
     """Requests that missed a block in this step and need not wait for others."""
 
     def __post_init__(self) -> None:
-        self.top_get = self._flow.top.policy.get
+        self.top_get = self._core.top.policy.get
 
     @property
     def is_single(self) -> bool:
         """True if every block outside the first tier is a miss."""
-        return self._flow.is_single
+        return self._core.is_single
 
     def lookup(self, block_hashes: Iterable[BlockHash], request: Request) -> int | None:
         """Return the length of the longest prefix of hits; None: ask again."""
@@ -199,10 +199,10 @@ class Lookups:
         with self._lock:  # from here on, the background removes no block of the first tier
             self._count_misses()
             self.asking = request
-            if request.asked is not None and not self._claims.choice.may_read_elsewhere(request):
+            if request.awaited is not None and not self._claims.choice.may_read_elsewhere(request):
                 # The answer is of use all the same: blocks that are there need no upload.
-                request.asked, request.awaits_answers = None, False
-            is_waiting = bool(request.pending) or request.asked is not None
+                request.awaited, request.awaits_answers = None, False
+            is_waiting = bool(request.pending) or request.awaited is not None
             if is_waiting and not self._has_collected:
                 self._has_collected = True
                 self._collect()
@@ -212,7 +212,7 @@ class Lookups:
             with self._lock:
                 self._is_waiting = self._claims.must_wait(request.claim, first)
         else:
-            self._is_waiting = request.asked is not None and self._must_answer(request)
+            self._is_waiting = request.awaited is not None and self._is_awaited(request)
         return self._is_waiting
 
     def look_below(
@@ -222,7 +222,7 @@ class Lookups:
 
         RETRY means that the whole request waits; it need not be looked up again in this step.
         """
-        if status is None and self._flow.is_single:
+        if status is None and self._core.is_single:
             self.answers.misses += 1
             return MISS
         with self._lock:
@@ -263,7 +263,7 @@ class Lookups:
         new = self.answers.misses - (0 if request is None else request.counted_misses)
         self.answers.misses = 0
         if new > 0:
-            self._flow.counters.lookup_misses += new
+            self._core.counters.lookup_misses += new
             if request is not None:
                 request.counted_misses += new
 
@@ -277,20 +277,20 @@ class Lookups:
             if is_first and not request.is_computing:
                 self._missing.append(request)
 
-    def _must_answer(self, request: Request) -> bool:
+    def _is_awaited(self, request: Request) -> bool:
         """Return True if the answer about a block of an earlier step is still awaited."""
-        assert request.asked is not None
+        assert request.awaited is not None
         with self._lock:
-            answer = self._flow.below.may_hold(request.asked, request.allowed_media, request)
+            answer = self._core.below.may_hold(request.awaited, request.allowed_media, request)
             if answer == ASKING:
                 return True
-        request.asked = None
+        request.awaited = None
         return False
 
     def _state_below(
         self, block_hash: BlockHash, status: BlockStatus | None, request: Request
     ) -> LookupState:
-        if status is not None and not request.may_read(self._flow.top.medium):
+        if status is not None and not request.may_read(self._core.top.medium):
             status = None
         if status is not None and status.ref_cnt >= 0:
             self.answers.hit(block_hash)
@@ -302,7 +302,7 @@ class Lookups:
             return MISS
         pending = self._promoter.pending.get(block_hash)
         if pending is not None:
-            medium = self._flow.below.tiers[pending.tier - 1].medium
+            medium = self._core.below.tiers[pending.tier - 1].medium
             if pending.is_late or not request.may_read(medium):
                 return MISS
             return self._claims.want(block_hash, 0, request)
@@ -312,13 +312,13 @@ class Lookups:
             return RETRY
         self._looks += 1
         owner = request if request.awaits_answers else None
-        tier = self._flow.below.may_hold(block_hash, request.allowed_media, owner)
+        tier = self._core.below.may_hold(block_hash, request.allowed_media, owner)
         if tier > 0:
             return self._claims.want(block_hash, tier, request)
         if tier != ASKING:
             return MISS
-        if request.asked is None:
-            request.asked = block_hash
+        if request.awaited is None:
+            request.awaited = block_hash
         return PENDING
 
     def _state_while_waiting(self, block_hash: BlockHash, request: Request) -> LookupState:
@@ -332,14 +332,14 @@ class Lookups:
 
     def _wait_for_store(self, block_hash: BlockHash, request: Request) -> LookupState:
         """Treat a block that a worker is storing as pending until the request's deadline."""
-        options = self._flow.options
+        options = self._core.options
         if not options.waits_for_stores:
             return MISS
-        now_s = self._flow.clock()
+        now_s = self._core.clock()
         if request.storing_since_s is None:
             request.storing_since_s = now_s
         if now_s < request.storing_since_s + options.promotion_deadline_s:
             return self._claims.want(block_hash, 0, request)
         request.missed.add(block_hash)
-        self._flow.counters.recomputed_blocks[Reason.DEADLINE] += 1
+        self._core.counters.recomputed_blocks[Reason.DEADLINE] += 1
         return MISS

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from ..tiers.base import BlockHash, BlockStatus
 
 if TYPE_CHECKING:
+    from .core import ManagerCore
     from .demotion import Aging
-    from .flow import Flow
     from .promotion.claim_queue import ClaimQueue
     from .promotion.claims import Claim
     from .promotion.worth import Worth
@@ -46,8 +46,8 @@ class Request:
 
     first: BlockHash | None = None
     """First block of its lookups of this step, or of the last step with any."""
-    asked: BlockHash | None = None
-    """First block about which a tier elsewhere has to be asked; None while there is none."""
+    awaited: BlockHash | None = None
+    """First block about which the answer of a tier elsewhere is awaited; None if none is."""
     claim: Claim | None = None
     """Claim on the blocks that the request waits for; None while it does not wait."""
     holds: dict[BlockHash, BlockStatus] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Request:
 
     def end_wait(self) -> None:
         """End the wait: the request is served, has ended, or gave up."""
-        self.claim = self.asked = None
+        self.claim = self.awaited = None
         self.storing_since_s = None
         self.pending.clear()
 
@@ -130,7 +130,7 @@ class Request:
 class RequestEnds:
     """Changes at the end of a request: claim, pins and recency. Used under the manager's lock."""
 
-    _flow: Flow
+    _core: ManagerCore
     _claims: ClaimQueue
     _worth: Worth | None
     _aging: Aging | None
@@ -146,7 +146,7 @@ class RequestEnds:
         if self._worth is not None:
             self._worth.backlog.end(request)
         request.missed_at = None  # it computes no more, also if its step has not ended
-        self._flow.counters.store_lost_blocks += len(request.deferred)
+        self._core.counters.store_lost_blocks += len(request.deferred)
         request.deferred.clear()
         used, request.keys = request.keys, {}
         if request.touched:
@@ -157,13 +157,13 @@ class RequestEnds:
         in_order = request.in_prompt_order(used)
         # The chain is reported to the first tier only: demotion brings its blocks to a tier below
         # much later, which an eviction policy there would count as a reuse.
-        policy = self._flow.top.policy
+        policy = self._core.top.policy
         if policy.wants_chains:
             policy.note_chain(in_order)
         else:
             for is_new, run in groupby(reversed(in_order), used.__getitem__):  # tails before heads
                 (policy.settle if is_new else policy.touch)([*run][::-1])
-        if not self._flow.is_single and not all(used.values()):
+        if not self._core.is_single and not all(used.values()):
             self._note_reuse(used)
 
     def _note_reuse(self, used: dict[BlockHash, bool]) -> None:
@@ -171,7 +171,7 @@ class RequestEnds:
 
         If tier 1 lacks a settled block, admission refused it, and may accept it now.
         """
-        top, below = self._flow.top, self._flow.below
+        top, below = self._core.top, self._core.below
         get, settled, may_refuse = top.policy.get, top.dirt.settled, top.uses.past is not None
         found: list[BlockStatus] = []
         wanted: list[BlockHash] = []

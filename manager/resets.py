@@ -11,8 +11,8 @@ from itertools import chain
 
 from ..config.schema import OnReset
 from ..logs import get_logger
+from .core import ManagerCore
 from .demotion import Demoter
-from .flow import Flow
 from .lookup import Lookups
 from .promotion.claim_queue import ClaimQueue
 from .promotion.promoter import Promoter
@@ -25,7 +25,7 @@ _log = get_logger(__name__)
 class Resets:
     """Make older blocks unreachable."""
 
-    _flow: Flow
+    _core: ManagerCore
     _demoter: Demoter
     _promoter: Promoter
     _claims: ClaimQueue
@@ -34,25 +34,25 @@ class Resets:
 
     def reset(self) -> None:
         """Implement `CascadingOffloadingManager.reset_cache`."""
-        self._flow.counters.resets += 1
-        if self._flow.options.on_reset is OnReset.KEEP:
+        self._core.counters.resets += 1
+        if self._core.options.on_reset is OnReset.KEEP:
             _log.info("the cache was reset, and keeps its blocks (on_reset)")
             self._forget_worker_transfers()
             return
         _log.info("the cache was reset: no block stored before is found any more")
-        self._flow.events.clear()  # the engine announces that every block is gone, before these
-        self._flow.below.reset()
+        self._core.events.clear()  # the engine announces that every block is gone, before these
+        self._core.below.reset()
         self._forget_top(is_own=True)
 
     def follow(self) -> None:
         """Empty the first tier, because another engine reset a tier below."""
-        self._flow.counters.resets_by_others += 1
+        self._core.counters.resets_by_others += 1
         _log.info("another engine reset the cache: no block stored before is found any more")
         self._forget_top(is_own=False)
 
     def _forget_worker_transfers(self) -> None:
         for block_hash, status in self._workers.stores.items():
-            self._flow.top.policy.remove(block_hash)
+            self._core.top.policy.remove(block_hash)
             status.ref_cnt = 1
         for loading, count in self._workers.loads.values():
             loading.ref_cnt -= count - 1  # the quarantine keeps one pin; workers may still read
@@ -72,9 +72,9 @@ class Resets:
             self._workers.outdate()
         users = Counter(status.block_id for job in jobs for status in job.statuses)
         users.update(s.block_id for s in chain(workers, self._workers.quarantined()))
-        if not is_own and self._flow.with_events:
-            self._flow.top.note_loss()
-        self._flow.top.empty(users)
+        if not is_own and self._core.with_events:
+            self._core.top.note_loss()
+        self._core.top.empty(users)
         self._lookups.end_step()
         if is_own:
             self._workers.forget(workers)

@@ -13,8 +13,8 @@ import numpy as np
 
 from ..tiers.base import BlockHash, LoadStoreSpec, SlotArray
 from .base import PrepareStoreOutput
+from .core import MAX_JOBS_IN_FLIGHT, ManagerCore
 from .demotion import Demoter
-from .flow import MAX_JOBS_IN_FLIGHT, Flow
 from .lookup import Answers
 from .promotion.claim_queue import ClaimQueue
 from .promotion.promoter import Promoter
@@ -43,7 +43,7 @@ class _Protected(Container[BlockHash]):
 class Stores:
     """Blocks that are offered, and blocks that workers have written."""
 
-    _flow: Flow
+    _core: ManagerCore
     _demoter: Demoter
     _promoter: Promoter
     _claims: ClaimQueue
@@ -59,44 +59,44 @@ class Stores:
         self, block_hashes: Sequence[BlockHash], request: Request | None
     ) -> PrepareStoreOutput | None:
         """Implement `CascadingOffloadingManager.prepare_store`."""
-        flow, top = self._flow, self._flow.top
+        core, top = self._core, self._core.top
         get = top.policy.get
-        flow.evicted.clear()
+        core.evicted.clear()
         new = list(dict.fromkeys(filterfalse(get, block_hashes)))
         if self._workers.outdated:
             new = [h for h in new if h not in self._workers.outdated]
         if new:
-            flow.counters.store_sizes.append(len(new))
+            core.counters.store_sizes.append(len(new))
         if top.policy.expects:
             top.policy.expect(new)
         room: int | None = len(new)
         if len(new) > top.backend.get_num_free_blocks():
             room = self._make_room(new, block_hashes, request)
         if self._worth is not None and request is not None:
-            self._worth.note_offer(block_hashes, request, room is not None, flow.clock())
+            self._worth.note_offer(block_hashes, request, room is not None, core.clock())
         if room is None:
-            flow.counters.store_refused_busy += 1
+            core.counters.store_refused_busy += 1
             promotions = self._claims.room
             promotions.refused_store = max(promotions.refused_store, len(new))
             if request is not None:
                 request.note_deferred(new)
             return None
         if room < len(new):
-            flow.counters.store_truncated_blocks += len(new) - room
+            core.counters.store_truncated_blocks += len(new) - room
             new = new[:room]
         depth = 0 if request is None else len(request.keys)
         statuses, slots = top.take(new, depth) if new else ([], _NO_SLOTS)
         self._workers.stores.update(zip(new, statuses, strict=True))
         if request is not None:
             request.note_stored(block_hashes, new)
-        evicted, flow.evicted = flow.evicted, []
+        evicted, core.evicted = core.evicted, []
         return PrepareStoreOutput(new, LoadStoreSpec(slots), evicted)
 
     def complete(
         self, block_hashes: Collection[BlockHash], success: bool, request: Request | None
     ) -> None:
         """Implement `CascadingOffloadingManager.complete_store`."""
-        flow, top, aging = self._flow, self._flow.top, self._demoter.aging
+        core, top, aging = self._core, self._core.top, self._demoter.aging
         stored: list[BlockHash] = []
         slots: list[int] = []
         pop, origin = self._workers.stores.pop, top.origin
@@ -114,10 +114,10 @@ class Stores:
             slots.append(slot)
         top.policy.mark_ready(stored, slots)
         top.dirt.set_dirty(slots)
-        flow.counters.stored_blocks += len(stored)
-        flow.emit(stored, removed=False)
+        core.counters.stored_blocks += len(stored)
+        core.emit(stored, removed=False)
         if self._worth is not None and not self._workers.stores:
-            self._worth.prefill.all_stored(flow.clock())
+            self._worth.prefill.all_stored(core.clock())
         if stored and aging is not None:
             # A worker reports a set; slots were taken in the order of the offers.
             in_order = sorted(stored, key=dict(zip(stored, slots, strict=True)).__getitem__)
@@ -127,12 +127,12 @@ class Stores:
         self, new: list[BlockHash], offered: Sequence[BlockHash], request: Request | None
     ) -> int | None:
         """Make room. Return the number of slots for new blocks; None if a short wait gives more."""
-        need, top = len(new), self._flow.top
+        need, top = len(new), self._core.top
         protected = _Protected(set(offered), self._answers.hits())
-        may_drop = self._flow.below.is_blocked
+        may_drop = self._core.below.is_blocked
         if need <= top.capacity and top.make_all_room(need, protected, may_drop):
             return need
-        once = self._flow.options.offered_once  # such an offer is one block, or one per KV group
+        once = self._core.options.offered_once  # such an offer is one block, or one per KV group
         if once and any(h.endswith(once) for h in (offered[0], offered[-1])):
             return top.make_room(min(need, top.capacity), protected, True)
         if request is not None and request.deferrals >= MAX_DEFERRALS:
@@ -143,7 +143,7 @@ class Stores:
         self, need: int, protected: Container[BlockHash], may_drop: bool
     ) -> int | None:
         """Free slots by writing blocks down, or store only as many blocks as there is room for."""
-        top, demoter = self._flow.top, self._demoter
+        top, demoter = self._core.top, self._demoter
         wanted = min(need, top.capacity)
         if not may_drop:
             # Many stores may follow in this step, and only a few writes may be in flight. Each

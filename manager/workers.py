@@ -14,19 +14,19 @@ from itertools import chain
 import numpy as np
 
 from ..tiers.base import BlockHash, BlockStatus, LoadStoreSpec
-from .flow import Flow
-from .level import SPENT
+from .core import ManagerCore
+from .first_tier import SPENT
 from .request import Request
 
 
 class WorkerTransfers:
     """Stores and loads of workers in flight, and the quarantine. Used under the manager's lock."""
 
-    def __init__(self, flow: Flow) -> None:
-        self._counters = flow.counters
-        self._top = flow.top
-        self._media = [flow.top.medium, *(facts.medium for facts in flow.below.tiers)]
-        self._options = flow.options
+    def __init__(self, core: ManagerCore) -> None:
+        self._counters = core.counters
+        self._top = core.top
+        self._media = [core.top.medium, *(facts.medium for facts in core.below.tiers)]
+        self._options = core.options
         self._step = 0
         """Number of steps in which slots were in quarantine."""
         self.quarantine: list[tuple[int, list[BlockStatus]]] = []

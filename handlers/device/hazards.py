@@ -1,6 +1,6 @@
 """Find the earlier job of the other direction that a job must wait for.
 
-The engine and the manager keep stores and loads of one page or slot apart (see `device`). This is a
+The engine and the manager keep stores and loads of one page or slot apart (see `copier`). This is a
 second check, because their rules differ between versions and a race would give wrong bytes. For
 each device block and slot the board keeps the number of the last job of each direction that touches
 it. A job must wait for every earlier job of the other direction that touches one of its blocks or

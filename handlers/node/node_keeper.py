@@ -60,7 +60,7 @@ OnEnd = Callable[[Any], None]
 """Callback with the answer to a job, or None if its process died. May raise `WireError`."""
 OnNote = Callable[[Any], None]
 """Callback with a message that answers no job, or None if the process died."""
-Order = Callable[[int], msgspec.Struct]
+MakeJob = Callable[[int], msgspec.Struct]
 """Builds the message of a job from its ticket."""
 
 _log = get_logger(__name__)
@@ -135,9 +135,9 @@ class NodeKeeper:
         decode: Callable[[bytes], Any] = from_node_process.decode,
         is_batched: bool = False,
         clock: Callable[[], float] = monotonic,
-        keeper: Executor | None = None,
+        starter: Executor | None = None,
     ) -> None:
-        """`launch` starts a process. It is called on `keeper`, an executor with one thread.
+        """`launch` starts a process. It is called on `starter`, an executor with one thread.
 
         `decode` decodes the process's messages. An answer to a job has a `ticket`. `on_note` is
         called with the others, by any thread that calls a method. If `is_batched`, jobs and notes
@@ -148,7 +148,7 @@ class NodeKeeper:
         batch_bytes = BATCH_BYTES if is_batched else 0
         self._stream_to = partial(NodeStream, decode=decode, batch_bytes=batch_bytes)
         self._clock = clock
-        self._keeper = keeper or started_pool(1, "kvcascade-keeper")
+        self._starter = starter or started_pool(1, "kvcascade-keeper")
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._stream: NodeStream | None = None
@@ -195,7 +195,7 @@ class NodeKeeper:
                 + remedy,
             )
 
-    def submit(self, order: Order, on_end: OnEnd) -> bool:
+    def submit(self, make_job: MakeJob, on_end: OnEnd) -> bool:
         """Send a job, or keep it for a batch. Return False if it cannot be taken now.
 
         The methods that receive messages call `on_end`. If this raises an error, `has_job` tells
@@ -208,7 +208,7 @@ class NodeKeeper:
             if stream is None or not self._can_send or len(self._jobs) >= JOBS_AT_MOST:
                 return False
             ticket = next(self._tickets)
-            data = frame(order(ticket))  # first, since it raises if the message is invalid
+            data = frame(make_job(ticket))  # first, since it raises if the message is invalid
             if not self._jobs:
                 stream.heard_s = self._clock()
             self._jobs[ticket] = on_end
@@ -338,15 +338,16 @@ class NodeKeeper:
                 stream.connection.kill()
                 stream.connection.has_ended_within(KILL_LIMIT_S)
             self.poll()
-        self._keeper.shutdown(wait=False)  # last: a node dies with that thread
+        self._starter.shutdown(wait=False)  # last: a node dies with that thread
         return stream is None or stream.connection.has_died()
 
     # -- inside --------------------------------------------------------------------------------
 
     def _take(self, stream: NodeStream, message: Any) -> None:
         ticket = getattr(message, "ticket", None)
-        if ticket is None:
-            self._take_note(stream, message)
+        if ticket is None:  # the first such message says that the process is ready
+            self._on_note(message)
+            stream.is_ready = True
             return
         on_end = self._jobs.get(ticket)
         if on_end is None:
@@ -356,11 +357,6 @@ class NodeKeeper:
         on_end(message)
         del self._jobs[ticket]
         self._limits.fruitless = 0
-
-    def _take_note(self, stream: NodeStream, message: Any) -> None:
-        """The first message without a ticket says that the process is ready."""
-        self._on_note(message)
-        stream.is_ready = True
 
     def _bury(self, stream: NodeStream) -> None:
         """Kill the process of a closed connection. Once it is dead, fail its jobs and restart."""
@@ -402,7 +398,7 @@ class NodeKeeper:
             self._limits.note_start(now_s)
             self._is_starting = True
             try:
-                self._keeper.submit(self._start)
+                self._starter.submit(self._start)
             except RuntimeError:  # shutting down
                 self._is_starting = False
 
@@ -421,7 +417,7 @@ class NodeKeeper:
         )
 
     def _start(self) -> None:
-        """Start a process. Runs on the keeper's thread."""
+        """Start a process. Runs on the thread of the starter."""
         connection: Connection | None = None
         try:
             connection = self._launch()

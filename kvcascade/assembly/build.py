@@ -30,8 +30,8 @@ from ..handlers.device.copier import DeviceCopier
 from ..handlers.device.geometry import PageRef, WorkerLayout
 from ..logs import get_logger
 from ..manager.cascading import CascadingOffloadingManager
-from ..manager.flow import ManagerOptions, OnTransfer
-from ..manager.level import Tier
+from ..manager.core import ManagerOptions, OnTransfer
+from ..manager.first_tier import Tier
 from ..manager.request import Request
 from ..manager.state import TierState
 from ..manager.ticker import Ticker
@@ -268,7 +268,7 @@ def open_cascade(
         )
         open_below(settings.below, engine, below, undo)
         nodes = [tier for tier in below if isinstance(tier, OpenTier)]
-        options_ = replace(
+        options = replace(
             _manager_options(settings, backend),
             steps_until_flushed=steps_until_flushed,
             waits_for_stores=waits_for_stores,
@@ -281,7 +281,7 @@ def open_cascade(
         recorder = _recorder(settings, geometry, arena_geometry.slot_bytes)
         port = port_of(below, backend.capacity)
         rule = below[0].admission if below else None
-        manager = CascadingOffloadingManager(top, port, options_, admission=rule)
+        manager = CascadingOffloadingManager(top, port, options, admission=rule)
         if table is not None and table.begin(key.digest, epoch_of()):
             found, slots = table.complete()
             manager.adopt(found, backend.adopt(slots))

@@ -1,10 +1,9 @@
-"""The tier below behind a node: `NodeTier` implements the port `Below` with messages to a node.
+"""A tier on disk: `NodeTier` implements the port `Below` with messages to a node.
 
 The node moves the blocks and talks to the writer of the path, which decides about slots, eviction
 and budget. This process holds no slots and no policy. A lookup is one search in mapped memory.
 
-A reset is sent to the node, and again to the next node if that one dies first. Until it is
-answered, nothing is found and reads end as GONE.
+Until a reset is answered, nothing is found and reads end as GONE.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from ...tiers.breaker import Breaker
 from ...tiers.nvme.path.path_messages import Touch, Why, pack_slots
 from ..admission import EnduranceWatch
 from ..base import BlockEvent
-from ..flow import MAX_JOBS_IN_FLIGHT
+from ..core import MAX_JOBS_IN_FLIGHT
 from ..state import TierState
 from .node_feed import NodeFeed
 from .port import Ended, Put, TierFacts, WriteState
 from .single_tier import (
     PUTS_AT_MOST,
     STALLED_S,
-    Going,
+    JobInFlight,
     NodeClient,
-    NodeFlow,
     NodeReads,
     SingleTier,
+    TierCore,
     Traffic,
     answers_to_put,
 )
@@ -52,13 +51,13 @@ MAX_PUT_BYTES = 4 << 30
 class NodeWrites(Traffic[NodeFeed]):
     """All writes into the tier."""
 
-    def __init__(self, flow: NodeFlow[NodeFeed], max_blocks: int, *, has_one_path: bool) -> None:
+    def __init__(self, core: TierCore[NodeFeed], max_blocks: int, *, has_one_path: bool) -> None:
         """At most `max_blocks` are in flight."""
         failures = 1 if has_one_path else FAILURES_OF_SEVERAL_PATHS
-        super().__init__(flow, Breaker(flow.clock, STALLED_S, failures))
+        super().__init__(core, Breaker(core.clock, STALLED_S, failures))
         self._max_blocks = max_blocks
         self._has_one_path = has_one_path
-        self._no_room_until_s = flow.clock()
+        self._no_room_until_s = core.clock()
         self._why = Why.GRANTED
         self.full_until_s = -math.inf
         """Time until which the tier counts as full: the writer had no room, and made none."""
@@ -73,7 +72,7 @@ class NodeWrites(Traffic[NodeFeed]):
 
     def room(self, n: int) -> int:
         """Return how many of `n` blocks may be started."""
-        if len(self.jobs) >= PUTS_AT_MOST or self._flow.clock() < self._no_room_until_s:
+        if len(self.jobs) >= PUTS_AT_MOST or self._core.clock() < self._no_room_until_s:
             return 0
         return min(n, self._max_blocks - len(self.coming))
 
@@ -85,17 +84,17 @@ class NodeWrites(Traffic[NodeFeed]):
 
     def budget_blocks(self) -> float:
         """Return how many more blocks the write budget allows."""
-        figures = self._flow.feed.figures
+        figures = self._core.feed.figures
         if figures is None or figures.budget_left_bytes is None:
             return math.inf
-        return max(0, figures.budget_left_bytes // self._flow.block_bytes - len(self.coming))
+        return max(0, figures.budget_left_bytes // self._core.block_bytes - len(self.coming))
 
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
         """Start writing as many blocks as may be in flight. Call it only while `takes_puts`."""
-        flow, coming, n = self._flow, self.coming, len(keys)
+        core, coming, n = self._core, self.coming, len(keys)
         for key in keys if self.over_budget else ():
             self.over_budget.pop(key, None)
-        find = flow.feed.find
+        find = core.feed.find
         new = [at for at, key in enumerate(keys) if key not in coming and find(key) < 0]
         room, answer = self.room(len(new)), Put.FULL if self._why is Why.FULL else Put.LATER
         if room > (left := self.budget_blocks()):
@@ -104,9 +103,9 @@ class NodeWrites(Traffic[NodeFeed]):
         started = new[:room]
         if len(started) < n:
             keys, slots = [keys[at] for at in started], [slots[at] for at in started]
-        packed, epoch = pack_slots(slots), flow.feed.epoch
-        order = partial(PutJob, keys=list(keys), arena_slots=packed, epoch=epoch)
-        if started and self._submit(ticket, keys, order):
+        packed, epoch = pack_slots(slots), core.feed.epoch
+        make_job = partial(PutJob, keys=list(keys), arena_slots=packed, epoch=epoch)
+        if started and self._submit(ticket, keys, make_job):
             coming.update(keys)
         elif started:
             self.breaker.trip()
@@ -114,33 +113,33 @@ class NodeWrites(Traffic[NodeFeed]):
             started, answer = [], Put.NOT_TAKEN
         return answers_to_put(n, new, started, answer)
 
-    def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
-        flow = self._flow
-        if going.ticket in self._outdated:
-            self._outdated.remove(going.ticket)
+    def _land(self, job: JobInFlight, outcomes: list[BlockOutcome], done: JobDone) -> None:
+        core = self._core
+        if job.ticket in self._outdated:
+            self._outdated.remove(job.ticket)
         else:
-            self.coming.difference_update(going.keys)
-        stored, failed, no_space = self._count_put(going, outcomes, done)
+            self.coming.difference_update(job.keys)
+        stored, failed, no_space = self._count_put(job, outcomes, done)
         if stored < len(outcomes):
             refused = BlockOutcome.REFUSED
-            keys = [k for k, o in zip(going.keys, outcomes, strict=True) if o is refused]
+            keys = [k for k, o in zip(job.keys, outcomes, strict=True) if o is refused]
             self._note_over_budget(keys)
-        flow.feed.blocks += stored
+        core.feed.blocks += stored
         self._why = done.why
         is_full = done.why is Why.FULL and not (stored or self.coming)
-        self.full_until_s = flow.clock() + FULL_LIMIT_S if is_full else -math.inf
+        self.full_until_s = core.clock() + FULL_LIMIT_S if is_full else -math.inf
         if self._why is not Why.GRANTED:
-            self._no_room_until_s = flow.clock() + NO_ROOM_PAUSE_S
+            self._no_room_until_s = core.clock() + NO_ROOM_PAUSE_S
         is_resting = self._why is Why.RESTING
         self.breaker.ended(is_resting or self._is_failure(stored, failed, no_space))
         if is_resting:  # whichever engine met the fault: the next one to try meets it, too
             self.breaker.trip()
         self.may_recover = no_space == 0
-        size_bytes = stored * flow.block_bytes
-        self.ended.append(Ended(going.ticket, False, 1, outcomes, size_bytes, done.time_s))
+        size_bytes = stored * core.block_bytes
+        self.ended.append(Ended(job.ticket, False, 1, outcomes, size_bytes, done.time_s))
 
     def _note_over_budget(self, keys: Sequence[BlockHash]) -> None:
-        self._flow.feed.counters.demote_over_budget_blocks += len(keys)
+        self._core.feed.counters.demote_over_budget_blocks += len(keys)
         self.over_budget |= dict.fromkeys(keys)
         while len(self.over_budget) > MAX_OVER_BUDGET:
             del self.over_budget[next(iter(self.over_budget))]
@@ -157,7 +156,7 @@ class NodeWrites(Traffic[NodeFeed]):
 
 
 class NodeTier(SingleTier[NodeFeed, NodeWrites]):
-    """One tier, whose blocks a node moves."""
+    """One tier of a path."""
 
     def __init__(
         self,
@@ -176,10 +175,10 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
         uses chains. `paths`: number of the tier's paths.
         """
         super().__init__(client, feed, facts, clock)
-        flow = NodeFlow(client, feed, clock, facts.block_bytes)
+        core = TierCore(client, feed, clock, facts.block_bytes)
         most = max(1, min(facts.capacity, MAX_PUT_BYTES // facts.block_bytes))
-        self.reads = NodeReads(flow, stall_s)
-        self.writes = NodeWrites(flow, most, has_one_path=paths == 1)
+        self.reads = NodeReads(core, stall_s)
+        self.writes = NodeWrites(core, most, has_one_path=paths == 1)
         self._coming = self.writes.coming
         self._wants_chains = wants_chains
         self._watch = EnduranceWatch(facts.name, self.feed.day_totals, clock)

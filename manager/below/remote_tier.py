@@ -23,7 +23,7 @@ from ...tiers.nvme.path.path_messages import pack_slots
 from ...tiers.remote.remote_store import StoreOptions
 from ...tiers.remote.uploads import Offer, OfferRule
 from ..base import BlockEvent
-from ..flow import MAX_JOBS_IN_FLIGHT
+from ..core import MAX_JOBS_IN_FLIGHT
 from ..state import TierState
 from .port import LOAD_RATIO_MAX_REMOTE, Ended, Put, TierFacts, WriteState
 from .remote_feed import Questions, RemoteFeed
@@ -31,11 +31,11 @@ from .single_tier import (
     LOST,
     PUTS_AT_MOST,
     STALLED_S,
-    Going,
+    JobInFlight,
     NodeClient,
-    NodeFlow,
     NodeReads,
     SingleTier,
+    TierCore,
     Traffic,
     answers_to_put,
 )
@@ -82,12 +82,12 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
         self._known_until_s = memory.until.get
         self._questions = Questions(client, feed, clock, limits.deadline_s, self._may_ask)
         self._ask = self._questions.ask
-        flow = NodeFlow(client, feed, clock, facts.block_bytes)
-        self.reads = _RemoteReads(flow, stall_s)
+        core = TierCore(client, feed, clock, facts.block_bytes)
+        self.reads = _RemoteReads(core, stall_s)
         rule = OfferRule(
             limits.when, limits.queue_bytes, facts.block_bytes, memory, limits.renew_after_s, clock
         )
-        self.writes = _RemoteWrites(flow, rule, self._note_stored)
+        self.writes = _RemoteWrites(core, rule, self._note_stored)
         self._with_events = with_events
         self._new_mark = new_mark
         self._events: list[BlockEvent] = []
@@ -118,8 +118,8 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
     def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
         assert tier == 1, "there is one tier"
         limit_s, packed = self._questions.left_s(keys), pack_slots(slots)
-        order = partial(FetchJob, keys=list(keys), arena_slots=packed, limit_s=limit_s)
-        self.reads.get(ticket, keys, order if limit_s > 0 else None)
+        make_job = partial(FetchJob, keys=list(keys), arena_slots=packed, limit_s=limit_s)
+        self.reads.get(ticket, keys, make_job if limit_s > 0 else None)
 
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
         self.feed.has_blocks = True
@@ -235,10 +235,10 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
 class _RemoteReads(NodeReads[RemoteFeed]):
     """All reads from the tier. A block that was not there is absent for some seconds."""
 
-    def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
-        super()._land(going, outcomes, done)
-        lost = [k for k, outcome in zip(going.keys, outcomes, strict=True) if outcome in LOST]
-        memory = self._flow.feed.memory
+    def _land(self, job: JobInFlight, outcomes: list[BlockOutcome], done: JobDone) -> None:
+        super()._land(job, outcomes, done)
+        lost = [k for k, outcome in zip(job.keys, outcomes, strict=True) if outcome in LOST]
+        memory = self._core.feed.memory
         memory.note(memory.epoch, (), lost)
 
 
@@ -247,13 +247,13 @@ class _RemoteWrites(Traffic[RemoteFeed]):
 
     def __init__(
         self,
-        flow: NodeFlow[RemoteFeed],
+        core: TierCore[RemoteFeed],
         rule: OfferRule,
         on_stored: Callable[[Sequence[BlockHash]], None],
     ) -> None:
-        super().__init__(flow, Breaker(flow.clock, STALLED_S))
+        super().__init__(core, Breaker(core.clock, STALLED_S))
         self.rule = rule
-        self._memory = flow.feed.memory
+        self._memory = core.feed.memory
         self._on_stored = on_stored
         self._epochs: dict[int, int] = {}
         """Epoch of the blocks of each job in flight, by ticket."""
@@ -264,7 +264,7 @@ class _RemoteWrites(Traffic[RemoteFeed]):
         """Start writing the blocks that the rule wants."""
         is_open = may_send and not self.breaker.is_open
         offers = [self.rule.answer(key, is_open) for key in keys]
-        self._flow.feed.unsent.update(offer.value for offer in offers if offer in _UNSENT)
+        self._core.feed.unsent.update(offer.value for offer in offers if offer in _UNSENT)
         queued = Offer.QUEUED
         started = [at for at, offer in enumerate(offers) if offer is queued]
         if started and not self._start(
@@ -275,25 +275,25 @@ class _RemoteWrites(Traffic[RemoteFeed]):
         return answers_to_put(len(keys), new, started, Put.UNWANTED)
 
     def _start(self, ticket: int, keys: list[BlockHash], slots: list[int]) -> bool:
-        packed, mark = pack_slots(slots), self._flow.feed.mark
+        packed, mark = pack_slots(slots), self._core.feed.mark
         self._epochs[ticket] = self._memory.epoch
-        order = partial(PutJob, keys=list(keys), arena_slots=packed, epoch=mark)
-        if len(self.jobs) < PUTS_AT_MOST and self._submit(ticket, keys, order):
+        make_job = partial(PutJob, keys=list(keys), arena_slots=packed, epoch=mark)
+        if len(self.jobs) < PUTS_AT_MOST and self._submit(ticket, keys, make_job):
             return True
         self.rule.end(keys, (), self._epochs.pop(ticket))
-        self._flow.feed.unsent[Offer.RESTING.value] += len(keys)
+        self._core.feed.unsent[Offer.RESTING.value] += len(keys)
         return False
 
-    def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
-        epoch = self._epochs.pop(going.ticket)
-        held = [k for k, o in zip(going.keys, outcomes, strict=True) if o in _THERE]
-        self.rule.end(going.keys, held, epoch)
-        stored, failed, _ = self._count_put(going, outcomes, done)
-        size_bytes = stored * self._flow.block_bytes
+    def _land(self, job: JobInFlight, outcomes: list[BlockOutcome], done: JobDone) -> None:
+        epoch = self._epochs.pop(job.ticket)
+        held = [k for k, o in zip(job.keys, outcomes, strict=True) if o in _THERE]
+        self.rule.end(job.keys, held, epoch)
+        stored, failed, _ = self._count_put(job, outcomes, done)
+        size_bytes = stored * self._core.block_bytes
         self.breaker.ended(failed > 0)
         if epoch == self._memory.epoch:
             self._on_stored(held)
         else:  # a reset came meanwhile
             outcomes = [BlockOutcome.GONE] * len(outcomes)
         given = [o if o in _THERE else BlockOutcome.REFUSED for o in outcomes]
-        self.ended.append(Ended(going.ticket, False, 1, given, size_bytes, done.time_s))
+        self.ended.append(Ended(job.ticket, False, 1, given, size_bytes, done.time_s))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from ...handlers.node.node_keeper import JOBS_AT_MOST
+from ...handlers.node.node_keeper import JOBS_AT_MOST, MakeJob
 from ...handlers.node.path_wire import GetJob, JobDone, unpack_outcomes
 from ...logs import get_logger
 from ...tiers.base import BlockHash, BlockOutcome
@@ -45,10 +45,11 @@ _log = get_logger(__name__)
 class NodeClient(Protocol):
     """The scheduler's side of a node."""
 
-    def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
-        """Take a job, built from its ticket. Return False if it cannot be taken now.
+    def submit(self, make_job: MakeJob, on_end: Callable[[Any], None]) -> bool:
+        """Take a job. Return False if it cannot be taken now.
 
-        It may be sent as late as at the next `flush`, `poll` or `wait_for_news`.
+        `make_job` builds the message. Its ticket is a number of the client, not that of the port.
+        The message may be sent as late as at the next `flush`, `poll` or `wait_for_news`.
 
         `on_end` gets the answer, or None if the process died. `poll`, `listen` and `kill` call it,
         and so does a later `submit`, but never the one that took the job.
@@ -106,7 +107,7 @@ Feed = TypeVar("Feed", bound=TierFeed)
 
 
 @dataclass(frozen=True, slots=True)
-class NodeFlow(Generic[Feed]):
+class TierCore(Generic[Feed]):
     """Parts that the reads and the writes of a tier share."""
 
     client: NodeClient
@@ -115,10 +116,11 @@ class NodeFlow(Generic[Feed]):
     block_bytes: int
 
 
-class Going(NamedTuple):
-    """One job in flight."""
+class JobInFlight(NamedTuple):
+    """A `get` or `put` of the port that the node has not answered."""
 
     ticket: int
+    """Number of the job at the port."""
     keys: Sequence[BlockHash]
     started_s: float
 
@@ -126,39 +128,39 @@ class Going(NamedTuple):
 class Traffic(ABC, Generic[Feed]):
     """Jobs of one direction. The lock of the tier's caller guards them."""
 
-    def __init__(self, flow: NodeFlow[Feed], breaker: Breaker) -> None:
-        self._flow = flow
+    def __init__(self, core: TierCore[Feed], breaker: Breaker) -> None:
+        self._core = core
         self.breaker = breaker
-        self.jobs: dict[int, Going] = {}
+        self.jobs: dict[int, JobInFlight] = {}
         self.ended: list[Ended] = []
         """Jobs that ended and were not reported."""
         self.unwritten_blocks = 0
         """Number of blocks of puts that failed or never began."""
 
-    def _submit(self, ticket: int, keys: Sequence[BlockHash], order: Callable[[int], Any]) -> bool:
+    def _submit(self, ticket: int, keys: Sequence[BlockHash], make_job: MakeJob) -> bool:
         """Start a job. Return False if the node cannot take it now."""
-        going = self.jobs[ticket] = Going(ticket, keys, self._flow.clock())
-        if self._flow.client.submit(order, partial(self._end, going)):
+        job = self.jobs[ticket] = JobInFlight(ticket, keys, self._core.clock())
+        if self._core.client.submit(make_job, partial(self._end, job)):
             self.breaker.started()
             return True
         del self.jobs[ticket]
         return False
 
-    def _end(self, going: Going, done: JobDone | None) -> None:
+    def _end(self, job: JobInFlight, done: JobDone | None) -> None:
         """Conclude a job. After an interrupt, a job may end twice. Raises `WireError`."""
-        n = len(going.keys)
+        n = len(job.keys)
         if done is None:
             done, outcomes = DIED, [BlockOutcome.IO_ERROR] * n
         else:
             outcomes = unpack_outcomes(done.outcomes, n)
-        if self.jobs.pop(going.ticket, None) is not None:
-            self._land(going, outcomes, done)
+        if self.jobs.pop(job.ticket, None) is not None:
+            self._land(job, outcomes, done)
 
     def _count_put(
-        self, going: Going, outcomes: list[BlockOutcome], done: JobDone
+        self, job: JobInFlight, outcomes: list[BlockOutcome], done: JobDone
     ) -> tuple[int, int, int]:
         """Count a put that ended. Return its numbers of OK, IO_ERROR and NO_SPACE."""
-        flow, counters = self._flow, self._flow.feed.counters
+        core, counters = self._core, self._core.feed.counters
         stored, failed, no_space = outcomes.count(BlockOutcome.OK), 0, 0
         if stored < len(outcomes):
             failed = outcomes.count(BlockOutcome.IO_ERROR)
@@ -168,33 +170,31 @@ class Traffic(ABC, Generic[Feed]):
             counters.demote_failed_blocks += failed
             self.unwritten_blocks += failed + outcomes.count(BlockOutcome.CANCELLED)
         counters.demote_s += done.time_s
-        counters.demote_latencies_s.append(flow.clock() - going.started_s)
+        counters.demote_latencies_s.append(core.clock() - job.started_s)
         counters.demoted_blocks += stored
-        counters.demoted_bytes += stored * flow.block_bytes
+        counters.demoted_bytes += stored * core.block_bytes
         return stored, failed, no_space
 
     @abstractmethod
-    def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
+    def _land(self, job: JobInFlight, outcomes: list[BlockOutcome], done: JobDone) -> None:
         """Count a job that ended, and report it; `done` is `DIED` if the node died."""
 
 
 class NodeReads(Traffic[Feed]):
     """All reads from the tier."""
 
-    def __init__(self, flow: NodeFlow[Feed], stall_s: float) -> None:
+    def __init__(self, core: TierCore[Feed], stall_s: float) -> None:
         """If reads are in flight and none ends for `stall_s` seconds, this counts as a failure."""
-        super().__init__(flow, Breaker(flow.clock, stall_s))
+        super().__init__(core, Breaker(core.clock, stall_s))
 
-    def get(
-        self, ticket: int, keys: Sequence[BlockHash], order: Callable[[int], Any] | None
-    ) -> None:
-        """Start reading blocks. `order` builds the message from its ticket; None: do not start."""
-        if order is None or not self._submit(ticket, keys, order):
-            self._flow.feed.counters.promote_failed_blocks += len(keys)
+    def get(self, ticket: int, keys: Sequence[BlockHash], make_job: MakeJob | None) -> None:
+        """Start reading blocks. Without `make_job`, all of them end as CANCELLED."""
+        if make_job is None or not self._submit(ticket, keys, make_job):
+            self._core.feed.counters.promote_failed_blocks += len(keys)
             self.ended.append(Ended(ticket, True, 1, [BlockOutcome.CANCELLED] * len(keys)))
 
-    def _land(self, going: Going, outcomes: list[BlockOutcome], done: JobDone) -> None:
-        flow, counters = self._flow, self._flow.feed.counters
+    def _land(self, job: JobInFlight, outcomes: list[BlockOutcome], done: JobDone) -> None:
+        core, counters = self._core, self._core.feed.counters
         arrived = outcomes.count(BlockOutcome.OK)
         if arrived < len(outcomes):
             corrupt, gone = outcomes.count(BlockOutcome.CORRUPT), outcomes.count(BlockOutcome.GONE)
@@ -202,12 +202,12 @@ class NodeReads(Traffic[Feed]):
             counters.promote_gone_blocks += gone
             counters.promote_failed_blocks += len(outcomes) - arrived - corrupt - gone
         counters.promote_s += done.time_s
-        counters.promote_latencies_s.append(flow.clock() - going.started_s)
+        counters.promote_latencies_s.append(core.clock() - job.started_s)
         counters.promoted_blocks += arrived
-        counters.promoted_bytes += arrived * flow.block_bytes
+        counters.promoted_bytes += arrived * core.block_bytes
         self.breaker.ended(arrived == 0 and SILENCE.issuperset(outcomes))
-        size_bytes = arrived * flow.block_bytes
-        self.ended.append(Ended(going.ticket, True, 1, outcomes, size_bytes, done.time_s))
+        size_bytes = arrived * core.block_bytes
+        self.ended.append(Ended(job.ticket, True, 1, outcomes, size_bytes, done.time_s))
 
 
 def answers_to_put(n: int, new: Sequence[int], started: Sequence[int], refusal: Put) -> list[Put]:
@@ -257,14 +257,14 @@ class SingleTier(Below, Generic[Feed, Writes]):
         self._clock = clock
         self._resets_due = 0
         """Number of resets that no node has carried out."""
-        self._reset_order: Callable[[int], Any] | None = None
+        self._make_reset: MakeJob | None = None
         """Function that builds the message of the last reset from its ticket."""
         self._is_reset_sent = False
 
     def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
         assert tier == 1, "there is one tier"
-        order = partial(GetJob, keys=list(keys), arena_slots=pack_slots(slots))
-        self.reads.get(ticket, keys, order)
+        make_job = partial(GetJob, keys=list(keys), arena_slots=pack_slots(slots))
+        self.reads.get(ticket, keys, make_job)
 
     def poll(self) -> Sequence[Ended]:
         reads, writes, counters = self.reads, self.writes, self.links[0]
@@ -319,15 +319,15 @@ class SingleTier(Below, Generic[Feed, Writes]):
         if self._resets_due and not self._is_reset_sent:
             self._send_reset()
 
-    def _begin_reset(self, order: Callable[[int], Any]) -> None:
-        self._reset_order = order
+    def _begin_reset(self, make_job: MakeJob) -> None:
+        self._make_reset = make_job
         self._resets_due += 1
         self._send_reset()
 
     def _send_reset(self) -> None:
-        due, order = self._resets_due, self._reset_order
-        assert order is not None, "a reset is due"
-        self._is_reset_sent = self._client.submit(order, partial(self._end_reset, due))
+        due, make_reset = self._resets_due, self._make_reset
+        assert make_reset is not None, "a reset is due"
+        self._is_reset_sent = self._client.submit(make_reset, partial(self._end_reset, due))
 
     def _end_reset(self, due: int, done: Any) -> None:
         if done is None:

@@ -53,7 +53,9 @@ class TierJobResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Job:
+    """A store or a load of the other manager."""
+
     job_id: int
     keys: list[BlockHash]
     slots: Sequence[int]
@@ -88,10 +90,10 @@ class TierJobs:
         self.below = below
         self._clock = clock
         self._tickets = itertools.count(1)
-        self._jobs: dict[int, _Asked] = {}
+        self._jobs: dict[int, _Job] = {}
         """Jobs in flight, by ticket."""
-        self._loads: deque[_Asked] = deque()
-        self._stores: deque[_Asked] = deque()
+        self._loads: deque[_Job] = deque()
+        self._stores: deque[_Job] = deque()
         self._ended: list[TierJobResult] = []
         self._failed: dict[BlockHash, float] = {}
         self._epoch = 0
@@ -134,16 +136,16 @@ class TierJobs:
         is_queued = is_full and self.below.takes_puts
         if is_queued:
             offered = [(h, slot) for h, slot in offered if h not in self._storing]
-        asked = _Asked(job_id, [h for h, _ in offered], [s for _, s in offered], self._epoch)
+        job = _Job(job_id, [h for h, _ in offered], [s for _, s in offered], self._epoch)
         if not (is_queued and offered):
-            return self._begin_store(asked)
-        self._storing.update(asked.keys)
-        self._stores.append(asked)
-        return asked.keys
+            return self._begin_store(job)
+        self._storing.update(job.keys)
+        self._stores.append(job)
+        return job.keys
 
     def load(self, job_id: int, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
         """Read and verify blocks into the other manager's slots."""
-        self._loads.append(_Asked(job_id, list(block_hashes), slots, self._epoch))
+        self._loads.append(_Job(job_id, list(block_hashes), slots, self._epoch))
         self._begin_queued()
 
     def finished(self) -> list[TierJobResult]:
@@ -226,10 +228,10 @@ class TierJobs:
         """Take in the jobs that ended. Return True if there were any."""
         all_ended = self.below.poll()
         for ended in all_ended:
-            asked = self._jobs.pop(ended.ticket)
-            loaded, is_whole = self._land(asked, ended)
+            job = self._jobs.pop(ended.ticket)
+            loaded, is_whole = self._land(job, ended)
             self._ended.append(
-                TierJobResult(asked.job_id, loaded, is_whole, ended.size_bytes, ended.time_s)
+                TierJobResult(job.job_id, loaded, is_whole, ended.size_bytes, ended.time_s)
             )
         return bool(all_ended)
 
@@ -245,34 +247,34 @@ class TierJobs:
 
     def _fail_queued(self) -> None:
         """End every queued job as failed."""
-        for asked in (*self._loads, *self._stores):
-            self._storing.difference_update(asked.keys)
-            self._ended.append(TierJobResult(asked.job_id, (), False, 0, 0.0))
+        for job in (*self._loads, *self._stores):
+            self._storing.difference_update(job.keys)
+            self._ended.append(TierJobResult(job.job_id, (), False, 0, 0.0))
         self._loads.clear()
         self._stores.clear()
 
-    def _begin_load(self, asked: _Asked) -> None:
+    def _begin_load(self, job: _Job) -> None:
         """Start a load, or end it as failed while the tier rests."""
         if self.below.rests(1):
-            self._ended.append(TierJobResult(asked.job_id, (), False, 0, 0.0))
+            self._ended.append(TierJobResult(job.job_id, (), False, 0, 0.0))
             return
         ticket = next(self._tickets)
-        self._jobs[ticket] = asked
-        self.below.get(ticket, 1, asked.keys, asked.slots)
+        self._jobs[ticket] = job
+        self.below.get(ticket, 1, job.keys, job.slots)
 
-    def _begin_store(self, asked: _Asked) -> list[BlockHash]:
+    def _begin_store(self, job: _Job) -> list[BlockHash]:
         """Start a store; return the blocks whose writes started. Those of before a reset are left
         out."""
-        ticket, hashes = next(self._tickets), asked.keys
-        is_wanted = bool(hashes) and asked.epoch == self._epoch
-        answers = self.below.put(ticket, hashes, asked.slots) if is_wanted else ()
+        ticket, hashes = next(self._tickets), job.keys
+        is_wanted = bool(hashes) and job.epoch == self._epoch
+        answers = self.below.put(ticket, hashes, job.slots) if is_wanted else ()
         started = [h for h, a in zip(hashes, answers, strict=False) if a is Put.STARTED]
         if started:
-            self._jobs[ticket] = replace(asked, keys=started)
+            self._jobs[ticket] = replace(job, keys=started)
             self._storing.update(started)
         else:
             is_whole = Put.NOT_TAKEN not in answers
-            self._ended.append(TierJobResult(asked.job_id, (), is_whole, 0, 0.0))
+            self._ended.append(TierJobResult(job.job_id, (), is_whole, 0, 0.0))
         return started
 
     def _report_requests(self) -> None:
@@ -285,13 +287,13 @@ class TierJobs:
             else:
                 self._unreported.append(request)
 
-    def _land(self, asked: _Asked, ended: Ended) -> tuple[tuple[BlockHash, ...], bool]:
+    def _land(self, job: _Job, ended: Ended) -> tuple[tuple[BlockHash, ...], bool]:
         if not ended.is_get:
-            self._storing.difference_update(asked.keys)
+            self._storing.difference_update(job.keys)
             return (), BlockOutcome.IO_ERROR not in ended.outcomes  # the rest found no room
-        came = list(zip(asked.keys, ended.outcomes, strict=True))
+        came = list(zip(job.keys, ended.outcomes, strict=True))
         loaded = tuple(h for h, outcome in came if outcome is BlockOutcome.OK)
-        if asked.epoch == self._epoch:
+        if job.epoch == self._epoch:
             self._note_failed([h for h, outcome in came if self._would_ask_again(h, outcome)])
         return loaded, len(loaded) == len(came)
 

@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from ...tiers.base import BlockHash, LoadStoreSpec
 from ..base import BlockEvent, PrepareStoreOutput
 from ..cascading import CascadingOffloadingManager
-from ..flow import Clock
+from ..core import Clock
 from ..request import Request
 from .standstill import Standstill
 
@@ -110,10 +110,10 @@ class AnonymousManager:
         last = touched[-1]
         if last == self._stored:
             self._stored = None
-            self._settle(touched, is_new=True)
+            self._set_recency(touched, is_new=True)
         elif last != self._arrived and last not in self._waiting:
             self._arrived = last
-            self._settle(touched, is_new=False)
+            self._set_recency(touched, is_new=False)
 
     def prepare_store(self, block_hashes: Iterable[BlockHash]) -> PrepareStoreOutput | None:
         """Take slots for the blocks, as `CascadingOffloadingManager.prepare_store` does. The output
@@ -164,7 +164,7 @@ class AnonymousManager:
         self._unsure_hashes.difference_update(stored)
         self._manager.complete_store(stored, success)
 
-    def _settle(self, block_hashes: list[BlockHash], *, is_new: bool) -> None:
+    def _set_recency(self, block_hashes: list[BlockHash], *, is_new: bool) -> None:
         self._manager.finish_request(Request(keys=dict.fromkeys(block_hashes, is_new)))
 
     def _forget(self, key: BlockHash) -> None:

@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING
 
 from ...tiers.base import BlockHash
 from ..base import MISS, PENDING, LookupState
+from ..core import ManagerCore
 from ..counters import Reason
-from ..flow import Flow
 from ..request import Request
 from .claims import Claim, Holds, PromotionRoom
 from .load_choice import LoadChoice
@@ -61,7 +61,7 @@ may have become pointless meanwhile. Each check counts one waiting claim anew, a
 class ClaimQueue:
     """Queue of waiting claims, and the admitted ones."""
 
-    _flow: Flow
+    _core: ManagerCore
     _promoter: Promoter
     _holds: Holds
     room: PromotionRoom
@@ -112,26 +112,25 @@ class ClaimQueue:
         self._asked.append(claim)
         return True
 
-    def want(self, block_hash: BlockHash, level: int, request: Request) -> LookupState:
+    def want(self, block_hash: BlockHash, tier: int, request: Request) -> LookupState:
         """Add a block to the request's claim. A new claim begins with its hits of this step.
 
-        `level` is the tier that holds it; 0 means that it is in flight, or that a worker is storing
-        it.
+        `tier` holds it; 0 means that it is in flight, or that a worker is storing it.
         """
-        if level and not self.choice.may_read(level, request):
+        if tier and not self.choice.may_read(tier, request):
             return MISS
         claim = request.claim
         if claim is None or claim.is_admitted:
             if claim is not None:
-                if not level and block_hash in claim.wanted:
+                if not tier and block_hash in claim.wanted:
                     return PENDING
                 self.admitted.pop(claim, None)  # its pins last until the end of the step
             hits = dict.fromkeys(self._answers.of_request(), 0)
-            claim = request.claim = Claim(request, self._flow.clock(), request.first, hits)
+            claim = request.claim = Claim(request, self._core.clock(), request.first, hits)
             self._queue[claim] = None
             self._asked.append(claim)
             self._look_again_s = -math.inf
-        claim.wanted[block_hash] = level
+        claim.wanted[block_hash] = tier
         return PENDING
 
     def note_hit(self, block_hash: BlockHash, request: Request) -> None:
@@ -167,7 +166,7 @@ class ClaimQueue:
         """Reorder the queue: requests that asked in this step come first, in the order of their
         lookups."""
         if self.choice.worth is not None:
-            self.choice.worth.prefill.end_step(self._flow.clock())
+            self.choice.worth.prefill.end_step(self._core.clock())
         room = self.room
         room.store_need, room.refused_store = room.refused_store, 0
         if self._asked:
@@ -189,7 +188,7 @@ class ClaimQueue:
 
         Until it is time to look again, nothing changes unless the first claim fits.
         """
-        now_s, budget = self._flow.clock(), self.room.budget()
+        now_s, budget = self._core.clock(), self.room.budget()
         if now_s < self._look_again_s:
             if self.room.room_for(next(iter(self._queue)), budget, None) is None:
                 return
@@ -225,13 +224,13 @@ class ClaimQueue:
                     if admitted >= MAX_ADMITTED_PER_STEP:
                         self._look_again_s = -math.inf  # the next step goes on
                         return
-            for level, blocks in enumerate(claim.own_blocks):
-                ahead[level] += blocks
+            for tier, blocks in enumerate(claim.own_blocks):
+                ahead[tier] += blocks
         self._checked = stop
 
     def _release_expired(self) -> None:
         """Unpin ready blocks that their request did not load in time."""
-        now_s, deadline_s = self._flow.clock(), self._flow.options.promotion_deadline_s
+        now_s, deadline_s = self._core.clock(), self._core.options.promotion_deadline_s
         for claim in list(self.admitted):
             if claim.request.pending:
                 claim.ready_s = None
@@ -248,24 +247,24 @@ class ClaimQueue:
         A block that several waiting claims want is read once, so it counts as read for one of them.
         If that one leaves without reading it, the others count it when they are counted anew.
         """
-        users, get = self._holds.users, self._flow.top.policy.get
-        pending, below, owned = self._promoter.pending, self._flow.below, self._owned
-        blocks = [0] * len(self._flow.counters.tier_names)
+        users, get = self._holds.users, self._core.top.policy.get
+        pending, below, owned = self._promoter.pending, self._core.below, self._owned
+        blocks = [0] * len(self._core.counters.tier_names)
         to_read: list[BlockHash] = []
         new_slots = 0
         for block_hash in claim.request.holds:
             claim.wanted.setdefault(block_hash, 0)
-        for at, (block_hash, level) in enumerate(claim.wanted.items()):
+        for at, (block_hash, tier) in enumerate(claim.wanted.items()):
             status = get(block_hash)
             if status is not None:
                 new_slots += status.ref_cnt >= 0 and status.block_id not in users
             elif block_hash not in pending:
-                level = level or below.may_hold(block_hash, claim.request.allowed_media)
-                if not level:  # evicted everywhere, so the rest is useless
+                tier = tier or below.may_hold(block_hash, claim.request.allowed_media)
+                if not tier:  # evicted everywhere, so the rest is useless
                     claim.wanted = dict(islice(claim.wanted.items(), at))
                     break
-                claim.wanted[block_hash] = level
-                blocks[level] += 1
+                claim.wanted[block_hash] = tier
+                blocks[tier] += 1
                 to_read.append(block_hash)
         claim.new_slots, claim.blocks = new_slots + len(to_read), blocks
         claim.own_blocks = blocks
@@ -273,13 +272,13 @@ class ClaimQueue:
             owned.difference_update(claim.own)
             claim.own = [h for h in to_read if h not in owned]
             owned.update(claim.own)
-            levels = [claim.wanted[h] for h in claim.own]
-            claim.own_blocks = [levels.count(level) for level in range(len(blocks))]
+            tiers = [claim.wanted[h] for h in claim.own]
+            claim.own_blocks = [tiers.count(tier) for tier in range(len(blocks))]
         self.choice.count_saved(claim, to_read)
 
     def _admit(self, claim: Claim, room: int, now_s: float) -> None:
         """Admit a claim: pin its blocks in the first tier, and queue its blocks below."""
-        counters, new_slots = self._flow.counters, claim.new_slots or 0
+        counters, new_slots = self._core.counters, claim.new_slots or 0
         counters.promotions_worth += self.choice.worth is not None
         if claim.has_waited:
             counters.turn_waits += 1
@@ -305,7 +304,7 @@ class ClaimQueue:
         Windows and states at the end of a prefix are useless if the prefix is cut. The request asks
         next for those at the cut, so as many slots are reserved for them.
         """
-        end, request = self._flow.options.served_end, claim.request
+        end, request = self._core.options.served_end, claim.request
         served = [h for h in claim.wanted if h.endswith(end)]
         others = [h for h in claim.wanted if not h.endswith(end)]
         before = self.room.taken()
@@ -320,7 +319,7 @@ class ClaimQueue:
     def _take_first(self, block_hashes: Sequence[BlockHash], claim: Claim, room: int) -> int:
         """Take blocks in order while `room` slots are left. Return the number taken."""
         holds, promoter, request = self._holds, self._promoter, claim.request
-        get, find = self._flow.top.policy.get, promoter.pending.get
+        get, find = self._core.top.policy.get, promoter.pending.get
         for at, block_hash in enumerate(block_hashes):
             status, pending = get(block_hash), find(block_hash)
             if status is not None and status.ref_cnt >= 0:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...tiers.base import BlockHash, BlockStatus
-from ..flow import Flow
-from ..level import Dirt
+from ..core import ManagerCore
+from ..first_tier import Dirt
 from ..request import Request
 from ..workers import WorkerTransfers
 
@@ -122,15 +122,15 @@ class PromotionRoom:
     """Slots of the first tier that promotions may take or hold."""
 
     def __init__(
-        self, flow: Flow, promoter: Promoter, holds: Holds, workers: WorkerTransfers
+        self, core: ManagerCore, promoter: Promoter, holds: Holds, workers: WorkerTransfers
     ) -> None:
-        top = self._top = flow.top
-        self._clock = flow.clock
-        self._deadline_s = flow.options.promotion_deadline_s
+        top = self._top = core.top
+        self._clock = core.clock
+        self._deadline_s = core.options.promotion_deadline_s
         self._promoter = promoter
         self._holds = holds
         self._workers = workers
-        self._given_budget = flow.options.promotion_budget_slots
+        self._given_budget = core.options.promotion_budget_slots
         most = max(1, top.capacity - top.capacity // STORE_SHARE)
         self._most = min(self._given_budget or most, most)
         """Slots that promotions may take or hold if no slot is dirty."""

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence, Set
 from itertools import islice
 
 from ...tiers.base import BlockHash
+from ..core import ManagerCore
 from ..counters import Reason
-from ..flow import Flow
 from ..request import Request
 from .claims import Claim, PromotionRoom
 from .promoter import Promoter
@@ -33,16 +33,16 @@ class LoadChoice:
     """Choice between loading blocks and computing them."""
 
     def __init__(
-        self, flow: Flow, promoter: Promoter, room: PromotionRoom, worth: Worth | None
+        self, core: ManagerCore, promoter: Promoter, room: PromotionRoom, worth: Worth | None
     ) -> None:
         """`worth` compares the speeds; None: tiers are left out only while they rest."""
-        self._flow = flow
-        self._below = flow.below
+        self._core = core
+        self._below = core.below
         self._promoter = promoter
         self._room = room
         self.worth = worth
-        self._served_end = flow.options.served_end
-        self._elsewhere = [n for n, tier in enumerate(flow.below.tiers, 1) if tier.is_elsewhere]
+        self._served_end = core.options.served_end
+        self._elsewhere = [n for n, tier in enumerate(core.below.tiers, 1) if tier.is_elsewhere]
         """Numbers of the tiers that have to be asked."""
         self._look_again_s = -math.inf
         """Time of the next look at those who wait for a tier from which nothing arrives."""
@@ -58,23 +58,23 @@ class LoadChoice:
             for n in self._elsewhere
         )
 
-    def may_read(self, level: int, request: Request) -> bool:
+    def may_read(self, tier: int, request: Request) -> bool:
         """Return False if a block of the tier is a miss for the request.
 
         Once the request has made a claim in this step, the whole claim is compared instead.
         """
-        if self._below.rests(level):
+        if self._below.rests(tier):
             if not request.counted_misses:  # else it asks again
-                self._flow.counters.links[level - 1].promote_refused_blocks += 1
+                self._core.counters.links[tier - 1].promote_refused_blocks += 1
             return False
-        if level in request.too_slow:
+        if tier in request.too_slow:
             return False
         worth, claim = self.worth, request.claim
         if worth is None or (claim is not None and not claim.is_admitted):
             return True
-        if self._may_pay(level, worth):
+        if self._may_pay(tier, worth):
             return True
-        self._leave_out(request, {level})
+        self._leave_out(request, {tier})
         return False
 
     def count_saved(self, claim: Claim, to_read: Sequence[BlockHash]) -> None:
@@ -83,30 +83,30 @@ class LoadChoice:
             return
         wanted, chain = claim.wanted, list(claim.wanted)
         claim.saved_blocks = [0] * len(claim.blocks)
-        for level, blocks in enumerate(claim.blocks):
+        for tier, blocks in enumerate(claim.blocks):
             if blocks:
                 is_all = blocks == len(to_read)
-                in_level = to_read if is_all else [h for h in to_read if wanted[h] == level]
-                claim.saved_blocks[level] = self.worth.saved_blocks(in_level, chain)
+                in_tier = to_read if is_all else [h for h in to_read if wanted[h] == tier]
+                claim.saved_blocks[tier] = self.worth.saved_blocks(in_tier, chain)
 
     def rejects(self, claim: Claim, ahead: Sequence[int], now_s: float) -> bool:
         """Return True if the claim has to be given up, because a tier of it is left out.
 
-        `ahead[level]`: number of blocks queued in each tier before the claim.
+        `ahead[tier]`: number of blocks queued in each tier before the claim.
         """
         worth, slow = self.worth, set[int]()
-        for level, blocks in enumerate(claim.blocks):
+        for tier, blocks in enumerate(claim.blocks):
             if not blocks:
                 continue
-            if self._below.rests(level):
+            if self._below.rests(tier):
                 return True
             if worth is None:
                 continue
             # Blocks that an earlier claim owns are in `ahead` already.
-            saved = claim.saved_blocks[level]
-            others = max(0, ahead[level] + claim.own_blocks[level] - blocks)
-            if not worth.is_worth(level, blocks, others, saved, now_s, claim.request):
-                slow.add(level)
+            saved = claim.saved_blocks[tier]
+            others = max(0, ahead[tier] + claim.own_blocks[tier] - blocks)
+            if not worth.is_worth(tier, blocks, others, saved, now_s, claim.request):
+                slow.add(tier)
         if worth is None or not slow:
             return False
         return self._compute_instead(claim, slow, worth, now_s)
@@ -117,7 +117,7 @@ class LoadChoice:
         A tier from which nothing arrives may go on at any time. A request waits for it as long as
         it would have waited for a slow one (`Worth.is_worth`).
         """
-        worth, now_s = self.worth, self._flow.clock()
+        worth, now_s = self.worth, self._core.clock()
         if worth is None or now_s < self._look_again_s:
             return
         queues = self._promoter.queues
@@ -137,16 +137,16 @@ class LoadChoice:
     def count_recomputed(self, block_hashes: Sequence[BlockHash], reason: Reason) -> None:
         """Count blocks that a tier holds and a request computes."""
         served = sum(h.endswith(self._served_end) for h in block_hashes)
-        self._flow.counters.recomputed_blocks[reason] += served
+        self._core.counters.recomputed_blocks[reason] += served
 
-    def _may_pay(self, level: int, worth: Worth) -> bool:
+    def _may_pay(self, tier: int, worth: Worth) -> bool:
         """Return True if reading a block of the tier may be worth it, or if a probe is due."""
-        now_s = self._flow.clock()
-        return not worth.is_hopeless(level, now_s) or worth.may_probe(level, now_s)
+        now_s = self._core.clock()
+        return not worth.is_hopeless(tier, now_s) or worth.may_probe(tier, now_s)
 
-    def _leave_out(self, request: Request, levels: Set[int]) -> None:
-        self._flow.counters.promotions_not_worth += not request.too_slow
-        request.too_slow |= levels
+    def _leave_out(self, request: Request, tiers: Set[int]) -> None:
+        self._core.counters.promotions_not_worth += not request.too_slow
+        request.too_slow |= tiers
         request.awaits_answers = self.may_read_elsewhere(request)
 
     def _compute_instead(self, claim: Claim, slow: Set[int], worth: Worth, now_s: float) -> bool:
@@ -155,19 +155,19 @@ class LoadChoice:
         Return False if the claim wants none of them any more: they arrived for another request.
         """
         request, wanted = claim.request, claim.wanted
-        missed = [h for h, level in wanted.items() if level in slow]
+        missed = [h for h, tier in wanted.items() if tier in slow]
         if not missed:
             return False
         if not all(h.endswith(self._served_end) for h in missed):
             # Without this window or state the rest is of no use.
-            slow = {level for level in wanted.values() if level}
-            missed = [h for h, level in wanted.items() if level]
+            slow = {tier for tier in wanted.values() if tier}
+            missed = [h for h, tier in wanted.items() if tier]
         self._leave_out(request, slow)
         start = list(wanted).index(missed[0])
-        computed = [h for h, level in islice(wanted.items(), start, None) if level]
-        for level in slow:
-            if worth.is_hopeless(level, now_s) and worth.may_probe(level, now_s):
-                self._probe(level, [h for h in missed if wanted[h] == level], worth, now_s)
+        computed = [h for h, tier in islice(wanted.items(), start, None) if tier]
+        for tier in slow:
+            if worth.is_hopeless(tier, now_s) and worth.may_probe(tier, now_s):
+                self._probe(tier, [h for h in missed if wanted[h] == tier], worth, now_s)
         request.missed.update(missed)
         self.count_recomputed(computed, Reason.NOT_WORTH)
         worth.expect_computing(request, computed)
@@ -192,13 +192,13 @@ class LoadChoice:
         return len(missed)
 
     def _probe(
-        self, level: int, block_hashes: Sequence[BlockHash], worth: Worth, now_s: float
+        self, tier: int, block_hashes: Sequence[BlockHash], worth: Worth, now_s: float
     ) -> None:
         """Read a few blocks of a slow tier for which no request waits."""
         room = self._room.left(self._room.budget())
         if room <= 0:
             return
-        for block_hash in block_hashes[: min(room, worth.probe_blocks(level, now_s))]:
+        for block_hash in block_hashes[: min(room, worth.probe_blocks(tier, now_s))]:
             if block_hash not in self._promoter.pending:
-                self._promoter.begin(block_hash, level, is_probe=True)
-        self._flow.counters.promotion_probes += 1
+                self._promoter.begin(block_hash, tier, is_probe=True)
+        self._core.counters.promotion_probes += 1

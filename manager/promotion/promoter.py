@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 
 from ...tiers.base import BlockHash, BlockOutcome
 from ..below.port import Ended
+from ..core import MAX_JOBS_IN_FLIGHT, ManagerCore, batch_blocks
 from ..counters import Reason
 from ..demotion import Demoter
-from ..flow import MAX_JOBS_IN_FLIGHT, Flow, batch_blocks
-from ..level import Transfer
+from ..first_tier import Transfer
 from ..request import Request
 from ..workers import WorkerTransfers
 from .claims import Holds
@@ -103,24 +103,24 @@ class Promoter:
 
     def __init__(
         self,
-        flow: Flow,
+        core: ManagerCore,
         demoter: Demoter,
         holds: Holds,
         workers: WorkerTransfers,
         worth: Worth | None,
     ) -> None:
         """`demoter` makes room in the first tier; `worth` measures the speeds of the tiers."""
-        self._flow = flow
-        self._below = flow.below
+        self._core = core
+        self._below = core.below
         self._demoter = demoter
         self._holds = holds
         self._workers = workers
         self._worth = worth
-        self._top = flow.top
-        self._batch = batch_blocks(flow.top.block_size)
+        self._top = core.top
+        self._batch = batch_blocks(core.top.block_size)
         self.pending: dict[BlockHash, Pending] = {}
         """Blocks that are queued or in flight."""
-        deadline_s, tiers = flow.options.promotion_deadline_s, range(1, 1 + len(flow.below.tiers))
+        deadline_s, tiers = core.options.promotion_deadline_s, range(1, 1 + len(core.below.tiers))
         self.queues = [ReadQueue(tier, deadline_s) for tier in tiers]
         """One queue for each tier below, nearest first."""
         self.late_s = math.inf
@@ -137,7 +137,7 @@ class Promoter:
         pending = self.pending[block_hash] = Pending(tier, is_probe=is_probe)
         queue = self.queues[tier - 1]
         if not queue.queued:
-            queue.moved_s = self._flow.clock()
+            queue.moved_s = self._core.clock()
             self.late_s = min(self.late_s, queue.moved_s + queue.deadline_s)
         queue.queued.append(block_hash)
         return pending
@@ -169,7 +169,7 @@ class Promoter:
         """Take in a read that ended: its tier's speed and its blocks. Return its job."""
         queue = self.queues[ended.tier - 1]
         job = queue.jobs.pop(ended.ticket)
-        now_s = self._flow.clock()
+        now_s = self._core.clock()
         arrived = ended.outcomes.count(BlockOutcome.OK)
         if arrived:
             queue.moved_s = queue.arrived_s = now_s
@@ -186,7 +186,7 @@ class Promoter:
 
     def expire(self) -> None:
         """Turn late blocks into misses, and set `late_s`."""
-        now_s, self.late_s = self._flow.clock(), math.inf
+        now_s, self.late_s = self._core.clock(), math.inf
         for queue in self.queues:
             for block_hash in queue.take_late(now_s):
                 self._fail(block_hash, Reason.DEADLINE)
@@ -263,7 +263,7 @@ class Promoter:
         if not present:
             return
         targets, slots = self._top.take(present)
-        ticket, now_s = next(self._flow.tickets), self._flow.clock()
+        ticket, now_s = next(self._core.tickets), self._core.clock()
         queue.jobs[ticket] = ReadJob(present, targets, now_s)
         queue.moved_s = now_s
         self.late_s = min(self.late_s, now_s + queue.deadline_s)
@@ -283,7 +283,7 @@ class Promoter:
             request.missed.add(block_hash)
             request.pending.discard(block_hash)
         if reason is not None:
-            self._flow.counters.recomputed_blocks[reason] += len(pending.waiters)
+            self._core.counters.recomputed_blocks[reason] += len(pending.waiters)
         pending.waiters.clear()
 
     def _land(self, job: ReadJob, ended: Ended) -> None:
@@ -312,4 +312,4 @@ class Promoter:
         else:  # a block from a deeper tier is hot now: eviction writes it to tier 1
             top.dirt.set_dirty(slots)
         top.policy.mark_ready(arrived, slots)
-        self._flow.emit(arrived, removed=False)
+        self._core.emit(arrived, removed=False)

@@ -342,14 +342,14 @@ class Worth:
         if tokens:
             self.backlog.expect(request, tokens, served)
 
-    def is_hopeless(self, level: int, now_s: float) -> bool:
-        """Return True if reading one block of this level takes longer than recomputing it.
+    def is_hopeless(self, tier: int, now_s: float) -> bool:
+        """Return True if reading one block of this tier takes longer than recomputing it.
 
         Then loading any number of blocks is not worth it. Latency does not count: it is the same
         for any number.
         """
-        block_s = self._block_bytes / self.links[level - 1].bytes_per_s(now_s)
-        return block_s > self._load_ratios_max[level - 1] * self._computing_s(1)
+        block_s = self._block_bytes / self.links[tier - 1].bytes_per_s(now_s)
+        return block_s > self._load_ratios_max[tier - 1] * self._computing_s(1)
 
     def saved_blocks(self, wanted: Sequence[BlockHash], chain: Sequence[BlockHash]) -> int:
         """Return how many blocks of `chain` need not be computed if `wanted` are loaded.
@@ -366,7 +366,7 @@ class Worth:
 
     def is_worth(
         self,
-        level: int,
+        tier: int,
         blocks: int,
         queued: int,
         saved: int,
@@ -375,32 +375,32 @@ class Worth:
     ) -> bool:
         """Return True if a request should load its blocks of one tier instead of computing them.
 
-        `level`: number of the tier. `blocks`: number of its blocks there. `queued`: number of those
+        `tier`: number of the tier. `blocks`: number of its blocks there. `queued`: number of those
         of other requests that are queued there. `saved`: see `saved_blocks`. What `request` itself
         computes anyway is not ahead of these blocks.
         """
         size_bytes = (blocks + queued) * self._block_bytes
-        longest_s = self._load_ratios_max[level - 1] * self._computing_s(saved, request)
-        return self.links[level - 1].expected_s(size_bytes, now_s) <= longest_s
+        longest_s = self._load_ratios_max[tier - 1] * self._computing_s(saved, request)
+        return self.links[tier - 1].expected_s(size_bytes, now_s) <= longest_s
 
-    def patience_s(self, level: int, blocks: int, request: Request) -> float:
+    def patience_s(self, tier: int, blocks: int, request: Request) -> float:
         """Return how long a request waits for `blocks` while nothing arrives from their tier.
 
         `inf` while no speed is known.
         """
-        return self._load_ratios_max[level - 1] * self._computing_s(blocks, request)
+        return self._load_ratios_max[tier - 1] * self._computing_s(blocks, request)
 
-    def may_probe(self, level: int, now_s: float) -> bool:
-        """Return True if a probe is due and no read from this level is in flight."""
-        link = self.links[level - 1]
+    def may_probe(self, tier: int, now_s: float) -> bool:
+        """Return True if a probe is due and no read from this tier is in flight."""
+        link = self.links[tier - 1]
         if link.in_flight_bytes:
             return False
-        return self._probes[level - 1].is_due(link.bytes_per_s(now_s), now_s)
+        return self._probes[tier - 1].is_due(link.bytes_per_s(now_s), now_s)
 
-    def probe_blocks(self, level: int, now_s: float) -> int:
+    def probe_blocks(self, tier: int, now_s: float) -> int:
         """Begin a probe. Return the number of blocks to read for it."""
-        bytes_per_s = self.links[level - 1].bytes_per_s(now_s)
-        self._probes[level - 1].begin(bytes_per_s, now_s)
+        bytes_per_s = self.links[tier - 1].bytes_per_s(now_s)
+        self._probes[tier - 1].begin(bytes_per_s, now_s)
         return max(1, int(min(PROBE_BYTES_MAX, bytes_per_s * PROBE_S)) // self._block_bytes)
 
     def _computing_s(self, blocks: int, request: Request | None = None) -> float:

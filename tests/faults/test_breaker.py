@@ -8,7 +8,7 @@ from support.keys import key, keys
 
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.single_tier import STALLED_S
-from kvcascade.manager.flow import ManagerOptions
+from kvcascade.manager.core import ManagerOptions
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.breaker import FAILURES_TO_OPEN, REST_S, Breaker

@@ -12,8 +12,8 @@ from support.memory_block_table import MemoryBlockTable
 
 from kvcascade.config.schema import WriteMode
 from kvcascade.manager.cascading import CascadingOffloadingManager
-from kvcascade.manager.flow import ManagerOptions
-from kvcascade.manager.level import Tier
+from kvcascade.manager.core import ManagerOptions
+from kvcascade.manager.first_tier import Tier
 from kvcascade.tiers.breaker import REST_S
 from kvcascade.tiers.nvme.path.path_messages import Committed
 from kvcascade.tiers.policies import create

@@ -98,7 +98,7 @@ class Stage:
             lambda note: None,
             is_batched=is_batched,
             clock=self.clock,
-            keeper=InlineExecutor(),
+            starter=InlineExecutor(),
         )
 
     def wait_in_silence(self, seconds: float) -> None:

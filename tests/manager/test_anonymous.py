@@ -14,7 +14,7 @@ from support.cascade import Cascade, block_bytes
 from support.keys import key, keys
 from support.memory_handler import MemoryHandler
 
-from kvcascade.manager.flow import ManagerOptions
+from kvcascade.manager.core import ManagerOptions
 from kvcascade.manager.promotion import anonymous
 from kvcascade.manager.promotion.anonymous import AnonymousManager
 from kvcascade.tiers.base import BlockHash, BlockOutcome

@@ -8,7 +8,7 @@ from support.cascade import Cascade
 from support.keys import key, keys
 
 from kvcascade.manager.base import LookupState
-from kvcascade.manager.flow import ManagerOptions
+from kvcascade.manager.core import ManagerOptions
 from kvcascade.manager.lookup import Answers
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash

@@ -14,8 +14,8 @@ from kvcascade.handlers.node.node_keeper import JOBS_AT_MOST
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.port import Put
 from kvcascade.manager.below.single_tier import PUTS_AT_MOST
+from kvcascade.manager.core import ManagerOptions
 from kvcascade.manager.counters import Reason
-from kvcascade.manager.flow import ManagerOptions
 from kvcascade.manager.promotion.claim_queue import HOLD_DEADLINES
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import NOT_READY, BlockOutcome

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 from support.cascade import BLOCK_SIZE, Cascade, block_bytes
-from support.inside import demoters, levels
+from support.inside import demoters, first_tier
 from support.keys import key, keys
 
 from kvcascade.config.schema import WriteMode
 from kvcascade.manager.admission import admit_second_touch
 from kvcascade.manager.base import BlockEvent, LookupState
+from kvcascade.manager.core import MAX_BATCH_BLOCKS, MAX_EVENT_BLOCKS, ManagerOptions
 from kvcascade.manager.counters import Reason
-from kvcascade.manager.flow import MAX_BATCH_BLOCKS, MAX_EVENT_BLOCKS, ManagerOptions
 from kvcascade.manager.promotion import promoter
 from kvcascade.manager.request import Request
 from kvcascade.manager.stores import MAX_DEFERRALS
@@ -217,7 +217,7 @@ class TestDemotion:
         counters = cascade.manager.counters
         assert counters.links[0].demoted_blocks == 24
         assert counters.evicted_blocks[1] > 0 and len(cascade.policies[1]) == 8
-        assert sum(level.dirt.dirty_mask.sum() for level in levels(cascade.manager)) == 16
+        assert first_tier(cascade.manager).dirt.dirty_mask.sum() == 16
         cascade.store(keys(100, 116))
         assert cascade.manager.counters.dropped_dirty_blocks == 0, "written when they leave"
 

@@ -22,7 +22,7 @@ from kvcascade.manager.below.chain import (
     ChainedTier,
 )
 from kvcascade.manager.below.port import ASKING, Ended, Put
-from kvcascade.manager.flow import MAX_JOBS_IN_FLIGHT
+from kvcascade.manager.core import MAX_JOBS_IN_FLIGHT
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockOutcome
 

@@ -10,8 +10,8 @@ from support.storm import GB, Asker, Machine, Storm, prompt
 
 from kvcascade.manager import lookup
 from kvcascade.manager.base import LookupState
+from kvcascade.manager.core import ManagerOptions
 from kvcascade.manager.counters import Reason
-from kvcascade.manager.flow import ManagerOptions
 from kvcascade.manager.promotion import claim_queue
 from kvcascade.manager.promotion.claims import OVERTAKING_SHARE, Claim
 from kvcascade.manager.request import Request

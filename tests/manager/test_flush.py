@@ -8,10 +8,10 @@ from support.inside import demoters
 from support.twin_engine import TwinEngine
 
 from kvcascade.handlers.node.node_keeper import WAIT_SLICE_S
-from kvcascade.manager import flush, level
+from kvcascade.manager import first_tier, flush
 from kvcascade.manager.below.port import Put
 from kvcascade.manager.below.single_tier import NODE_STOP_S, STALLED_S
-from kvcascade.manager.flow import ManagerOptions
+from kvcascade.manager.core import ManagerOptions
 from kvcascade.manager.flush import JOIN_LIMIT_S, JOIN_POLL_S, RESTS_AT_MOST
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome
@@ -79,7 +79,7 @@ def test_a_tier_that_rested_already_is_waited_for() -> None:
     failing(cascade, 1)
     demoters(cascade.manager)[0].demote_coldest(1)
     cascade.run_transfers()
-    assert cascade.manager._flow.below.is_blocked
+    assert cascade.manager._core.below.is_blocked
     assert cascade.manager.flush_dirty(cascade.now_s + LONG_S) and written(cascade) == 8
 
 
@@ -367,7 +367,7 @@ def test_what_was_in_use_is_the_hottest_below() -> None:
 
 def test_what_is_worth_most_is_written_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time ends after eight blocks: those that two requests used, then the heads of prompts."""
-    monkeypatch.setattr(level, "RUN_BLOCKS", 2)
+    monkeypatch.setattr(first_tier, "RUN_BLOCKS", 2)
     cascade = Cascade((32, 64))
     manager = cascade.manager
     for start in (0, 10, 20):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 from support.cascade import Cascade
-from support.inside import levels
+from support.inside import first_tier
 from support.keys import key, keys
 
 from kvcascade.config.schema import OnReset, WriteMode
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.node_tier import FAILURES_OF_SEVERAL_PATHS, FULL_LIMIT_S
+from kvcascade.manager.core import MAX_JOBS_IN_FLIGHT, ManagerOptions
 from kvcascade.manager.demotion import AGING_PER_SLOT
-from kvcascade.manager.flow import MAX_JOBS_IN_FLIGHT, ManagerOptions
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.breaker import REST_S
@@ -228,4 +228,4 @@ def test_names_of_what_another_engine_took_are_kept_for_events_only() -> None:
     cascade.store(keys(0, 8))
     cascade.backends[1].is_overtaken = True
     cascade.manager.end_step()
-    assert not any(level._lost for level in levels(cascade.manager))
+    assert not first_tier(cascade.manager)._lost

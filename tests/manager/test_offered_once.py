@@ -7,7 +7,7 @@ import pytest
 from support.cascade import Cascade
 from support.keys import key, keys
 
-from kvcascade.manager.flow import ManagerOptions
+from kvcascade.manager.core import ManagerOptions
 from kvcascade.manager.request import Request
 from kvcascade.manager.stores import MAX_DEFERRALS
 from kvcascade.tiers.base import BlockHash

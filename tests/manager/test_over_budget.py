@@ -6,7 +6,7 @@ import pytest
 from support.cascade import BLOCK_SIZE, Cascade, key
 
 from kvcascade.config.schema import WriteMode
-from kvcascade.manager.flow import ManagerOptions
+from kvcascade.manager.core import ManagerOptions
 from kvcascade.manager.request import Request
 from kvcascade.tiers.endurance import DAY_S
 

@@ -9,7 +9,7 @@ from support.cascade import BLOCK_SIZE, Cascade
 from support.inside import claims_of
 from support.keys import key, keys
 
-from kvcascade.manager.flow import ManagerOptions
+from kvcascade.manager.core import ManagerOptions
 from kvcascade.manager.promotion.claims import Claim
 from kvcascade.manager.request import Request
 

@@ -10,8 +10,8 @@ from support.remote_tier_rig import RemoteTierRig
 from kvcascade.config.schema import WriteMode
 from kvcascade.manager.below.port import Put
 from kvcascade.manager.cascading import CascadingOffloadingManager
-from kvcascade.manager.flow import ManagerOptions
-from kvcascade.manager.level import Tier
+from kvcascade.manager.core import ManagerOptions
+from kvcascade.manager.first_tier import Tier
 from kvcascade.manager.promotion.worth import PROBE_INTERVAL_MAX_S, PROBE_INTERVAL_S
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash

@@ -18,7 +18,7 @@ from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.chain import PASS_ON_AFTER_S
 from kvcascade.manager.below.node_feed import MAP_AGAIN_AFTER_S
 from kvcascade.manager.below.port import Put
-from kvcascade.manager.flow import MAX_EVENT_BLOCKS, ManagerOptions
+from kvcascade.manager.core import MAX_EVENT_BLOCKS, ManagerOptions
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.nvme.path.presence_file import map_presence
@@ -143,7 +143,7 @@ def test_a_block_whose_write_was_under_way_at_the_reset_is_written_anew() -> Non
     reset_by_another(cascade)
     assert cascade.store(keys(0, 4)) == keys(0, 4)
     demoters(cascade.manager)[0].demote_coldest(4)
-    (older, _), below = cascade.down[0].queued, cascade.manager._flow.below
+    (older, _), below = cascade.down[0].queued, cascade.manager._core.below
     cascade.down[0].step(older)
     cascade.manager.maintain()
     assert [*below.put(99, keys(0, 4), range(4))] == [Put.ALREADY] * 4, "their write goes on"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.cascade import BLOCK_SIZE, Cascade, key
 
+from kvcascade.manager.core import ManagerOptions
 from kvcascade.manager.counters import Reason
-from kvcascade.manager.flow import ManagerOptions
 from kvcascade.manager.promotion.claims import PromotionRoom
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash

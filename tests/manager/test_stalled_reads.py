@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 from support.cascade import Cascade, key
 
+from kvcascade.manager.core import MAX_JOBS_IN_FLIGHT, ManagerOptions
 from kvcascade.manager.counters import Reason
-from kvcascade.manager.flow import MAX_JOBS_IN_FLIGHT, ManagerOptions
 from kvcascade.manager.promotion import load_choice
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash

@@ -10,7 +10,7 @@ from support.cascade import BLOCK_SIZE, Cascade
 from support.inside import demoters
 from support.keys import keys
 
-from kvcascade.manager.flow import ManagerOptions
+from kvcascade.manager.core import ManagerOptions
 from kvcascade.manager.request import Request
 from kvcascade.observe.tracing import NS_PER_S, TransferSpans
 from kvcascade.tiers.base import BlockOutcome

@@ -6,11 +6,11 @@ from collections.abc import Callable, Container
 
 import pytest
 from support.cascade import Cascade
-from support.inside import levels
+from support.inside import first_tier
 from support.keys import keys
 
 from kvcascade.config.schema import OnReset
-from kvcascade.manager.flow import ManagerOptions
+from kvcascade.manager.core import ManagerOptions
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, Pairs, SlotMask
 
@@ -42,7 +42,7 @@ class Full:
     def _counted(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         """The number of blocks that each search for clean ones wanted, from now on."""
         searches: list[int] = []
-        policy, settled = self.cascade.policies[0], levels(self.manager)[0].dirt.settled_mask
+        policy, settled = self.cascade.policies[0], first_tier(self.manager).dirt.settled_mask
         coldest = policy.coldest
 
         def spy(
@@ -84,7 +84,7 @@ def test_reads_that_wait_for_room_make_no_search(monkeypatch: pytest.MonkeyPatch
     for _ in range(10):
         full.manager.end_step()
     assert any(queue.queued for queue in full.manager._promoter.queues)
-    assert not levels(full.manager)[0].has_victim(may_drop_dirty=False)
+    assert not first_tier(full.manager).has_victim(may_drop_dirty=False)
     assert len(full.searches) <= 1
 
 
@@ -153,7 +153,7 @@ def test_slots_of_evicted_blocks_do_not_count_as_evictable() -> None:
     cascade = Cascade((8, 64), is_immediate=True)
     cascade.store(keys(0, 8))
     cascade.manager.flush_dirty(cascade.now_s + 1)
-    top = levels(cascade.manager)[0]
+    top = first_tier(cascade.manager)
     assert top.make_all_room(6, (), may_drop_dirty=False)
     top.dirt.count_evictable(cascade.backends[0].ref_counts)
     assert top.dirt.evictable_max == 2

@@ -10,7 +10,7 @@ from support.cascade import BLOCK_SIZE, Cascade, key
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.port import LOAD_RATIO_MAX_HERE as HERE
 from kvcascade.manager.below.port import LOAD_RATIO_MAX_REMOTE as REMOTE
-from kvcascade.manager.flow import ManagerOptions
+from kvcascade.manager.core import ManagerOptions
 from kvcascade.manager.promotion.worth import (
     PROBE_INTERVAL_S,
     SAMPLE_BYTES_MIN,

@@ -16,14 +16,14 @@ from functools import partial
 import pytest
 from support.books import Books
 from support.cascade import BLOCK_SIZE, Cascade
-from support.inside import levels
+from support.inside import first_tier
 
 from kvcascade.config.schema import OnReset, WriteMode
 from kvcascade.manager.admission import admit_second_touch
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.chain import PASS_ON_AFTER_S, BelowChain
 from kvcascade.manager.below.node_tier import NodeTier
-from kvcascade.manager.flow import ManagerOptions
+from kvcascade.manager.core import ManagerOptions
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome, LoadStoreSpec, Pairs
 
@@ -108,9 +108,8 @@ class Engine:
         self.jobs: list[WorkerJob] = []
         self.lost: list[WorkerJob] = []
         """From before a reset: they end, and nobody is told."""
-        for index, level in enumerate(levels(self.manager)):
-            assert level.on_evicted is not None
-            level.on_evicted = partial(self.check_evicted, index, level.on_evicted)
+        top = first_tier(self.manager)
+        top.on_evicted = partial(self.check_evicted, top.on_evicted)
 
     def content(self, block_hash: BlockHash) -> bytes:
         """The right bytes; after a reset they are others."""
@@ -294,13 +293,13 @@ class Engine:
         requests = [prompt.request for prompt in self.prompts]
         Books(self.cascade, read, written).check(requests, self.content)
 
-    def check_evicted(self, index: int, note: Callable[[Pairs], None], evicted: Pairs) -> None:
+    def check_evicted(self, note: Callable[[Pairs], None], evicted: Pairs) -> None:
         """What is dropped without being counted is below. `note`: the manager's own books."""
-        level, links = levels(self.manager)[index], self.manager.counters.links
+        top, links = first_tier(self.manager), self.manager.counters.links
         self.may_lose |= any(
             link.demote_refused_blocks or link.demote_over_budget_blocks for link in links
         )
-        chain = self.manager._flow.below
+        chain = self.manager._core.below
         assert isinstance(chain, BelowChain)
         tiers = [port for port in chain._ports if isinstance(port, NodeTier)]
         # A tier says one step later what it evicted.
@@ -308,9 +307,9 @@ class Engine:
         is_behind = has_mail or any(tier.feed.lost for tier in tiers)
         for block_hash, status in evicted:
             assert status.ref_cnt == 0, "in use"
-            is_counted = level.is_last or level.dirt.dirty[status.block_id]
+            is_counted = self.manager._core.is_single or top.dirt.dirty[status.block_id]
             if not (self.may_lose or is_behind or is_counted):
-                below = self.cascade.policies[index + 1 :]
+                below = self.cascade.policies[1:]
                 assert any(policy.get(block_hash) for policy in below), "lost and not counted"
         note(evicted)
 

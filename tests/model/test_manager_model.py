@@ -16,7 +16,7 @@ from support.cascade import Cascade, block_bytes, key
 
 from kvcascade.config.schema import OnReset, WriteMode
 from kvcascade.manager.base import LookupState
-from kvcascade.manager.flow import ManagerOptions
+from kvcascade.manager.core import ManagerOptions
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 

@@ -22,8 +22,8 @@ from support.remote_twin import RemoteTwin
 from kvcascade.config.remote import WriteWhen
 from kvcascade.config.schema import WriteMode
 from kvcascade.manager.cascading import CascadingOffloadingManager
-from kvcascade.manager.flow import ManagerOptions
-from kvcascade.manager.level import Tier
+from kvcascade.manager.core import ManagerOptions
+from kvcascade.manager.first_tier import Tier
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.policies import create

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+from support.keys import keys
+
 from kvcascade.tiers.remote.base import RemoteOutcome
 from kvcascade.tiers.remote.reads import COPIES_AT_A_TIME, RemoteRead
-from tests.support.keys import keys
 
 N = COPIES_AT_A_TIME + 3
 OK, TIMED_OUT = RemoteOutcome.OK, RemoteOutcome.TIMED_OUT
@@ -35,7 +36,7 @@ def test_a_block_that_is_copied_just_now_delays_no_other_one() -> None:
         assert not read.give_up(TIMED_OUT, waits=False)
         assert [at for at in range(N) if read.outcomes[at] is None] == [0, COPIES_AT_A_TIME]
         assert read.take_end() is None, "the destination is still written to"
-        read.settle([0], [OK])
+        read.conclude([0], [OK])
     assert read.give_up(TIMED_OUT, waits=False)
     assert read.take_end() == [OK, *[TIMED_OUT] * (N - 1)]
 

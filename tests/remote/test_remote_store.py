@@ -542,7 +542,7 @@ class TestResets:
         """Its thread has begun, and finds the generation of after the reset."""
         rig = RemoteRig(executor=SteppingExecutor())
         payload = memoryview(content(key(0)))
-        epoch = rig.store._link.memory.epoch
+        epoch = rig.store._core.memory.epoch
         job = UploadJob(1, keys(1), [payload], 2e9, epoch=epoch, mark=None)
         rig.store.reset()
         assert rig.store._uploads.write(job, [0]) is DROPPED

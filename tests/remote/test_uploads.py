@@ -129,7 +129,7 @@ class TestBlocksInUse:
             return rig.twin.put(names, *given)
 
         monkeypatch.setattr(rig.twin, "renew", renew)
-        rig.store._link.memory.forget()
+        rig.store._core.memory.forget()
         assert rig.write(keys(1)) == [EXISTS] and len(renewed) == 1
 
 

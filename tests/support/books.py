@@ -9,7 +9,7 @@ from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockStatus
 
 from .cascade import Cascade
-from .inside import demoters, levels
+from .inside import demoters, first_tier
 from .memory_backend import MemoryBackend
 
 
@@ -34,7 +34,7 @@ class Books:
         for queue in self._manager._promoter.queues:
             for job_up in queue.jobs.values():
                 self.writing[0] |= {status.block_id for status in job_up.statuses}
-        ready_at = levels(self._manager)[0].policy.ready_at
+        ready_at = first_tier(self._manager).policy.ready_at
         for status in self._manager._workers.quarantined():  # a block that stays may be read
             if ready_at[status.block_id]:
                 self.readers[0][status.block_id] += 1
@@ -65,9 +65,11 @@ class Books:
 
     def _check_evictable(self) -> None:
         """A store looks for no more victims than the first tier says that there may be."""
-        top = levels(self._manager)[0]
+        top = first_tier(self._manager)
         victims = top.policy.coldest(top.capacity, mask=top.dirt.settled_mask)
-        assert top.is_last or len(victims) <= top.dirt.evictable_max, "never evicted"
+        assert self._manager._core.is_single or len(victims) <= top.dirt.evictable_max, (
+            "never evicted"
+        )
 
     def _check_request(self, request: Request) -> None:
         """Only those that were admitted take room, and what they wait for is on its way."""
@@ -113,6 +115,6 @@ class Books:
         assert blocks == len(policy)
 
     def _may_leave_some_day(self, index: int, status: BlockStatus) -> bool:
-        level, slot = levels(self._manager)[index], status.block_id
-        is_settled = bool(level.dirt.settled_mask[slot])
-        return is_settled or bool(level.dirt.dirty[slot]) or slot in self.leaving[index]
+        top, slot = first_tier(self._manager), status.block_id
+        is_settled = bool(top.dirt.settled_mask[slot])
+        return is_settled or bool(top.dirt.dirty[slot]) or slot in self.leaving[index]

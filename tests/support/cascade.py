@@ -11,8 +11,8 @@ from kvcascade.manager.below.node_feed import NodeFeed
 from kvcascade.manager.below.node_tier import NodeTier
 from kvcascade.manager.below.port import Below, NoTierBelow, TierFacts
 from kvcascade.manager.cascading import CascadingOffloadingManager
-from kvcascade.manager.flow import ManagerOptions
-from kvcascade.manager.level import Tier
+from kvcascade.manager.core import ManagerOptions
+from kvcascade.manager.first_tier import Tier
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.nvme.path.presence_table import PresenceTable
 from kvcascade.tiers.policies import create

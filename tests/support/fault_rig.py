@@ -11,9 +11,9 @@ from typing import Any
 
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.cascading import CascadingOffloadingManager
+from kvcascade.manager.core import ManagerOptions
 from kvcascade.manager.counters import LinkCounters
-from kvcascade.manager.flow import ManagerOptions
-from kvcascade.manager.level import Tier
+from kvcascade.manager.first_tier import Tier
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.nvme.disk.filesystem import FileSystem

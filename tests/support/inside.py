@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvcascade.manager.cascading import CascadingOffloadingManager
 from kvcascade.manager.demotion import Demoter
-from kvcascade.manager.level import Level
+from kvcascade.manager.first_tier import FirstTier
 from kvcascade.manager.promotion.claim_queue import ClaimQueue
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.lmdb_block_table import open_block_table
@@ -29,9 +29,9 @@ def demoters(manager: CascadingOffloadingManager) -> list[Demoter]:
     return [manager._demoter]
 
 
-def levels(manager: CascadingOffloadingManager) -> list[Level]:
+def first_tier(manager: CascadingOffloadingManager) -> FirstTier:
     """The first tier."""
-    return [manager._flow.top]
+    return manager._core.top
 
 
 def claims_of(manager: CascadingOffloadingManager) -> ClaimQueue:

@@ -100,12 +100,12 @@ class MemoryNode:
 
     # -- the client of a tier --------------------------------------------------------------------
 
-    def submit(self, order: Callable[[int], Any], on_end: OnEnd) -> bool:
+    def submit(self, make_job: Callable[[int], Any], on_end: OnEnd) -> bool:
         """See `NodeClient`."""
         if len(self._ends) >= JOBS_AT_MOST:
             return False
         ticket = next(self._tickets)
-        message = order(ticket)
+        message = make_job(ticket)
         match message:
             case PutJob():
                 return self._put(message, on_end)

@@ -429,12 +429,12 @@ class PumpedClient:
         self.is_eager = False
         """If true, everything that is waiting happens before each answer is looked for."""
 
-    def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
+    def submit(self, make_job: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
         if not self.is_up or len(self.jobs) >= JOBS_AT_MOST:
             return False
         self._ticket += 1
         self.jobs[self._ticket] = on_end
-        self._twin.orders.append(msgspec.msgpack.encode(order(self._ticket)))
+        self._twin.orders.append(msgspec.msgpack.encode(make_job(self._ticket)))
         return True
 
     def tell(self, message: Any) -> None:

@@ -87,7 +87,7 @@ class RemoteRig:
 
     def known(self, block_hash: BlockHash) -> Presence:
         """Return the presence of a block as the store remembers it."""
-        return self.store._link.memory.of(block_hash)
+        return self.store._core.memory.of(block_hash)
 
     def look(self, hashes: Sequence[BlockHash]) -> list[RemoteOutcome]:
         """Ask for a chain, and wait."""

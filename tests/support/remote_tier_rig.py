@@ -116,12 +116,12 @@ class PumpedNode:
         self._polled_s = -math.inf
         self.is_up = True
 
-    def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
+    def submit(self, make_job: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
         if not self.is_up or len(self._jobs) >= JOBS_AT_MOST:
             return False
         self._ticket += 1
         self._jobs[self._ticket] = on_end
-        message = msgspec.msgpack.encode(order(self._ticket))
+        message = msgspec.msgpack.encode(make_job(self._ticket))
         self._rig.node.order(to_remote_node.decode(message))
         return True
 

@@ -281,7 +281,7 @@ class Driver:
     def wait_for_transfers(self) -> None:
         """Wait until the transfers between tiers that are under way now have ended."""
         manager = self.cascade.manager
-        below = manager._flow.below
+        below = manager._core.below
         end_s = monotonic() + WAIT_S
         while below.wait(WAIT_S) and monotonic() < end_s:
             with manager.lock:

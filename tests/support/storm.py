@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvcascade.manager.cascading import CascadingOffloadingManager
-from kvcascade.manager.flow import ManagerOptions
-from kvcascade.manager.level import Tier
+from kvcascade.manager.core import ManagerOptions
+from kvcascade.manager.first_tier import Tier
 from kvcascade.manager.promotion.standstill import Standstill
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash

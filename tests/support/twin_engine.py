@@ -7,8 +7,8 @@ from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.chain import BelowChain, ChainedTier
 from kvcascade.manager.below.port import Below
 from kvcascade.manager.cascading import CascadingOffloadingManager
-from kvcascade.manager.flow import ManagerOptions
-from kvcascade.manager.level import Tier
+from kvcascade.manager.core import ManagerOptions
+from kvcascade.manager.first_tier import Tier
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.policies import create

@@ -24,8 +24,8 @@ from kvcascade import vllm_policies
 from kvcascade.config.schema import WriteMode
 from kvcascade.manager.below.port import NoTierBelow
 from kvcascade.manager.cascading import CascadingOffloadingManager
-from kvcascade.manager.flow import ManagerOptions
-from kvcascade.manager.level import Tier
+from kvcascade.manager.core import ManagerOptions
+from kvcascade.manager.first_tier import Tier
 from kvcascade.manager.request import Request
 from kvcascade.tiers.cpu.cpu_backend import CpuBackend
 from kvcascade.tiers.policies import ORDERS, create

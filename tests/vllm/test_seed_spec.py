@@ -116,7 +116,7 @@ class Engine:
             if output is not None:
                 break
             self.manager.take_events()
-            self.manager._cascade.manager._flow.below.wait(1.0)
+            self.manager._cascade.manager._core.below.wait(1.0)
         assert output is not None
         new = list(output.block_hashes_to_store)
         if new:
@@ -140,7 +140,7 @@ class Engine:
             if hits is not None:
                 return int(hits)
             self.manager.take_events()
-            self.manager._cascade.manager._flow.below.wait(1.0)
+            self.manager._cascade.manager._core.below.wait(1.0)
         raise AssertionError("a lookup never ended")
 
     def load(self, hashes: list[bytes], skip: int = 0) -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from support.clock import ManualClock
-from support.inside import levels
+from support.inside import first_tier
 from support.kv_bytes import Shape, damage, tiers
 from support.open_tiers import nodes_of
 from support.spec_driver import Driver
@@ -155,7 +155,7 @@ def test_reset_with_stores_and_loads_under_way(shape: Shape, is_late: bool, tmp_
                 driver.serve(f"later {text}", chunks)
         assert driver.await_hits(driver.request("text 3", chunks)) == 0
         driver.settle()
-        top = levels(driver.cascade.manager)[0]
+        top = first_tier(driver.cascade.manager)
         assert len(top.policy) + top.backend.get_num_free_blocks() == top.capacity, "none is lost"
 
 

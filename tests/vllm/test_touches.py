@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from support.cascade import Cascade
-from support.inside import demoters, levels
+from support.inside import demoters, first_tier
 from support.keys import keys
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
 from kvcascade.manager.admission import admit_second_touch
-from kvcascade.manager.level import RUN_BLOCKS
+from kvcascade.manager.first_tier import RUN_BLOCKS
 from kvcascade.tools.dev.bench.peers.vllm_calls import over
 from kvcascade.vllm.v0_26 import CascadeManager
 
@@ -87,7 +87,7 @@ def test_a_block_from_below_that_is_loaded_is_used_again() -> None:
     manager.prepare_load(PROMPT, context)
     manager.on_schedule_end()
     manager.complete_load(set(PROMPT), context)
-    uses = levels(cascade.manager)[0].uses
+    uses = first_tier(cascade.manager).uses
     slots = [status.block_id for key in keys(0, 4) if (status := cascade.policies[0].get(key))]
     assert [uses.of(slot) for slot in slots] == [1] * 4
     manager.on_request_finished(context)

@@ -9,7 +9,7 @@ import pytest
 from support.cascade import Cascade
 from support.keys import keys
 
-from kvcascade.manager.flow import ManagerOptions
+from kvcascade.manager.core import ManagerOptions
 from kvcascade.vllm import engine_facts, generation, scheduler_side
 
 trace = pytest.importorskip("opentelemetry.trace")

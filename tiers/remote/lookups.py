@@ -29,7 +29,7 @@ class LookupJob(RemoteJob):
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteLink:
+class RemoteCore:
     """Parts that lookups, reads and uploads share."""
 
     engine: RemoteEngine
@@ -46,7 +46,7 @@ class RemoteLink:
             self.counters.note_unsent(outcome, len(numbers))
         else:
             self.counters.note(job.kind, [outcome] * len(numbers))
-        job.settle(numbers, [outcome] * len(numbers))
+        job.conclude(numbers, [outcome] * len(numbers))
 
     def call(
         self, verb: Verb, make: Callable[[], list[RemoteOutcome]], trips: int = 1
@@ -73,16 +73,16 @@ class RemoteLink:
 class RemoteLookups:
     """Answers batches of lookups. Any thread."""
 
-    def __init__(self, link: RemoteLink) -> None:
-        self._link = link
+    def __init__(self, core: RemoteCore) -> None:
+        self._core = core
 
     def answer(self, jobs: Sequence[LookupJob]) -> RemoteOutcome:
-        """Ask the engine for all blocks that somebody still waits for, and settle their jobs.
+        """Ask the engine for all blocks that somebody still waits for, and conclude their jobs.
 
         Return the worst outcome. Runs on a thread.
         """
-        link = self._link
-        begun_s, epoch = link.clock(), link.memory.epoch
+        core = self._core
+        begun_s, epoch = core.clock(), core.memory.epoch
         for job in jobs:
             if job.ends_s <= begun_s:
                 job.give_up(RemoteOutcome.TIMED_OUT, waits=True)
@@ -90,23 +90,23 @@ class RemoteLookups:
         if not jobs:
             return RemoteOutcome.OK
         ends_s = max(job.ends_s for job in jobs)
-        generation = link.generation.current(ends_s - begun_s)
+        generation = core.generation.current(ends_s - begun_s)
         if generation.outcome is not RemoteOutcome.OK:
             for job in jobs:
                 job.give_up(generation.outcome, waits=True)
             return generation.outcome
-        answer_all = self._ask_all if link.engine.asks_in_one_trip else self._search_all
+        answer_all = self._ask_all if core.engine.asks_in_one_trip else self._search_all
         return answer_all(jobs, generation.value, ends_s, epoch)
 
     def _exist(
         self, keys: Sequence[BlockHash], generation: int, ends_s: float
     ) -> dict[BlockHash, RemoteOutcome]:
-        link = self._link
+        core = self._core
         found: list[RemoteOutcome] = []
         for start in range(0, len(keys), NAMES_PER_LOOKUP):
-            names = [link.objects.name(k, generation) for k in keys[start:][:NAMES_PER_LOOKUP]]
-            ask = partial(link.engine.exist_many, names, max(0.0, ends_s - link.clock()))
-            found += link.call(Verb.LOOKUP, ask)
+            names = [core.objects.name(k, generation) for k in keys[start:][:NAMES_PER_LOOKUP]]
+            ask = partial(core.engine.exist_many, names, max(0.0, ends_s - core.clock()))
+            found += core.call(Verb.LOOKUP, ask)
         return dict(zip(keys, found, strict=True))
 
     def _ask_all(
@@ -117,9 +117,9 @@ class RemoteLookups:
         answers = self._exist([*wanted], generation, ends_s)
         held = [key for key, answer in answers.items() if answer is RemoteOutcome.OK]
         absent = [key for key, answer in answers.items() if answer is RemoteOutcome.ABSENT]
-        self._link.memory.note(epoch, held, absent)
+        self._core.memory.note(epoch, held, absent)
         for job in jobs:
-            job.settle(range(len(job.keys)), [answers[key] for key in job.keys])
+            job.conclude(range(len(job.keys)), [answers[key] for key in job.keys])
         return worst_of(answers.values())
 
     def _search_all(
@@ -160,5 +160,5 @@ class RemoteLookups:
     ) -> None:
         keys = [job.keys[number] for number in chain]
         absent = keys[held:] if rest is RemoteOutcome.ABSENT else ()
-        self._link.memory.note(epoch, keys[:held], absent)
-        job.settle(chain, [RemoteOutcome.OK] * held + [rest] * (len(chain) - held))
+        self._core.memory.note(epoch, keys[:held], absent)
+        job.conclude(chain, [RemoteOutcome.OK] * held + [rest] * (len(chain) - held))

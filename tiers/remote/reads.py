@@ -11,7 +11,7 @@ import numpy as np
 
 from ..base import BlockHash
 from .base import PrivateBuffer, RemoteOutcome, outcome_of_call
-from .lookups import RemoteLink
+from .lookups import RemoteCore
 from .remote_counters import Verb
 from .remote_job import RemoteJob
 
@@ -45,14 +45,14 @@ class RemoteRead(RemoteJob):
             if self.outcomes[number] is None:
                 target = np.frombuffer(self.views[number], np.uint8)
                 target.reshape(-1, payload.nbytes)[:] = np.frombuffer(payload, np.uint8)
-                self.settle([number], [RemoteOutcome.OK])
+                self.conclude([number], [RemoteOutcome.OK])
 
     def give_up(self, outcome: RemoteOutcome, *, waits: bool) -> bool:
         for first, lock in enumerate(self.copying):
             if lock.acquire(blocking=waits):
                 try:
                     numbers = range(first, len(self.keys), COPIES_AT_A_TIME)
-                    self.settle(numbers, [outcome] * len(numbers))
+                    self.conclude(numbers, [outcome] * len(numbers))
                 finally:
                     lock.release()
         return not self.left
@@ -85,7 +85,7 @@ class _Landing(Sequence[PrivateBuffer]):
     def arrived(self, at: int) -> None:
         """Verify an object and copy it to its destination."""
         number, buffer = self._numbers[at], self._taken.pop(at)
-        objects = self._reads.link.objects
+        objects = self._reads.core.objects
         payload = objects.verified(self._job.keys[number], self._generation, buffer)
         if payload is None:
             self.bad.add(at)
@@ -97,9 +97,9 @@ class _Landing(Sequence[PrivateBuffer]):
 class Reads:
     """Makes the calls of reads. Any thread."""
 
-    def __init__(self, link: RemoteLink, brief_s: float) -> None:
+    def __init__(self, core: RemoteCore, brief_s: float) -> None:
         """A call with less time than `brief_s` may move nothing although the server works."""
-        self.link = link
+        self.core = core
         self._brief_s = brief_s
         self._expected_s = 0.0
         """Time that the next call needs: twice that of the last one, and `brief_s` at most."""
@@ -108,43 +108,43 @@ class Reads:
 
     def give_up(self, job: RemoteRead, numbers: Sequence[int], outcome: RemoteOutcome) -> None:
         """End blocks that were not asked for."""
-        self.link.give_up(job, numbers, outcome)
+        self.core.give_up(job, numbers, outcome)
         if outcome is RemoteOutcome.DROPPED:  # so that one begins at last
             self._expected_s *= PATIENCE
 
     def is_over(self, job: RemoteRead) -> bool:
         """Return True if a job needs no call, or its time is over before a call would end.
 
-        A block that is cut off is lost, and on a busy link it delays others.
+        A block that is cut off is lost, and on a busy core it delays others.
         """
-        return not job.left or job.ends_s - self.link.clock() < self._expected_s
+        return not job.left or job.ends_s - self.core.clock() < self._expected_s
 
     def read(self, job: RemoteRead, numbers: Sequence[int]) -> RemoteOutcome:
         """Read some blocks of a job. Return the outcome of the call. Runs on a thread."""
-        link = self.link
-        left_s, epoch = job.ends_s - link.clock(), link.memory.epoch
-        generation = link.generation.current(max(0.0, left_s))
+        core = self.core
+        left_s, epoch = job.ends_s - core.clock(), core.memory.epoch
+        generation = core.generation.current(max(0.0, left_s))
         if generation.outcome is not RemoteOutcome.OK:
-            job.settle(numbers, [generation.outcome] * len(numbers))
+            job.conclude(numbers, [generation.outcome] * len(numbers))
             return generation.outcome
-        names = [link.objects.name(job.keys[n], generation.value) for n in numbers]
+        names = [core.objects.name(job.keys[n], generation.value) for n in numbers]
         landing = _Landing(self, job, numbers, generation.value)
-        begun_s = link.clock()
+        begun_s = core.clock()
         left_s = max(0.0, job.ends_s - begun_s)
 
         def get() -> list[RemoteOutcome]:
-            found = link.engine.get_into(names, landing, left_s, landing.arrived)
+            found = core.engine.get_into(names, landing, left_s, landing.arrived)
             for at in landing.bad:
                 found[at] = RemoteOutcome.CORRUPT
             return found
 
-        outcomes = link.call(Verb.READ, get)
-        took_s = link.clock() - begun_s
+        outcomes = core.call(Verb.READ, get)
+        took_s = core.clock() - begun_s
         if not {RemoteOutcome.OK, RemoteOutcome.BUSY}.isdisjoint(outcomes):
             self._expected_s = min(2 * took_s, self._brief_s)
         for number, outcome in zip(numbers, outcomes, strict=True):
             if outcome is not RemoteOutcome.OK:  # what arrived has its outcome from `deliver`
-                job.settle([number], [outcome])
+                job.conclude([number], [outcome])
         if set(outcomes) & {RemoteOutcome.ABSENT, RemoteOutcome.CORRUPT}:
             keys = [job.keys[number] for number in numbers]
             self._forget_missing(keys, names, outcomes, epoch)
@@ -161,21 +161,21 @@ class Reads:
         epoch: int,
     ) -> None:
         """Remember blocks that are not there, and remove damaged ones from the server."""
-        link = self.link
+        core = self.core
         gone = (RemoteOutcome.CORRUPT, RemoteOutcome.ABSENT)
         missing = [k for k, outcome in zip(keys, outcomes, strict=True) if outcome in gone]
-        link.memory.note(epoch, (), missing)
+        core.memory.note(epoch, (), missing)
         pairs = zip(names, outcomes, strict=True)
         bad = [name for name, outcome in pairs if outcome is RemoteOutcome.CORRUPT]
         if bad:
-            link.call(Verb.REMOVE, lambda: link.engine.remove(bad, link.engine.timeout_s))
+            core.call(Verb.REMOVE, lambda: core.engine.remove(bad, core.engine.timeout_s))
 
     def take(self) -> PrivateBuffer:
         """Return a buffer for one object."""
         with self._lock:
             if self._spare:
                 return self._spare.pop()
-        return PrivateBuffer(self.link.objects.payload_bytes)
+        return PrivateBuffer(self.core.objects.payload_bytes)
 
     def give_back(self, buffer: PrivateBuffer) -> None:
         """Keep a buffer whose object was verified; any other one could still be written to."""

@@ -35,7 +35,7 @@ class RemoteJob:
         self.left = len(self.keys)
         self.outcomes = [None] * self.left
 
-    def settle(self, numbers: Sequence[int], outcomes: Sequence[RemoteOutcome]) -> None:
+    def conclude(self, numbers: Sequence[int], outcomes: Sequence[RemoteOutcome]) -> None:
         """Give blocks their outcomes; those that have one keep it."""
         with self.lock:
             for number, outcome in zip(numbers, outcomes, strict=True):
@@ -46,9 +46,9 @@ class RemoteJob:
     def give_up(self, outcome: RemoteOutcome, *, waits: bool) -> bool:
         """Give all blocks without an outcome this one. Return True if all have one now.
 
-        A block that another thread copies just now is left out, unless `waits`.
+        Some are left out while another thread copies one of them, unless `waits`.
         """
-        self.settle(range(len(self.keys)), [outcome] * len(self.keys))
+        self.conclude(range(len(self.keys)), [outcome] * len(self.keys))
         return True
 
     def take_end(self) -> list[RemoteOutcome] | None:

@@ -26,7 +26,7 @@ from ..base import BlockHash
 from ..breaker import Breaker
 from .base import RemoteEngine, RemoteOutcome
 from .lane import FEWEST_CALLS, CallLimit, Errand, Lane, TokenBucket
-from .lookups import LookupJob, RemoteLink, RemoteLookups
+from .lookups import LookupJob, RemoteCore, RemoteLookups
 from .objects import ObjectFormat
 from .presence import PresenceMemory
 from .reads import Reads, RemoteRead
@@ -153,9 +153,9 @@ class RemoteStore:
             was_reset=was_reset,
             may_begin=options.when is not WriteWhen.OFF,
         )
-        self._link = RemoteLink(engine, objects, generation, memory, counters, clock)
-        self._lookups, self._uploads = RemoteLookups(self._link), Uploads(self._link)
-        self._reads = Reads(self._link, options.deadline_s / SLOW_SHARE)
+        self._core = RemoteCore(engine, objects, generation, memory, counters, clock)
+        self._lookups, self._uploads = RemoteLookups(self._core), Uploads(self._core)
+        self._reads = Reads(self._core, options.deadline_s / SLOW_SHARE)
 
         stall_s = max(options.deadline_s, engine.timeout_s)
         # A write that ends well may take its limit, and a request that began within it.
@@ -223,7 +223,7 @@ class RemoteStore:
 
     def _give_up_lookups(self, jobs: Sequence[LookupJob], outcome: RemoteOutcome) -> None:
         for job in jobs:
-            self._link.give_up(job, range(len(job.keys)), outcome)
+            self._core.give_up(job, range(len(job.keys)), outcome)
         self._report(*jobs)
 
     # -- reads -------------------------------------------------------------------------------
@@ -265,11 +265,11 @@ class RemoteStore:
 
         Payloads must not change until `poll` has reported the ticket.
         """
-        ends_s, epoch = self._clock() + self._options.queue_s, self._link.memory.epoch
+        ends_s, epoch = self._clock() + self._options.queue_s, self._core.memory.epoch
         job = UploadJob(ticket, keys, payloads, ends_s, epoch=epoch, mark=mark)
         uploads = self._uploads
         is_stale = partial(uploads.is_stale, job)
-        self._begin(self._writing, job, uploads.write, self._link.give_up, is_stale)
+        self._begin(self._writing, job, uploads.write, self._core.give_up, is_stale)
 
     # -- jobs --------------------------------------------------------------------------------
 
@@ -282,12 +282,12 @@ class RemoteStore:
         is_over: Callable[[], bool],
     ) -> None:
         """Add a job to a lane in parts that suit the engine, or give it up; see `Errand`."""
-        n, engine = len(job.keys), self._link.engine
+        n, engine = len(job.keys), self._core.engine
         if not (n and lane.is_open):
             give_up(job, range(n), RemoteOutcome.RESTING)
             self._report(job)
             return
-        most = most_per_call(engine, self._link.objects.payload_bytes)
+        most = most_per_call(engine, self._core.objects.payload_bytes)
         part = max(engine.names_per_call, min(most, math.ceil(n / lane.calls)))
         for start in range(0, n, part):
             numbers = range(start, min(start + part, n))
@@ -301,7 +301,7 @@ class RemoteStore:
                 give_up(job, numbers, outcome)
                 self._report(job)
 
-            n_bytes = len(numbers) * self._link.objects.payload_bytes
+            n_bytes = len(numbers) * self._core.objects.payload_bytes
             lane.add(Errand(job.ends_s, n_bytes, run, drop, is_over))
 
     def _report(self, *jobs: RemoteJob) -> None:
@@ -330,9 +330,9 @@ class RemoteStore:
 
         Until it is told, this store neither reads nor writes. For the rest see `SharedGeneration`.
         """
-        self._link.memory.clear()
-        self._link.generation.reset(mark, is_new=is_new, known=known)
-        self._link.memory.clear()  # answers of the older generation may have come in between
+        self._core.memory.clear()
+        self._core.generation.reset(mark, is_new=is_new, known=known)
+        self._core.memory.clear()  # answers of the older generation may have come in between
         self._give_up_awaited(RemoteOutcome.ABSENT)
         self._writing.drop_all()
         self.read_generation()
@@ -340,23 +340,23 @@ class RemoteStore:
     @property
     def counters(self) -> RemoteCounters:
         """Totals since the start."""
-        return self._link.counters
+        return self._core.counters
 
     def state(self) -> RemoteState:
         """Return what is under way, for metrics and tools."""
         lanes = {Verb.LOOKUP: self._asking, Verb.READ: self._reading, Verb.WRITE: self._writing}
         return RemoteState(
-            self._link.generation.value,
-            self._link.generation.mark,
-            self._link.generation.own_mark,
-            self._link.generation.is_reset_pending,
+            self._core.generation.value,
+            self._core.generation.mark,
+            self._core.generation.own_mark,
+            self._core.generation.is_reset_pending,
             frozenset(verb for verb, lane in lanes.items() if not lane.is_open),
             {verb: lane.breaker.openings for verb, lane in lanes.items()},
         )
 
     def engine_memory(self) -> bytes:
         """Return what the engine of the next process has to know."""
-        return self._link.engine.memory()
+        return self._core.engine.memory()
 
     def close(self, limit_s: float) -> bool:
         """Begin nothing any more, wait for calls under way, and close the engine.
@@ -371,7 +371,7 @@ class RemoteStore:
         while not all(lane.is_idle for lane in lanes) and time.monotonic() < ends_s:
             time.sleep(CLOSE_ROUND_S)
         self._give_up_awaited(RemoteOutcome.DROPPED)
-        self._link.engine.close()
+        self._core.engine.close()
         return all(lane.is_idle for lane in lanes)
 
     def _give_up_awaited(self, outcome: RemoteOutcome) -> None:
@@ -387,10 +387,10 @@ class RemoteStore:
         if self._is_telling or not self._asking.is_open:
             return
         self._is_telling = True
-        limit_s = self._link.engine.timeout_s
+        limit_s = self._core.engine.timeout_s
 
         def tell() -> RemoteOutcome:
-            outcome = self._link.generation.refresh(limit_s)
+            outcome = self._core.generation.refresh(limit_s)
             self._is_telling = False
             return outcome
 
@@ -402,7 +402,7 @@ class RemoteStore:
     def _pump(self) -> None:
         for lane in (self._asking, self._reading, self._writing):
             lane.pump()
-        generation = self._link.generation
+        generation = self._core.generation
         if generation.is_reset_pending or generation.is_due:
             self.read_generation()
 

@@ -13,7 +13,7 @@ from enum import StrEnum
 from ...config.remote import WriteWhen
 from ..base import BlockHash
 from .base import RemoteOutcome, outcome_of_call
-from .lookups import RemoteLink
+from .lookups import RemoteCore
 from .presence import Presence, PresenceMemory, drop_oldest
 from .remote_counters import Verb
 from .remote_job import RemoteJob
@@ -130,40 +130,40 @@ class OfferRule:
 class Uploads:
     """Makes the calls that write blocks. Any thread."""
 
-    def __init__(self, link: RemoteLink) -> None:
-        self._link = link
+    def __init__(self, core: RemoteCore) -> None:
+        self._core = core
 
     def is_stale(self, job: UploadJob) -> bool:
         """Return True if a reset came after the call of `put`."""
-        return job.epoch != self._link.memory.epoch
+        return job.epoch != self._core.memory.epoch
 
     def write(self, job: UploadJob, numbers: Sequence[int]) -> RemoteOutcome:
         """Send some blocks of a job. Return the outcome of the call; DROPPED if none is wanted now.
 
         Runs on a thread.
         """
-        link = self._link
-        generation = link.generation.current(link.engine.timeout_s)
+        core = self._core
+        generation = core.generation.current(core.engine.timeout_s)
         if generation.outcome is not RemoteOutcome.OK:
-            link.give_up(job, numbers, generation.outcome)
+            core.give_up(job, numbers, generation.outcome)
             return generation.outcome
-        own = link.generation.own_mark if job.mark is None else job.mark
-        is_old = own is None or link.generation.mark > own  # another host's reset came since
+        own = core.generation.own_mark if job.mark is None else job.mark
+        is_old = own is None or core.generation.mark > own  # another host's reset came since
         if is_old or self.is_stale(job):
-            link.give_up(job, numbers, RemoteOutcome.DROPPED)
+            core.give_up(job, numbers, RemoteOutcome.DROPPED)
             return RemoteOutcome.DROPPED
         keys = [job.keys[number] for number in numbers]
-        names = [link.objects.name(key, generation.value) for key in keys]
+        names = [core.objects.name(key, generation.value) for key in keys]
         objects = [
-            link.objects.make(key, generation.value, job.views[number])
+            core.objects.make(key, generation.value, job.views[number])
             for key, number in zip(keys, numbers, strict=True)
         ]
-        was_there = any(map(link.memory.was_there, keys))
+        was_there = any(map(core.memory.was_there, keys))
         # The age of an object that was there is asked for, and most are then old enough.
-        write, trips = (link.engine.renew, 2) if was_there else (link.engine.put, 1)
-        limit_s = link.engine.timeout_s * min(len(names), link.engine.names_per_call)
-        outcomes = link.call(Verb.WRITE, lambda: write(names, objects, limit_s), trips)
+        write, trips = (core.engine.renew, 2) if was_there else (core.engine.put, 1)
+        limit_s = core.engine.timeout_s * min(len(names), core.engine.names_per_call)
+        outcomes = core.call(Verb.WRITE, lambda: write(names, objects, limit_s), trips)
         held = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome in THERE]
-        link.memory.note_arrivals(job.epoch, held)
-        job.settle(numbers, outcomes)
+        core.memory.note_arrivals(job.epoch, held)
+        job.conclude(numbers, outcomes)
         return outcome_of_call(outcomes)

@@ -21,8 +21,8 @@ from ...manager.below.chain import BelowChain, ChainedTier
 from ...manager.below.node_tier import NodeTier
 from ...manager.below.port import Below, NoTierBelow
 from ...manager.cascading import CascadingOffloadingManager
-from ...manager.flow import ManagerOptions
-from ...manager.level import Tier
+from ...manager.core import ManagerOptions
+from ...manager.first_tier import Tier
 from ...manager.request import Request
 from ...tiers.base import BlockHash
 from ...tiers.endurance import DAY_S

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from ...handlers.node.path.path_jobs import Workers
+from ...handlers.node.path.path_jobs import BlockIO
 from ...handlers.node.path.path_node import PathNode
 from ...handlers.node.path_wire import JobDone
 from ...manager.below.node_feed import NodeFeed
@@ -114,7 +114,7 @@ class TransferLane:
         return self._batches[0].end_s if self._batches else NEVER_S
 
 
-class VirtualWorkers(Workers):
+class VirtualIO(BlockIO):
     """Moves no bytes. A read finds the blocks that the tier holds when it ends."""
 
     def __init__(
@@ -184,7 +184,7 @@ class VirtualPath:
         """`to_scheduler` gets the messages of the node."""
         self.files = MemoryFiles()
         self.files.make_dir(ROOT)
-        self.workers = VirtualWorkers(self.files, options, clock)
+        self.io = VirtualIO(self.files, options, clock)
         self._to_scheduler = to_scheduler
         self._clock = clock
         self._has_mail = False
@@ -201,7 +201,7 @@ class VirtualPath:
         self.writer = PathWriter(means, [ROOT], asked, clock, InlineExecutor())
         namespace = NamespaceSpec("replay", b"{}", b"{}", size)
         hello = Hello(PROTOCOL, "replay", (str(ROOT),), namespace, asked)
-        self.node = PathNode(hello, self, self.workers, clock)
+        self.node = PathNode(hello, self, self.io, clock)
         self.node.start()
         self.work()
 
@@ -211,7 +211,7 @@ class VirtualPath:
         now_s, wait_s = self._clock.now_s, self.writer.wait_s
         if self._has_mail:
             return now_s
-        ends_s = self.workers.reads.next_end_s, self.workers.writes.next_end_s
+        ends_s = self.io.reads.next_end_s, self.io.writes.next_end_s
         return min(*ends_s, now_s + wait_s if wait_s < FIGURES_EVERY_S else NEVER_S)
 
     def work(self) -> None:
@@ -219,10 +219,10 @@ class VirtualPath:
         quiet = 0
         while quiet < QUIET_STEPS:
             self._has_mail = False
-            has_landed = self.workers.land()
+            has_landed = self.io.land()
             messages = self.writer.step()
             for _, message in messages:
-                self.workers.begin_batches()
+                self.io.begin_batches()
                 self.node.received(message)
             quiet = 0 if has_landed or messages else quiet + 1
         self.node.tick()
@@ -263,12 +263,12 @@ class VirtualNode:
         """Messages of the node until the next `poll` or `listen`, each with who gets it."""
         self.path = VirtualPath(options, clock, self._told)
 
-    def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
+    def submit(self, make_job: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
         """See `NodeClient`."""
         ticket = next(self._tickets)
         self._ends[ticket] = on_end
-        self.path.workers.begin_batches()
-        self.path.node.order(order(ticket))
+        self.path.io.begin_batches()
+        self.path.node.order(make_job(ticket))
         return True
 
     def tell(self, message: Any) -> None:

@@ -45,17 +45,17 @@ def node_process(
     the node says beside answers, and None when it died; any thread may call it.
     """
 
-    following = _Following(setup, on_note)
+    next_node = _NextNode(setup, on_note)
     last: Connection | None = None
 
     def start() -> Connection:
         nonlocal last
         if last is not None:
-            following.note_status(last.child.poll())
-        last = launch(following.setup, duplicate_arena(), NODE_MODULE)
+            next_node.note_status(last.child.poll())
+        last = launch(next_node.setup, duplicate_arena(), NODE_MODULE)
         return last
 
-    return NodeKeeper(start, following.note, is_batched=True)
+    return NodeKeeper(start, next_node.note, is_batched=True)
 
 
 def node_thread(
@@ -69,7 +69,7 @@ def node_thread(
 ) -> NodeKeeper:
     """Return a client whose node is a thread of this process; `arena` holds the slots."""
 
-    following = _Following(setup, on_note)
+    next_node = _NextNode(setup, on_note)
 
     def start() -> Connection:
         with ExitStack() as if_failed, os_errors("starting the thread that moves blocks"):
@@ -77,17 +77,17 @@ def node_thread(
             ours.setblocking(False)
             if_failed.callback(ours.close)
             if_failed.callback(theirs.close)
-            loop = NodeLoop(theirs, following.setup, arena, fs)
+            loop = NodeLoop(theirs, next_node.setup, arena, fs)
             if_failed.callback(loop.close, waits_for_io=True)
             child = ThreadChild(partial(loop.run, waits_for_io=True))
             if_failed.pop_all()
         return Connection(child, ours)
 
-    return NodeKeeper(start, following.note, is_batched=is_batched, clock=clock)
+    return NodeKeeper(start, next_node.note, is_batched=is_batched, clock=clock)
 
 
-class _Following:
-    """Setup of the next node of an engine: it knows the epoch of the engine's blocks.
+class _NextNode:
+    """The node that is started next: its setup has the epoch of the engine's blocks.
 
     Without the epoch the writer takes the engine for one that starts. Such an engine begins empty
     after a reset.

@@ -68,7 +68,7 @@ class NodeIO:
         """Lock for the time of the writes under one writer; see `former_writes`."""
 
     def open(self, welcome: Welcome) -> str:
-        """See `Workers`."""
+        """See `BlockIO`."""
         folders = [root / welcome.folder for root in self._roots]
         table = map_presence(self._fs, folders[0], welcome.slots)
         layout = SegmentLayout(self._block_bytes, welcome.segment_slots, self._fingerprint)
@@ -82,19 +82,19 @@ class NodeIO:
         return str(folders[0])
 
     def release_writes(self) -> None:
-        """See `Workers`."""
+        """See `BlockIO`."""
         writes, self._writes = self._writes, None
         if writes is not None:
             writes.release()
 
     def forget_segments(self, numbers: Sequence[int]) -> None:
-        """See `Workers`."""
+        """See `BlockIO`."""
         if self._files is not None:
             self._files.forget(numbers)
 
 
 class IOThreads(NodeIO):
-    """The `Workers` of a node: one pool of threads per direction."""
+    """The `BlockIO` of a node: one pool of threads per direction."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class IOThreads(NodeIO):
         arena_slots: SlotArray,
         on_end: Callable[[BlocksWritten | None], None],
     ) -> None:
-        """See `Workers`."""
+        """See `BlockIO`."""
         work = partial(self._write, self._cancels, self.writer, keys, slots, arena_slots)
         self._stores.submit(self._run, work, on_end)
 
@@ -153,12 +153,12 @@ class IOThreads(NodeIO):
         arena_slots: SlotArray,
         on_end: Callable[[BlocksRead | None], None],
     ) -> None:
-        """See `Workers`."""
+        """See `BlockIO`."""
         work = partial(self._read, self.reader, keys, arena_slots)
         self._loads.submit(self._run, work, on_end)
 
     def cancel_writes(self) -> None:
-        """See `Workers`. Each of them ends when a thread takes it."""
+        """See `BlockIO`. Each of them ends when a thread takes it."""
         self._cancels += 1
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Jobs of a node: split into parts, carried out on I/O threads, answered when all parts ended.
 
-No I/O happens here. `Workers` runs the parts on threads and calls back on the node's own thread, so
-all methods are called by that one thread.
+No I/O happens here. `BlockIO` moves the parts on threads and calls back on the node's own thread.
+So all methods are called by that one thread.
 
 A put asks the writer for slots, writes parts into them, and commits each part as it ends. If the
 writer is lost, its grants are void: parts that have not begun are cancelled, and what ends later is
@@ -74,8 +74,8 @@ _OF_WHY = {
 OnEnd = Callable[[object], None]
 
 
-class Workers(Protocol):
-    """Threads that move parts between arena and segments, and the files of a namespace."""
+class BlockIO(Protocol):
+    """I/O of a node: opens the files of a namespace, and moves parts between them and the arena."""
 
     def open(self, welcome: Welcome) -> str:
         """Open presence table and segments; return the namespace's first folder.
@@ -149,7 +149,7 @@ class JobMeans:
     """Sends a message to the writer; drops it if no writer serves this node."""
     answer: Callable[[JobDone | NodeReady], None]
     """Sends a message to the scheduler."""
-    workers: Workers
+    io: BlockIO
     clock: Callable[[], float]
     """Monotonic seconds."""
     requests: Iterator[int] = field(default_factory=lambda: count(1))
@@ -251,7 +251,7 @@ class GetJobs(_Jobs):
                 self._conclude(job, part, done.outcomes)
 
         span = slice(part[0], part[-1] + 1)
-        self._means.workers.read(job.keys[span], job.arena_slots[span], end)
+        self._means.io.read(job.keys[span], job.arena_slots[span], end)
 
     def _note(self, done: BlocksRead) -> None:
         self._unreported_bytes += done.outcomes.count(BlockOutcome.OK) * self._block_bytes
@@ -352,7 +352,7 @@ class PutJobs(_Jobs):
         """Give up all requests. Grants are void; nothing is submitted under them any more."""
         self._link += 1
         self.writer_is_silent()
-        self._means.workers.cancel_writes()
+        self._means.io.cancel_writes()
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -372,7 +372,7 @@ class PutJobs(_Jobs):
                 self._commit(job, epoch, part, done)
 
         keys = [job.keys[i] for i in positions]
-        self._means.workers.write(keys, slots, job.arena_slots[positions], end)
+        self._means.io.write(keys, slots, job.arena_slots[positions], end)
 
     def _commit(
         self, job: NodeJob, epoch: int, part: Sequence[tuple[int, int]], done: BlocksWritten

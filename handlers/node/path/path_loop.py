@@ -61,7 +61,7 @@ class NodeLoop:
         )
         self._is_closing = False
         try:
-            self._workers = IOThreads(
+            self._io = IOThreads(
                 fs,
                 roots,
                 hello.namespace,
@@ -73,7 +73,7 @@ class NodeLoop:
         except KVCascadeError:  # a thread that is left would make the lack worse
             self._search.end()
             raise
-        self._node = PathNode(hello, self, self._workers, time.monotonic, setup.patience_s)
+        self._node = PathNode(hello, self, self._io, time.monotonic, setup.patience_s)
 
     def run(self, *, waits_for_io: bool = False) -> None:
         """Serve until the scheduler closes its socket; then close a writer of this process.
@@ -81,7 +81,7 @@ class NodeLoop:
         With `waits_for_io`, the transfers in flight end before that.
         """
         self._node.start()
-        self._workers.warm_up()
+        self._io.warm_up()
         self.tell(NodeReady())
         ticked_s = time.monotonic()
         try:
@@ -100,10 +100,10 @@ class NodeLoop:
 
     def close(self, waits_for_io: bool) -> None:
         """End all threads, and close all files. `run` calls it; a loop that never ran needs it."""
-        self._workers.close()
+        self._io.close()
         if waits_for_io:
-            self._workers.wait()
-            self._workers.release_writes()
+            self._io.wait()
+            self._io.release_writes()
             self.hang_up()
         elif self._writer is not None:  # a process keeps its grants until it has ended
             self._writer.flush()

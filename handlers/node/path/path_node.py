@@ -3,7 +3,7 @@
     JOINING -> LEADING or FOLLOWING -> SILENT (no answers) or ORPHANED (socket closed) -> JOINING
     OFF: the path refused the node of an engine that no writer has served, or is of a newer version
 
-No I/O happens here. Sockets are behind `NodeMeans`, threads and files behind `Workers`, and the
+No I/O happens here. Sockets are behind `NodeMeans`, threads and files behind `BlockIO`, and the
 clock is passed in. All methods are called by one thread, the node's own. A node whose process is
 the writer talks to it by the same messages.
 
@@ -56,7 +56,7 @@ from ..path_wire import (
     PutJob,
     ResetJob,
 )
-from .path_jobs import GetJobs, JobMeans, PutJobs, ResetJobs, Workers
+from .path_jobs import BlockIO, GetJobs, JobMeans, PutJobs, ResetJobs
 
 SILENCE_LIMIT_S = 10.0
 """Longest time without an answer to a request. Then writes rest until the writer answers."""
@@ -160,7 +160,7 @@ class PathNode:
         self,
         hello: Hello,
         means: NodeMeans,
-        workers: Workers,
+        io: BlockIO,
         clock: Callable[[], float],
         patience_s: float = math.inf,
     ) -> None:
@@ -170,10 +170,10 @@ class PathNode:
         """First message to the next writer. Its epoch is the one that a writer said last, to this
         node or an earlier one."""
         self._means = means
-        self._workers = workers
+        self._io = io
         self._clock = clock
         block_bytes = hello.namespace.block_bytes
-        jobs = JobMeans(self._send, means.tell, workers, clock)
+        jobs = JobMeans(self._send, means.tell, io, clock)
         self._gets = GetJobs(jobs, block_bytes)
         self._puts = PutJobs(jobs, block_bytes)
         self._resets = ResetJobs(jobs)
@@ -257,7 +257,7 @@ class PathNode:
             case Epoch():
                 self._epoch(message)
             case SegmentsRemoved():
-                self._workers.forget_segments(message.numbers)
+                self._io.forget_segments(message.numbers)
             case StillOpening():
                 self._note_absence(STILL_OPENING)
             case Stored() | Removed() | KeysListed() | TierFigures():
@@ -296,7 +296,7 @@ class PathNode:
             if self._puts.has_running_io:
                 return
             self._means.hang_up()
-            self._workers.release_writes()
+            self._io.release_writes()
             if now_s >= attempts.next_s:
                 attempts.next_s = math.inf
                 self._means.join()
@@ -352,7 +352,7 @@ class PathNode:
 
     def _welcomed(self, welcome: Welcome) -> None:
         try:
-            folder = self._workers.open(welcome)
+            folder = self._io.open(welcome)
         except KVCascadeError as error:
             self._hang_up(str(error))
             return

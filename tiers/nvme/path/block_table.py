@@ -116,7 +116,7 @@ class BlockTable(Protocol):
 
     def keys_after(self, key: bytes, limit: int) -> list[tuple[bytes, Entry]]:
         """Return up to `limit` blocks that follow `key` in the order of keys; b"" is before the
-        first. None is returned only if no whole block follows. Raises `CorruptionError`."""
+        first. The list is empty only if no whole block follows. Raises `CorruptionError`."""
         ...
 
     def apply(self, changes: Changes) -> Applied:

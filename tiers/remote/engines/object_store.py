@@ -271,7 +271,11 @@ class ObjectStoreEngine(RemoteEngine):
     def put(
         self, names: Sequence[str], objects: Sequence[RemoteObject], limit_s: float
     ) -> list[RemoteOutcome]:
-        return self._moved(self._put, [*zip(names, objects, strict=True)], limit_s)
+        def put(item: tuple[str, RemoteObject]) -> RemoteOutcome:
+            name, made = item
+            return self._create(name, [made.header, made.payload])
+
+        return self._moved(put, [*zip(names, objects, strict=True)], limit_s)
 
     def renew(
         self, names: Sequence[str], objects: Sequence[RemoteObject], limit_s: float
@@ -280,7 +284,7 @@ class ObjectStoreEngine(RemoteEngine):
             name, made = item
             outcome, found = self._asked(lambda: self._head(name))
             if outcome is RemoteOutcome.ABSENT:
-                return self._put(item)
+                return self._create(name, [made.header, made.payload])
             if found is None:
                 return outcome
             kept = self._keep(name, [made.header, made.payload], found)
@@ -466,10 +470,6 @@ class ObjectStoreEngine(RemoteEngine):
             return found
         written_s = os.lstat(os.path.join(self._folder.path, name)).st_mtime
         return {"last_modified": datetime.fromtimestamp(written_s, UTC)}
-
-    def _put(self, item: tuple[str, RemoteObject]) -> RemoteOutcome:
-        name, made = item
-        return self._create(name, [made.header, made.payload])
 
     def _create(self, name: str, data: Any) -> RemoteOutcome:
         outcome = self._tried(

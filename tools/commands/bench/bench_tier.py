@@ -11,7 +11,7 @@ from pathlib import Path
 from ....assembly.node_parts import EngineFacts, OpenTier, SlotMemory, open_node_tier
 from ....assembly.path_parts import path_parts
 from ....manager.below.port import Ended, Put
-from ....manager.flow import MAX_JOBS_IN_FLIGHT
+from ....manager.core import MAX_JOBS_IN_FLIGHT
 from ....tiers.base import BlockHash, BlockOutcome
 from ....tiers.nvme.disk.filesystem import RealFileSystem
 from ....tiers.nvme.namespace import NamespaceKey

@@ -76,7 +76,7 @@ def _read_cases(
 
 def _look(ours: Ours, chains: Sequence[Sequence[BlockHash]]) -> float:
     """Look chains up in one step; return the milliseconds until all have their answer."""
-    ours.store._link.memory.clear()
+    ours.store._core.memory.clear()
     begun_s, left = time.perf_counter(), len(chains)
     for ticket, chain in enumerate(chains):
         ours.store.ask(ticket, chain)

@@ -179,7 +179,7 @@ class Ours:
 
     def keep_generation(self) -> None:
         """Tell the generation to a server that was emptied."""
-        link = self.store._link
+        link = self.store._core
         if link.generation.value is not None:
             counter, _ = parts_of(link.generation.value)
             link.engine.counter(link.objects.counter_name, counter, TIMEOUT_S)
@@ -381,7 +381,7 @@ def lookup_cases(where: str, engine: RemoteEngine) -> Generator[Case, None, None
         return sum(verb.requests for verb in ours.store.counters.verbs.values())
 
     def look() -> Figures:
-        ours.store._link.memory.clear()
+        ours.store._core.memory.clear()
         figures: dict[str, float | None] = {}
         for name, chain, held in ((FOUND, keys, CHAIN_HELD), (COLD, new_keys(CHAIN), 0)):
             before, begun_s = requests(), time.perf_counter()

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 
 from ....assembly.node_parts import OpenTier, SlotMemory
 from ....handlers.node.path_wire import NodeState
-from ....manager.flow import batch_blocks
+from ....manager.core import batch_blocks
 from ....tiers.cpu.arena import Arena, ArenaRole
 from ....tiers.cpu.header import ArenaGeometry
 from ....tiers.nvme.namespace import NamespaceKey

@@ -48,7 +48,7 @@ from .messages.writer_questions import WriterQuestions
 from .namespace.namespace_home import NOTE_USE_EVERY_S
 from .namespace.namespace_openings import BeingOpenedError
 from .namespace.namespace_start import StartMeans
-from .namespace.namespace_writer import NamespaceWriter, Settled
+from .namespace.namespace_writer import BatchResult, NamespaceWriter
 from .namespace.waiting_grants import Reply
 from .path_namespaces import PathNamespaces
 from .path_options import check_paths, is_stronger
@@ -92,13 +92,13 @@ class PathWriter:
         self._out: list[Reply] = []
         self._upkeep_at_s = self._note_use_at_s = clock()
         self._questions = WriterQuestions(self, clock)
-        self._resets = ResetMessages(self._clients, clock, self._settle, self._send)
+        self._resets = ResetMessages(self._clients, clock, self._commit_batch, self._send)
         self._handlers: dict[type, Handle] = {
             Hello: self._hello,
             Reset: self._resets.receive,
             Ask: self._ask,
             Retire: self._retire,
-            **BlockMessages(self.path, clock, self._settle, self._send).handlers,
+            **BlockMessages(self.path, clock, self._commit_batch, self._send).handlers,
         }
 
     @property
@@ -133,7 +133,7 @@ class PathWriter:
         """Forget a connection that the other end closed. Its grants are free at once."""
         gone = self._clients.get(client)
         if gone is not None and gone.namespace is not None:
-            self._settle(gone.namespace)  # what it committed before it ended counts
+            self._commit_batch(gone.namespace)  # what it committed before it ended counts
             gone.namespace.leave(client)
             gone.namespace.home.note_use(self.path.fs)
         self._clients.pop(client, None)
@@ -187,12 +187,12 @@ class PathWriter:
         return BUSY_WAIT_S if is_busy else FIGURES_EVERY_S
 
     def close(self, *, is_clean: bool = True) -> list[Reply]:
-        """Settle what was received, and close all namespaces. Return the last messages.
+        """Commit what was received, and close all namespaces. Return the last messages.
 
         Without `is_clean` everything is left as a kill would leave it.
         """
         for namespace in self.namespaces.values() if is_clean else ():
-            self._settle(namespace)
+            self._commit_batch(namespace)
         self.path.close(is_clean=is_clean)
         out, self._out = self._out, []
         return out
@@ -211,7 +211,7 @@ class PathWriter:
     ) -> list[bytes] | None:
         """Remove the blocks whose slot and checksum are these. Return their keys; None if the
         index cannot be written."""
-        self._settle(namespace)
+        self._commit_batch(namespace)
         entries = namespace.table.get_many(list(wanted))
         slots = [
             entry.slot
@@ -220,7 +220,7 @@ class PathWriter:
         ]
         removed = namespace.remove_slots(slots) if slots else []
         if removed:
-            self._tell(namespace, Settled(removed=removed))
+            self._tell(namespace, BatchResult(removed=removed))
         return removed
 
     # -- messages ------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class PathWriter:
         try:
             if is_stronger(message.options, self.path.options):
                 for each in self.namespaces.values():
-                    self._settle(each)
+                    self._commit_batch(each)
                 self.path.strengthen()
             namespace = self.path.open_for(message)
             is_alone = not self._engines_of(namespace)
@@ -312,7 +312,7 @@ class PathWriter:
     def _serve(self, namespace: NamespaceWriter) -> None:
         """Find room for the waiting grants, commit, and answer."""
         if self._former.may_run(namespace.home.name):
-            self._settle(namespace)
+            self._commit_batch(namespace)
             held, now_s = namespace.held_among, self._clock()
             self._out += namespace.grants.serve(held, [], MAX_SLOTS, Why.LATER, now_s)
             return
@@ -323,23 +323,23 @@ class PathWriter:
         evictions, why = 0, Why.FULL
         if need:
             evictions, why = space.room_for(namespace, min(need, allowed))
-        if self._settle(namespace, evictions) and evictions:
+        if self._commit_batch(namespace, evictions) and evictions:
             space.rest_evictions(namespace)
             why = Why.RESTING
         awake = space.capacity.awake
         held, now_s = namespace.held_among, self._clock()
         self._out += namespace.grants.serve(held, awake, allowed, why, now_s)
 
-    def _settle(self, namespace: NamespaceWriter, evictions: int = 0) -> bool:
+    def _commit_batch(self, namespace: NamespaceWriter, evictions: int = 0) -> bool:
         """Commit what was gathered, with evictions. Return True if the index refused that."""
         if not (namespace.batch or evictions):
             return False
-        result = namespace.settle(evictions)
+        result = namespace.commit_batch(evictions)
         self._tell(namespace, result)  # first: an engine that got its answer knows the rest
         self._out += result.replies
         return result.is_refused
 
-    def _tell(self, namespace: NamespaceWriter, result: Settled) -> None:
+    def _tell(self, namespace: NamespaceWriter, result: BatchResult) -> None:
         """Send events of stored and removed blocks."""
         for number in namespace.clients if result.stored or result.removed else ():
             if result.removed:
@@ -354,7 +354,7 @@ class PathWriter:
         emptied = space.empty_taken()
         if emptied is not None:
             taken, removed = emptied
-            self._tell(self.namespaces[taken.name], Settled(removed=removed))
+            self._tell(self.namespaces[taken.name], BatchResult(removed=removed))
         deleted, space.deleted = space.deleted, []
         for gone in deleted:  # before a file of the same name has blocks, which are granted later
             for number in self.namespaces[gone.name].clients:

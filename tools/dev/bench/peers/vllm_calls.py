@@ -29,8 +29,8 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from .....assembly.build import Cascade
 from .....manager.below.port import NoTierBelow
 from .....manager.cascading import CascadingOffloadingManager
-from .....manager.flow import ManagerOptions
-from .....manager.level import Tier
+from .....manager.core import ManagerOptions
+from .....manager.first_tier import Tier
 from .....tiers.cpu.cpu_backend import CpuBackend
 from .....tiers.policies import create
 from .....vllm.v0_26 import CascadeManager

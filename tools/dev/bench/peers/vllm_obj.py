@@ -97,7 +97,7 @@ class Turns:
 
     def ours(self) -> Figures:
         """Return the rates of a lookup of all blocks, and of reading them."""
-        self._ours.store._link.memory.clear()
+        self._ours.store._core.memory.clear()
         keys, targets = self._blocks.keys, self._blocks.targets()
         figures = rates(
             len(keys), lambda: self._ours.look(keys), lambda: self._ours.read(keys, targets)

@@ -21,8 +21,8 @@ from .....config.schema import WriteMode
 from .....handlers.device.copier import DeviceCopier, GpuBlocks
 from .....handlers.device.geometry import WorkerLayout
 from .....manager.cascading import CascadingOffloadingManager
-from .....manager.flow import ManagerOptions
-from .....manager.level import Tier
+from .....manager.core import ManagerOptions
+from .....manager.first_tier import Tier
 from .....manager.request import Request
 from .....tiers.base import BlockHash, LoadStoreSpec, SlotArray
 from .....tiers.cpu.arena import Arena, ArenaRole

@@ -26,8 +26,8 @@ from .....manager.below.node_feed import NodeFeed
 from .....manager.below.node_tier import NodeTier
 from .....manager.below.port import TierFacts
 from .....manager.cascading import CascadingOffloadingManager
-from .....manager.flow import ManagerOptions
-from .....manager.level import Tier
+from .....manager.core import ManagerOptions
+from .....manager.first_tier import Tier
 from .....tiers.base import BlockHash
 from .....tiers.cpu.cpu_backend import CpuBackend
 from .....tiers.nvme.disk.filesystem import RealFileSystem
@@ -190,9 +190,9 @@ class StalledNode:
         self.jobs: list[int] = []
         take(NodeJoined(NodeState.FOLLOWING, str(folder), slots, 0))
 
-    def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
+    def submit(self, make_job: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
         """Encode a job as for a process, and keep it."""
-        self.jobs.append(len(frame(order(len(self.jobs) + 1))))
+        self.jobs.append(len(frame(make_job(len(self.jobs) + 1))))
         return True
 
     def tell(self, message: Any) -> None:

@@ -86,14 +86,14 @@ class BlockMessages:
         self,
         path: PathNamespaces,
         clock: Callable[[], float],
-        settle: Callable[[NamespaceWriter], object],
+        commit_batch: Callable[[NamespaceWriter], object],
         send: Callable[[int, FromWriter], None],
     ) -> None:
-        """`clock` returns monotonic seconds. `settle` commits what a namespace has gathered. `send`
+        """`clock` returns monotonic seconds. `commit_batch` commits a namespace's batch. `send`
         takes the number of a client and a message."""
         self._path = path
         self._clock = clock
-        self._settle = settle
+        self._commit_batch = commit_batch
         self._send = send
         self.handlers: dict[type, Handle] = {
             Grant: self._grant,
@@ -146,7 +146,7 @@ class BlockMessages:
     def _batch_for(self, namespace: NamespaceWriter, message: Commit | Bad) -> CommitBatch:
         """Return a batch with room for a message. The index has no room for a larger one."""
         if namespace.batch.blocks + len(message.keys) > MAX_COMMIT_BLOCKS:
-            self._settle(namespace)
+            self._commit_batch(namespace)
         return namespace.batch
 
     def _touch(self, client: Client, message: Touch) -> None:

@@ -68,14 +68,14 @@ class ResetMessages:
         self,
         clients: Mapping[int, Client],
         clock: Callable[[], float],
-        settle: Callable[[NamespaceWriter], object],
+        commit_batch: Callable[[NamespaceWriter], object],
         send: Callable[[int, FromWriter], None],
     ) -> None:
-        """`clock` returns monotonic seconds. `settle` commits what a namespace has gathered. `send`
+        """`clock` returns monotonic seconds. `commit_batch` commits a namespace's batch. `send`
         takes the number of a client."""
         self._clients = clients
         self._clock = clock
-        self._settle = settle
+        self._commit_batch = commit_batch
         self._send = send
 
     def receive(self, client: Client, message: Reset) -> None:
@@ -88,7 +88,7 @@ class ResetMessages:
         if was_begun and not namespace.is_resetting:
             self._send(client.number, Epoch(namespace.epoch, message.request))
             return
-        self._settle(namespace)
+        self._commit_batch(namespace)
         namespace.resets.add(client.number, message)
         self.proceed(namespace, is_asked=not was_begun)
 

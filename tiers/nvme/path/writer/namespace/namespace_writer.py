@@ -1,7 +1,7 @@
 """One namespace as its writer changes it: commits, evictions, resets.
 
-Messages of all nodes are gathered, and `settle` puts them into one commit of the block table. The
-presence table follows, then the replies. A slot is free for the next grant only after that.
+Messages of all nodes are gathered, and `commit_batch` puts them into one commit of the block table.
+The presence table follows, then the replies. A slot is free for the next grant only after that.
 
 Used by the writer's thread only.
 """
@@ -35,7 +35,7 @@ _log = get_logger(__name__)
 
 
 @dataclass(slots=True)
-class Settled:
+class BatchResult:
     """Result of one commit, for the nodes."""
 
     replies: list[Reply] = field(default_factory=list)
@@ -143,9 +143,9 @@ class NamespaceWriter:
 
     # -- one commit ----------------------------------------------------------------------------
 
-    def settle(self, evictions: int = 0) -> Settled:
+    def commit_batch(self, evictions: int = 0) -> BatchResult:
         """Commit the batch, with the removal of so many of the coldest blocks."""
-        result, batch = Settled(), self.batch
+        result, batch = BatchResult(), self.batch
         self.batch = CommitBatch(self.space)
         batch.check(-1 if self.is_resetting else self.epoch)
         self._sync_segments(batch)
@@ -209,7 +209,7 @@ class NamespaceWriter:
         self.resets.leave(client)
 
     def leave(self, client: int) -> None:
-        """Forget a client. Its commits in the batch must be settled before."""
+        """Forget a client. The batch with its commits must be committed before."""
         self.clients.discard(client)
         self.unsynced_clients.discard(client)
         self.forget_requests(client)

@@ -1,6 +1,6 @@
-"""One tier in the cascade: its backend, its eviction policy, and the state of its slots.
+"""The first tier of the cascade: its backend, its eviction policy, and the state of its slots.
 
-A level is used under the manager's lock only.
+Used under the manager's lock only.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SPENT = 255
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """The parts of one tier, as an assembly creates them."""
+    """The parts of the first tier, as an assembly creates them."""
 
     name: str
     backend: Backend
@@ -48,35 +48,36 @@ class Tier:
 
 @dataclass(slots=True)
 class Transfer:
-    """A job that reads or writes slots of one level. The slots are pinned until the job ends."""
+    """A job that reads or writes slots of the first tier. They are pinned until the job ends."""
 
     hashes: list[BlockHash]
     """Hashes of the blocks in the job."""
     statuses: list[BlockStatus]
-    """Slots of these blocks in the level, in the same order."""
+    """Slots of these blocks, in the same order."""
     created_s: float
     """Time at which the job started, on the manager's clock."""
     is_orphan: bool = False
-    """True once the level was reset. The last orphan transfer that uses a slot frees it."""
+    """True once the first tier was reset. The last orphan transfer that uses a slot frees it."""
 
 
 class Dirt:
-    """Dirty and settled slots of one level.
+    """Dirty and settled slots of the first tier.
 
     Each slot in use is in one of three states:
 
-    - *dirty*: the next tier lacks the block, and it should be written there;
-    - *settled*: the next tier holds the block or does not need it, so it may be evicted;
+    - *dirty*: tier 1 lacks the block, and it should be written there;
+    - *settled*: tier 1 holds the block or does not need it, so it may be evicted;
     - neither: the bytes of the block are in flight.
 
     The masks are numpy views of byte arrays: single slots are set as bytes, batches and searches
     are vectorised.
     """
 
-    def __init__(self, capacity: int, is_last: bool) -> None:
-        self._is_last = is_last
+    def __init__(self, capacity: int, is_single: bool) -> None:
+        """`is_single`: no tier is below, so that no block is dirty and each may be evicted."""
+        self._is_single = is_single
         self.dirty = bytearray(capacity)
-        """1 for each slot whose block should be written to the next tier."""
+        """1 for each slot whose block should be written to tier 1."""
         self.settled = bytearray(capacity)
         """1 for each slot whose block may be evicted."""
         self.evictable_max = 0
@@ -84,17 +85,17 @@ class Dirt:
         or unpinned adds one. A search that finds too few victims sets the exact number."""
         self.dirty_mask: SlotMask = np.frombuffer(self.dirty, dtype=np.bool_)
         self.settled_mask: SlotMask = np.frombuffer(self.settled, dtype=np.bool_)
-        if is_last:  # nothing below: every block may be evicted
+        if is_single:
             self.settled_mask[:] = True
 
     @property
     def dirty_blocks(self) -> int:
-        """Number of dirty blocks; none in the last tier."""
-        return 0 if self._is_last else int(np.count_nonzero(self.dirty_mask))
+        """Number of dirty blocks."""
+        return 0 if self._is_single else int(np.count_nonzero(self.dirty_mask))
 
     def set_dirty(self, slots: Sequence[int] | Slots) -> None:
-        """Mark these slots dirty: the next tier lacks their blocks. No effect in the last tier."""
-        if not self._is_last and len(slots):
+        """Mark these slots dirty: tier 1 lacks their blocks. No effect without a tier below."""
+        if not self._is_single and len(slots):
             batch = np.asarray(slots, dtype=np.intp)
             self.dirty_mask[batch] = True
             self.settled_mask[batch] = False
@@ -108,8 +109,8 @@ class Dirt:
         self.evictable_max += len(slots)
 
     def set_arriving(self, slots: Sequence[int] | Slots) -> None:
-        """Mark these slots in flight: neither dirty nor settled. No effect in the last tier."""
-        if not self._is_last and len(slots):
+        """Mark these slots in flight: neither dirty nor settled. No effect without a tier below."""
+        if not self._is_single and len(slots):
             batch = np.asarray(slots, dtype=np.intp)
             self.dirty_mask[batch] = False
             self.settled_mask[batch] = False
@@ -117,7 +118,7 @@ class Dirt:
     def note_evicted(self, slots: Slots) -> None:
         """Count evicted blocks as evictable no more."""
         self.evictable_max -= int(np.count_nonzero(self.settled_mask[slots]))
-        if not self._is_last:
+        if not self._is_single:
             self.settled_mask[slots] = False
 
     def count_evictable(self, ref_counts: RefCounts | None) -> None:
@@ -129,7 +130,7 @@ class Dirt:
 
     def clear(self) -> None:
         """Forget the state of every slot, because none is in use."""
-        if not self._is_last:
+        if not self._is_single:
             self.dirty_mask[:] = False
             self.settled_mask[:] = False
             self.evictable_max = 0
@@ -139,8 +140,8 @@ class UseCounts:
     """Use count and prompt depth of the block in each slot."""
 
     def __init__(self, capacity: int, past: PastUses | None) -> None:
-        """`past` holds use counts of blocks that the next tier refused. It is None if the next
-        tier admits every block."""
+        """`past` holds use counts of blocks that tier 1 refused. It is None if tier 1 admits every
+        block."""
         self.past = past
         self._uses = bytearray(capacity)
         self._uses_of = np.frombuffer(self._uses, dtype=np.uint8)
@@ -188,13 +189,13 @@ class UseCounts:
         return [blocks[at][0] for at in order.tolist()]
 
 
-class Level:
-    """One tier in the cascade: its slots, their eviction order, and their state."""
+class FirstTier:
+    """Slots, their eviction order, and their state."""
 
     def __init__(
         self,
         tier: Tier,
-        is_last: bool,
+        is_single: bool,
         on_evicted: Callable[[Pairs], None],
         past: PastUses | None = None,
     ) -> None:
@@ -204,13 +205,13 @@ class Level:
         self.backend = tier.backend
         self.policy = tier.policy
         self.policy.ref_counts = tier.backend.ref_counts
-        self.is_last = is_last
+        self._is_single = is_single
         self.capacity = tier.backend.capacity
         self.block_size = tier.backend.block_size
         self.medium = tier.backend.medium
         self.taken_blocks = 0
         """Number of slots allocated since the start."""
-        self.dirt = Dirt(self.capacity, is_last)
+        self.dirt = Dirt(self.capacity, is_single)
         self.uses = UseCounts(self.capacity, past)
         self.origin = bytearray(self.capacity)
         """For each slot, the tier from which its block was read. `SPENT` once a request has loaded
@@ -218,8 +219,8 @@ class Level:
         self._origin_of = np.frombuffer(self.origin, dtype=np.uint8)
         self.on_evicted = on_evicted
         self._lost: list[BlockHash] = []
-        """Hashes lost to another process's reset, not yet reported as removal events; in descending
-        slot order."""
+        """Hashes lost to another process's reset, not yet reported as removal events. The last ones
+        are reported first."""
 
     def make_all_room(self, n: int, protected: Container[BlockHash], may_drop_dirty: bool) -> bool:
         """Evict until `n` slots are free. Return False and evict nothing if that is impossible."""
@@ -235,7 +236,7 @@ class Level:
                 self.dirt.count_evictable(self.backend.ref_counts)
             return False
         self._free_evicted(evicted)
-        return self.backend.get_num_free_blocks() >= n
+        return True
 
     def make_room(self, n: int, protected: Container[BlockHash], may_drop_dirty: bool) -> int:
         """Evict until `n` slots are free, or as many as possible. Return the free slots, at most
@@ -279,7 +280,7 @@ class Level:
         self.backend.free_many(statuses)
 
     def _evictable(self, may_drop_dirty: bool) -> SlotMask | None:
-        return None if may_drop_dirty or self.is_last else self.dirt.settled_mask
+        return None if may_drop_dirty or self._is_single else self.dirt.settled_mask
 
     def take(
         self, block_hashes: Sequence[BlockHash], depth: int = 0
@@ -318,7 +319,7 @@ class Level:
             self.backend.free(status)
 
     def is_dirty(self, block_hash: BlockHash) -> bool:
-        """Return True if the block is in the level and should be written to the next tier."""
+        """Return True if the block is here and should be written to tier 1."""
         status = self.policy.get(block_hash)
         return status is not None and bool(self.dirt.dirty[status.block_id])
 

@@ -15,7 +15,7 @@ from .admission import PastUses
 from .base import BlockEvent
 from .below.port import Below, Ended
 from .counters import Counters
-from .level import Level, Tier
+from .first_tier import FirstTier, Tier
 
 Clock = Callable[[], float]
 """Monotonic seconds."""
@@ -43,9 +43,9 @@ class ManagerOptions:
     write_mode: WriteMode = WriteMode.DEMOTE
     on_reset: OnReset = OnReset.INVALIDATE
     low_watermark: float = 0.4
-    """Share of the upper tier of a link whose coldest slots are clean before demotion starts."""
+    """Share of the first tier whose coldest slots are clean before demotion starts."""
     high_watermark: float = 0.5
-    """Share of the upper tier of a link whose coldest slots are clean after demotion."""
+    """Share of the first tier whose coldest slots are clean after demotion."""
     dirty_age_s: float = 5.0
     """Seconds after its store at which a dirty block is written, with the write mode "back"."""
     promotion_budget_slots: int | None = None
@@ -74,8 +74,8 @@ class ManagerOptions:
     on_transfer: OnTransfer | None = None
 
 
-class Flow:
-    """The options, the first tier, the port, events, and `tickets`: the numbers of jobs."""
+class ManagerCore:
+    """Options, first tier, port, counters, events; `tickets` numbers the jobs at the port."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Flow:
         self.with_events = options.with_events
         self.is_single = not below.tiers
         """True if the first tier is the only one."""
-        self.top = Level(tier, self.is_single, self._note_evicted, past)
+        self.top = FirstTier(tier, self.is_single, self._note_evicted, past)
         names = (tier.name, *(facts.name for facts in below.tiers))
         self.counters = Counters.for_tiers(names, below.links)
         self.tickets = itertools.count(1)
