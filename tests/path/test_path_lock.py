@@ -177,10 +177,10 @@ def test_a_full_disk_has_room_for_the_socket(
     lead = try_lead(RealFileSystem(), tmp_path)
     assert lead is not None
     door, room = PathDoor(tmp_path), tmp_path / PATH_FOLDER / "writer.room"
-    monkeypatch.setattr(path_lock, "file_system_of", lambda _: "ext4")
+    monkeypatch.setattr(path_lock, "is_xfs", lambda _: False)
     door.listen().close()
     assert not room.exists(), "others need none"
-    monkeypatch.setattr(path_lock, "file_system_of", lambda _: "xfs")
+    monkeypatch.setattr(path_lock, "is_xfs", lambda _: True)
     door.listen().close()
     assert room.stat().st_size == 512 << 10
     assert room.stat().st_blocks * 512 >= 512 << 10

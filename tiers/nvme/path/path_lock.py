@@ -11,13 +11,13 @@ socket, the holder may be on another host that shares the file system.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import socket
 from contextlib import suppress
 from pathlib import Path
 
-from ....config.machine import file_system_of
 from ....errors import ConfigError, InUseError, TierIOError, os_errors
 from ..disk.filesystem import FileLock, FileSystem
 from .writer.path_options import PATH_FOLDER
@@ -30,6 +30,10 @@ ROOM_BYTES = 512 << 10
 """XFS makes no socket with less than about 256 KiB of free space."""
 BACKLOG = 64
 """Most connections that wait to be accepted."""
+_XFS_MAGIC = 0x58465342
+_STATFS_BYTES = 256
+"""More than a `struct statfs` has."""
+_fstatfs = ctypes.CDLL(None).fstatfs
 _ROOM_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _DESCRIPTORS = Path("/proc/self/fd")
 _NO_ANSWER = (errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN)
@@ -146,7 +150,7 @@ class PathDoor:
             with suppress(OSError):
                 os.unlink(ROOM_NAME, dir_fd=self._fd)
             self._bind(listener)
-        if file_system_of(str(self._folder)) != "xfs":
+        if not is_xfs(self._fd):
             return
         with suppress(OSError):
             room = os.open(ROOM_NAME, _ROOM_FLAGS, 0o600, dir_fd=self._fd)
@@ -170,3 +174,9 @@ class PathDoor:
         if os.path.isdir(_DESCRIPTORS):
             return f"{_DESCRIPTORS}/{self._fd}/{SOCKET_NAME}"
         return str(self._folder / SOCKET_NAME)  # no /proc: only short paths work
+
+
+def is_xfs(descriptor: int) -> bool:
+    """Return True if an open file or folder is on XFS; `f_type` is the first field (statfs(2))."""
+    found = (ctypes.c_long * (_STATFS_BYTES // ctypes.sizeof(ctypes.c_long)))()
+    return _fstatfs(descriptor, found) == 0 and found[0] == _XFS_MAGIC
