@@ -165,7 +165,9 @@ def _are_first(fs: FileSystem, given: Sequence[Path], recorded: Sequence[str]) -
 
 
 def _absolute(path: object, key: str) -> object:
-    """Return the folders as absolute paths; what is none stays as it is, also an empty text.
+    """Return the folders as absolute paths.
+
+    What is none stays as it is, also an empty text and `~name` without a user of that name.
 
     Raises `ConfigError` for a relative path in a working directory that was deleted.
     """
@@ -173,8 +175,11 @@ def _absolute(path: object, key: str) -> object:
         return [_absolute(one, key) for one in path]
     if not isinstance(path, str | os.PathLike):
         return path
+    expanded = os.path.expanduser(path)
+    if not path or os.fsdecode(expanded).startswith("~"):
+        return path
     try:
-        return path and os.path.abspath(os.path.expanduser(path))
+        return os.path.abspath(expanded)
     except FileNotFoundError:
         problem = "is relative, and the working directory was deleted; give an absolute path"
         raise At(key).below("path").wrong(str(path), problem) from None

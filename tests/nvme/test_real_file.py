@@ -39,6 +39,16 @@ def test_a_read_that_lacked_alignment_is_tried_once_more(
     file.close()
 
 
+def test_a_file_that_is_too_short_to_map_is_an_error_of_the_system(tmp_path: Path) -> None:
+    """Another program may cut it after its size was read. Python raises `ValueError` for that."""
+    (tmp_path / "file").write_bytes(bytes(PAGE_BYTES))
+    file = open_read_only(tmp_path / "file")
+    assert len(file.map(PAGE_BYTES, writable=False)) == PAGE_BYTES
+    with pytest.raises(OSError, match="length"):
+        file.map(PAGE_BYTES + 1, writable=False)
+    file.close()
+
+
 def test_bytes_on_disk_are_those_of_the_contents(tmp_path: Path) -> None:
     """ext4 keeps a page of its own for a file in many pieces: it once made the index of a tier
     larger than its plan, so that the last segment of the capacity was never made."""

@@ -73,3 +73,13 @@ def test_a_relative_path_in_a_deleted_working_directory_is_refused(
     for path in (Path("kv"), [tmp_path / "a", "kv"]):
         with pytest.raises(ConfigError, match="is relative, .*; give an absolute path"):
             kvcascade.open(path, namespace="mine", block_bytes=BLOCK)  # type: ignore[arg-type]
+
+
+def test_the_home_folder_of_nobody_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder `~nobody-there` was made in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="is a relative path"):
+        kvcascade.open("~nobody-there/kv", namespace="mine", block_bytes=BLOCK)
+    assert not list(tmp_path.iterdir())

@@ -267,7 +267,10 @@ class RealFile(File):
         if writable:
             self._check_writable()
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        return memoryview(mmap.mmap(self._fd, length, access=access))
+        try:
+            return memoryview(mmap.mmap(self._fd, length, access=access))
+        except ValueError as error:  # another program cut the file since its size was read
+            raise OSError(errno.EINVAL, str(error)) from None
 
     def close(self) -> None:
         if self._fd >= 0:
