@@ -128,6 +128,14 @@ class TestFolder(ObjectsContract):
         read = partial(engine.get_into, names(4), buffers(4), 1.0)
         assert read(lambda number: clock.advance(0.6)) == [OK, OK, BUSY, BUSY]
         assert read() == [OK] * 4
+        put = partial(engine.put, names(4), [an_object(1)] * 4, 1.0)
+
+        def find_one(*_: object) -> RemoteOutcome:
+            clock.advance(0.6)
+            return EXISTS
+
+        monkeypatch.setattr(engine, "_create", find_one)
+        assert put() == [EXISTS, EXISTS, BUSY, BUSY], "it answers"
         assert engine.get_into(names(4), buffers(4), 0.0) == [TIMED_OUT] * 4
 
     def test_only_what_is_old_is_written_again(self, engine: RemoteEngine) -> None:

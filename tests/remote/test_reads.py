@@ -8,6 +8,7 @@ from support.keys import keys
 
 from kvcascade.tiers.remote.base import RemoteOutcome
 from kvcascade.tiers.remote.reads import COPIES_AT_A_TIME, RemoteRead
+from kvcascade.tiers.remote.remote_job import RemoteJob
 
 N = COPIES_AT_A_TIME + 3
 OK, TIMED_OUT = RemoteOutcome.OK, RemoteOutcome.TIMED_OUT
@@ -36,7 +37,7 @@ def test_a_block_that_is_copied_just_now_delays_no_other_one() -> None:
         assert not read.give_up(TIMED_OUT, waits=False)
         assert [at for at in range(N) if read.outcomes[at] is None] == [0, COPIES_AT_A_TIME]
         assert read.take_end() is None, "the destination is still written to"
-        read.conclude([0], [OK])
+        RemoteJob.conclude(read, [0], [OK])  # as its copy does at the end
     assert read.give_up(TIMED_OUT, waits=False)
     assert read.take_end() == [OK, *[TIMED_OUT] * (N - 1)]
 
@@ -51,3 +52,18 @@ def test_who_needs_the_memory_waits_for_copies() -> None:
                 assert not given_up.done()
             assert not given_up.done() and read.outcomes[last] is None
         assert given_up.result() and not read.left
+
+
+def test_an_outcome_from_another_thread_waits_for_the_copy() -> None:
+    """Whoever is told that the read has ended may use the memory."""
+    read, targets = new_read()
+    with ThreadPoolExecutor(1) as thread:
+        with read.copying[0]:
+            ended = thread.submit(read.conclude, [1, 0], [TIMED_OUT] * 2)
+            while read.outcomes[1] is None:
+                assert not ended.done()
+            with read.lock:
+                assert read.outcomes[0] is None
+        ended.result()
+    read.deliver(0, memoryview(b"verified"))
+    assert targets[0] == b"unwritte" and read.left == N - 2

@@ -158,3 +158,21 @@ def test_a_slow_upload_that_ends_well_costs_no_other_one(names_per_call: int) ->
     rig.begin_write(keys(100, 101))
     stepping.run_all()
     assert while_slow == [True]
+
+
+def test_each_file_of_a_call_has_the_time_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are written one after the other; blocks of one trip share the time of a usual call."""
+    for in_one_trip, expected_s in ((False, 8.0), (True, 2.0)):
+        twin = RemoteTwin(asks_in_one_trip=in_one_trip, names_per_call=1)
+        twin.timeout_s, twin.bytes_per_call = 2.0, 4 * PAYLOAD_BYTES
+        rig, put, limits_s = RemoteRig(twin, writes_at_a_time=1), twin.put, list[float]()
+
+        def note(
+            names: Sequence[str], objects: Any, limit_s: float, put: Any = put, to: Any = limits_s
+        ) -> list[RemoteOutcome]:
+            to.append(limit_s)
+            return list(put(names, objects, limit_s))
+
+        monkeypatch.setattr(twin, "put", note)
+        assert rig.write(keys(8)) == [OK] * 8
+        assert limits_s == [expected_s] * 2

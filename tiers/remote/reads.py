@@ -45,14 +45,20 @@ class RemoteRead(RemoteJob):
             if self.outcomes[number] is None:
                 target = np.frombuffer(self.views[number], np.uint8)
                 target.reshape(-1, payload.nbytes)[:] = np.frombuffer(payload, np.uint8)
-                self.conclude([number], [RemoteOutcome.OK])
+                RemoteJob.conclude(self, [number], [RemoteOutcome.OK])
+
+    def conclude(self, numbers: Sequence[int], outcomes: Sequence[RemoteOutcome]) -> None:
+        """As of any job. It waits for copies of these blocks: their outcome frees the memory."""
+        for number, outcome in zip(numbers, outcomes, strict=True):
+            with self.copying[number % COPIES_AT_A_TIME]:
+                RemoteJob.conclude(self, [number], [outcome])
 
     def give_up(self, outcome: RemoteOutcome, *, waits: bool) -> bool:
         for first, lock in enumerate(self.copying):
             if lock.acquire(blocking=waits):
                 try:
                     numbers = range(first, len(self.keys), COPIES_AT_A_TIME)
-                    self.conclude(numbers, [outcome] * len(numbers))
+                    RemoteJob.conclude(self, numbers, [outcome] * len(numbers))
                 finally:
                     lock.release()
         return not self.left
@@ -115,7 +121,7 @@ class Reads:
     def is_over(self, job: RemoteRead) -> bool:
         """Return True if a job needs no call, or its time is over before a call would end.
 
-        A block that is cut off is lost, and on a busy core it delays others.
+        A block that is cut off is lost, and on a busy link it delays others.
         """
         return not job.left or job.ends_s - self.core.clock() < self._expected_s
 

@@ -161,7 +161,8 @@ class Uploads:
         was_there = any(map(core.memory.was_there, keys))
         # The age of an object that was there is asked for, and most are then old enough.
         write, trips = (core.engine.renew, 2) if was_there else (core.engine.put, 1)
-        limit_s = core.engine.timeout_s * min(len(names), core.engine.names_per_call)
+        in_one_trip, usual = core.engine.asks_in_one_trip, core.engine.names_per_call
+        limit_s = core.engine.timeout_s * (min(len(names), usual) if in_one_trip else len(names))
         outcomes = core.call(Verb.WRITE, lambda: write(names, objects, limit_s), trips)
         held = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome in THERE]
         core.memory.note_arrivals(job.epoch, held)

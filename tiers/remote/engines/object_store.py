@@ -36,6 +36,7 @@ from ....logs import get_logger
 from ....threads import started_pool
 from ..base import (
     COUNTER_DIGITS,
+    FAILURES,
     HEADER_BYTES,
     MAX_COUNTER,
     Arrived,
@@ -214,7 +215,7 @@ def _bucket(
 class ObjectStoreEngine(RemoteEngine):
     """One bucket or folder; a call with many names has up to `REQUESTS_AT_A_TIME` in flight.
 
-    Files are read and written one after the other in each call.
+    `get_into` and `put` move files one after the other.
     """
 
     asks_in_one_trip = False
@@ -441,8 +442,8 @@ class ObjectStoreEngine(RemoteEngine):
             return self._each(one, items, limit_s)
         ends_s, outcomes = time.monotonic() + limit_s, list[RemoteOutcome]()
         for item in items:
-            is_late = time.monotonic() >= ends_s
-            late = RemoteOutcome.BUSY if RemoteOutcome.OK in outcomes else RemoteOutcome.TIMED_OUT
+            is_late, answers = time.monotonic() >= ends_s, not FAILURES.issuperset(outcomes)
+            late = RemoteOutcome.BUSY if answers else RemoteOutcome.TIMED_OUT
             outcomes.append(late if is_late else one(item))
         return outcomes
 
