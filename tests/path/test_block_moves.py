@@ -37,8 +37,8 @@ class HeldClient(NodeKeeper):
         self.jobs: list[tuple[Any, Callable[[Any], None]]] = []
         self.answers: Callable[[Any], JobDone | None] | None = None
 
-    def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
-        self.jobs.append((order(len(self.jobs) + 1), on_end))
+    def submit(self, make_job: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
+        self.jobs.append((make_job(len(self.jobs) + 1), on_end))
         return True
 
     def has_job(self, on_end: Callable[[Any], None]) -> bool:
@@ -106,10 +106,10 @@ class InterruptedClient(HeldClient):
         self._is_sent = is_sent
         self._is_first = True
 
-    def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
+    def submit(self, make_job: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
         was_first, self._is_first = self._is_first, False
         if self._is_sent or not was_first:
-            super().submit(order, on_end)
+            super().submit(make_job, on_end)
         if was_first:
             raise TimeoutError
         return True
