@@ -28,10 +28,8 @@ from kvcascade.config.remote import WriteWhen, parse_remote
 from kvcascade.tiers.base import RESET_TICKS_PER_S
 from kvcascade.tiers.remote import presence
 from kvcascade.tiers.remote.base import (
-    HEADER_BYTES,
     Cause,
     PrivateBuffer,
-    RemoteObject,
     RemoteOutcome,
 )
 from kvcascade.tiers.remote.engines import resp, valkey
@@ -341,22 +339,6 @@ def test_a_node_of_a_cluster_without_the_key_tells_its_settings() -> None:
 
     with peer(serve) as engine:
         assert engine.explain(2.0) is Cause.KEEPS_ALL
-
-
-def test_an_error_inside_of_a_transaction_is_that_of_one_object() -> None:
-    """Such as rights that change between its commands and its end."""
-    queued = b"+OK\r\n+QUEUED\r\n+QUEUED\r\n*2\r\n"
-
-    def serve(connection: socket.socket) -> None:
-        connection.recv(65536)
-        connection.sendall(b":0\r\n" * 2)
-        connection.recv(65536)
-        connection.sendall(queued + b"-NOPERM x\r\n+OK\r\n" + queued + b"+OK\r\n+OK\r\n")
-
-    with peer(serve) as engine:
-        made = RemoteObject(bytes(HEADER_BYTES), memoryview(bytes(4096)))
-        ended = engine.put(["a", "b"], [made, made], WAIT_LIMIT_S)
-        assert ended == [RemoteOutcome.DENIED, RemoteOutcome.OK]
 
 
 def test_a_counter_that_was_not_raised_is_no_value() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,7 +40,7 @@ from kvcascade.tools.commands.check.config_check import probe_remote, problem_of
 from kvcascade.tools.commands.check.transfer_config import EXTRA
 
 SECRET = "hunter2-in-test"
-OF_ENGINES = "+@read +@write +multi +exec"
+OF_ENGINES = "+@read +@write"
 """Rights that docs/remote.md names."""
 REMOTE_PAGE = Path(__file__).resolve().parents[2] / "docs" / "remote.md"
 AWS = {"AWS_ACCESS_KEY_ID": "key-in-test", "AWS_SECRET_ACCESS_KEY": SECRET}
@@ -207,8 +207,8 @@ class TestRedisLogin:
                 ("+ping", "does not let this user read"),
                 ("+exists +info", "does not let this user read"),
                 ("+@read", 'set writes to "off"'),
-                ("+@read +@write +exec", "takes no objects from this user"),
-                ("+@read +@write +multi +exec -unlink", "remove objects"),
+                ("+@read +@write -msetnx", "takes no objects from this user"),
+                ("+@read +@write -unlink", "remove objects"),
             ):
                 user = ("on", f">{SECRET}", "~*", *rights.split())
                 redis_command(redis.port, "ACL", "SETUSER", "u", "reset", *user)
@@ -280,9 +280,11 @@ class TestTwin:
 
     def test_a_server_that_replaces_objects(self) -> None:
         class Overwriting(RemoteTwin):
-            def _put(self, name: str, made: RemoteObject) -> RemoteOutcome:
-                self.held[name] = made.header + bytes(made.payload)
-                return RemoteOutcome.OK
+            def _put(
+                self, name: str, objects: Sequence[RemoteObject], number: int
+            ) -> RemoteOutcome:
+                self.held.pop(name, None)
+                return super()._put(name, objects, number)
 
         twin = Overwriting()
         found = problem_of(twin, options(url="s3://bucket"))

@@ -28,6 +28,7 @@ from support.remote_servers import (
     PATIENT,
     ServerProcess,
     free_port,
+    peer,
     redis_command,
     redis_server,
     valkey_server,
@@ -126,15 +127,17 @@ def test_half_a_pair_is_absent_and_is_replaced(
     assert is_same(buffer, an_object(2)), "both halves are those of the second"
 
 
+@pytest.mark.parametrize("ttl_s", [None, 100.0])
 def test_a_block_costs_little_more_memory_than_its_payload(
-    redis: ServerProcess, engine: ValkeyEngine
+    redis: ServerProcess, ttl_s: float | None
 ) -> None:
-    payload_bytes = 512 << 10
+    engine, payload_bytes = engine_at(redis.port, ttl_s=ttl_s), 512 << 10
     engine.put(names(4), [an_object(i, payload_bytes) for i in range(4)], LIMIT_S)
     for name in names(4):
         both = (f"{{{name}}}", f"{{{name}}}:h")
         sizes = [redis_command(redis.port, "MEMORY", "USAGE", part) for part in both]
         assert sum(int(size[1:]) for size in sizes) <= 1.03 * payload_bytes
+    engine.close()
 
 
 def first_page(engine: ValkeyEngine) -> tuple[Listing, Iterator[Listing]]:
@@ -228,6 +231,27 @@ def test_blocks_live_as_long_as_they_are_told_to(redis: ServerProcess) -> None:
     for name in (f"{{{names(1)[0]}}}", f"{{{names(1)[0]}}}:h"):
         assert 50 < int(redis_command(redis.port, "TTL", name)[1:]) <= 100, "it is in use"
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("ttl_s", "replies"),
+    [
+        (None, b"-NOPERM x\r\n:1\r\n:0\r\n"),
+        (9.0, b":1\r\n-NOPERM x\r\n:1\r\n" + b":1\r\n" * 3 + b":0\r\n" + b":1\r\n" * 2),
+    ],
+)
+def test_an_error_is_that_of_one_block(ttl_s: float | None, replies: bytes) -> None:
+    """Rights change between two commands, and another host writes the last block."""
+
+    def serve(connection: socket.socket) -> None:
+        connection.recv(65536)
+        connection.sendall(b":0\r\n" * (3 if ttl_s is None else 6))
+        connection.recv(65536)
+        connection.sendall(replies)
+
+    with peer(serve, ttl_s=ttl_s) as engine:
+        ended = engine.put(names(3), [an_object(i, 4096) for i in range(3)], LIMIT_S)
+        assert ended == [RemoteOutcome.DENIED, OK, EXISTS]
 
 
 def test_a_block_in_use_is_touched(own_redis: ServerProcess) -> None:

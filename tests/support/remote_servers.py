@@ -276,7 +276,9 @@ Serve = Callable[[socket.socket], None]
 
 
 @contextmanager
-def peer(serve: Serve, login: Login | None = None) -> Iterator[ValkeyEngine]:
+def peer(
+    serve: Serve, login: Login | None = None, ttl_s: float | None = None
+) -> Iterator[ValkeyEngine]:
     """An engine whose server is this function, called for each connection.
 
     Without a `login` the engine waits for as long as the slowest machine needs.
@@ -296,7 +298,7 @@ def peer(serve: Serve, login: Login | None = None) -> Iterator[ValkeyEngine]:
         thread = threading.Thread(target=accept, daemon=True)
         thread.start()
         login = login or Login(WAIT_LIMIT_S, WAIT_LIMIT_S)
-        engine = ValkeyEngine(Address(HOST, port), login)
+        engine = ValkeyEngine(Address(HOST, port), login, ttl_s)
         try:
             yield engine
         finally:

@@ -113,12 +113,13 @@ class RemoteTwin(RemoteEngine):
         self._called("put")
         if "put" in self.fails:
             return [self.fails["put"]] * len(names)
-        return [self._put(n, o) for n, o in zip(names, objects, strict=True)]
+        return [self._put(name, objects, number) for number, name in enumerate(names)]
 
-    def _put(self, name: str, made: RemoteObject) -> RemoteOutcome:
+    def _put(self, name: str, objects: Sequence[RemoteObject], number: int) -> RemoteOutcome:
         with self._lock:
             if name in self.held:
                 return RemoteOutcome.EXISTS
+            made = objects[number]
             self.held[name] = made.header + bytes(made.payload)
         return OK
 

@@ -267,7 +267,11 @@ class RemoteEngine(ABC):
     def put(
         self, names: Sequence[str], objects: Sequence[RemoteObject], limit_s: float
     ) -> list[RemoteOutcome]:
-        """Store objects whose names are free; `EXISTS` for those that are not."""
+        """Store objects whose names are free; `EXISTS` for those that are not.
+
+        The engine takes `objects[i]` once, when it is about to send it: this makes the object, and
+        costs a checksum.
+        """
 
     def renew(
         self, names: Sequence[str], objects: Sequence[RemoteObject], limit_s: float

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from ...config.remote import WriteWhen
 from ..base import BlockHash
-from .base import RemoteOutcome, outcome_of_call
+from .base import RemoteObject, RemoteOutcome, outcome_of_call
 from .lookups import RemoteCore
+from .objects import ObjectFormat
 from .presence import Presence, PresenceMemory, drop_oldest
 from .remote_counters import Verb
 from .remote_job import RemoteJob
@@ -127,6 +129,29 @@ class OfferRule:
             self._touched.pop(key, None)
 
 
+class _Leaving(Sequence[RemoteObject]):
+    """Objects of one call. Each is made when it is about to be sent.
+
+    Its payload is then sent while it is in the processor's cache. A block that the server has
+    already costs no checksum.
+    """
+
+    def __init__(
+        self, objects: ObjectFormat, job: UploadJob, numbers: Sequence[int], generation: int
+    ) -> None:
+        self._objects = objects
+        self._job = job
+        self._numbers = numbers
+        self._generation = generation
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, at: Any) -> Any:
+        number = self._numbers[at]
+        return self._objects.make(self._job.keys[number], self._generation, self._job.views[number])
+
+
 class Uploads:
     """Makes the calls that write blocks. Any thread."""
 
@@ -154,10 +179,7 @@ class Uploads:
             return RemoteOutcome.DROPPED
         keys = [job.keys[number] for number in numbers]
         names = [core.objects.name(key, generation.value) for key in keys]
-        objects = [
-            core.objects.make(key, generation.value, job.views[number])
-            for key, number in zip(keys, numbers, strict=True)
-        ]
+        objects = _Leaving(core.objects, job, numbers, generation.value)
         was_there = any(map(core.memory.was_there, keys))
         # The age of an object that was there is asked for, and most are then old enough.
         write, trips = (core.engine.renew, 2) if was_there else (core.engine.put, 1)

@@ -272,26 +272,25 @@ class ObjectStoreEngine(RemoteEngine):
     def put(
         self, names: Sequence[str], objects: Sequence[RemoteObject], limit_s: float
     ) -> list[RemoteOutcome]:
-        def put(item: tuple[str, RemoteObject]) -> RemoteOutcome:
-            name, made = item
-            return self._create(name, [made.header, made.payload])
+        def put(number: int) -> RemoteOutcome:
+            return self._create(names[number], _data(objects[number]))
 
-        return self._moved(put, [*zip(names, objects, strict=True)], limit_s)
+        return self._moved(put, range(len(names)), limit_s)
 
     def renew(
         self, names: Sequence[str], objects: Sequence[RemoteObject], limit_s: float
     ) -> list[RemoteOutcome]:
-        def renew(item: tuple[str, RemoteObject]) -> RemoteOutcome:
-            name, made = item
+        def renew(number: int) -> RemoteOutcome:
+            name = names[number]
             outcome, found = self._asked(lambda: self._head(name))
             if outcome is RemoteOutcome.ABSENT:
-                return self._create(name, [made.header, made.payload])
+                return self._create(name, _data(objects[number]))
             if found is None:
                 return outcome
-            kept = self._keep(name, [made.header, made.payload], found)
+            kept = self._keep(name, lambda: _data(objects[number]), found)
             return RemoteOutcome.EXISTS if kept is RemoteOutcome.OK else kept
 
-        return self._each(renew, [*zip(names, objects, strict=True)], limit_s)
+        return self._each(renew, range(len(names)), limit_s)
 
     def remove(self, names: Sequence[str], limit_s: float) -> list[RemoteOutcome]:
         def remove(name: str) -> RemoteOutcome:
@@ -519,7 +518,7 @@ class ObjectStoreEngine(RemoteEngine):
             return CounterAnswer(RemoteOutcome.ABSENT, requests=sent)
         if self._folder is not None:
             self._folder.note_counter(name, f"{name}/{largest}")
-        self._keep(f"{name}/{largest}", b"", entries[largest])
+        self._keep(f"{name}/{largest}", bytes, entries[largest])
         return CounterAnswer(RemoteOutcome.OK, int(largest), sent)
 
     def _begun(self, name: str, entry: Mapping[str, Any]) -> CounterAnswer:
@@ -541,17 +540,18 @@ class ObjectStoreEngine(RemoteEngine):
         if answer.outcome is RemoteOutcome.OK:
             if self._folder is not None:
                 self._folder.note_counter(name, f"{name}/begin", found)
-            self._keep(f"{name}/begin", found, entry)
+            self._keep(f"{name}/begin", lambda: found, entry)
         elif requests:
             _log.warning("%s/begin of a remote tier is damaged; its counter counts as lost", name)
         return replace(answer, requests=requests)
 
-    def _keep(self, name: str, data: Any, entry: Mapping[str, Any]) -> RemoteOutcome:
+    def _keep(self, name: str, data: Callable[[], Any], entry: Mapping[str, Any]) -> RemoteOutcome:
         """Write an old object anew, because lifecycle rules count from its last writing."""
         age_s = time.time() - entry["last_modified"].timestamp()
         if not self._renews or age_s < RENEW_AFTER_S:
             return RemoteOutcome.OK
-        return self._tried(lambda: self._obstore.put(self._store, name, data, use_multipart=False))
+        again, put = data(), self._obstore.put
+        return self._tried(lambda: put(self._store, name, again, use_multipart=False))
 
     def _tried(self, request: Callable[[], object]) -> RemoteOutcome:
         return self._asked(request)[0]
@@ -587,6 +587,10 @@ def _read_file(path: str, buffer: PrivateBuffer) -> bool:
     finally:
         os.close(file)
     return True
+
+
+def _data(made: RemoteObject) -> list[bytes | memoryview]:
+    return [made.header, made.payload]
 
 
 def _after(requests: int, answer: CounterAnswer) -> CounterAnswer:
