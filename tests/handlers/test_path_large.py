@@ -15,6 +15,7 @@ from support.path_engine import PathEngine
 from support.writer_twin import namespace_spec
 
 from kvcascade.handlers.node.path_wire import NodeState
+from kvcascade.manager.below.port import Put
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.block_table import Changes
@@ -32,6 +33,7 @@ RESUME_LIMIT_S = 5.0
 GIVEN_UP_S = 120.0
 SOAK = [pytest.mark.slow, pytest.mark.timeout(600)]
 OK = BlockOutcome.OK
+FAR, SLOTS_OF_READS = 1000, 32
 KNOWN = range(32)
 """Blocks that are really stored; all others are in the index only."""
 
@@ -63,7 +65,9 @@ def fill_index(root: Path, entries: int) -> None:
 
 
 def resume_s(leader: PathEngine, other: PathEngine, new: range) -> float:
-    """Kill the writer beside reads; the seconds until another one has stored a block."""
+    """Kill the writer beside reads and a write; the seconds until another has stored a block."""
+    under_way = range(new.start + FAR, new.stop + FAR)
+    assert other.begin_put(under_way, SLOTS_OF_READS) == [Put.STARTED] * len(under_way)
     leader.kill()
     killed_s = monotonic()
     rng, longest_s = random.Random(2), 0.0
@@ -77,6 +81,7 @@ def resume_s(leader: PathEngine, other: PathEngine, new: range) -> float:
         if other.tier.takes_puts and OK in other.put(list(new)):
             took_s = monotonic() - killed_s
             print(f"writes resume after {took_s:.2f} s; a read took {longest_s:.2f} s at most")
+            assert {*other.get(under_way)} <= {OK, BlockOutcome.GONE}, "and no wrong byte"
             return took_s
 
 

@@ -297,6 +297,22 @@ def test_a_bucket_that_does_not_exist_is_denied(s3: S3Server) -> None:
     engine.close()
 
 
+def test_nothing_is_sent_in_plain_because_the_environment_says_so(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3.make_bucket(bucket := uuid.uuid4().hex)
+    monkeypatch.setenv("AWS_ENDPOINT", s3.endpoint)
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    open_it = partial(
+        open_object_store, f"s3://{bucket}", 10.0, 10.0, region="us-east-1", settings=SECRETS
+    )
+    plain, engine = open_it(endpoint=s3.endpoint), open_it()
+    assert plain.exist_many(names(1), LIMIT_S) == [ABSENT]
+    assert engine.exist_many(names(1), LIMIT_S) == [IO_ERROR]
+    for each in (plain, engine):
+        each.close()
+
+
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_list_that_is_refused_is_a_refusal(status: int) -> None:
     with answering_always(status, "<Error><Code>SomethingNew</Code></Error>") as port:

@@ -255,6 +255,20 @@ class TestBucket:
         found = self.said(monkeypatch, s3.endpoint, AWS, "nowhere-in-test")
         assert found is not None and "has no such bucket; create it" in found
 
+    def test_a_certificate(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Clients of buckets trust what the system does, and a file of the environment."""
+        pytest.importorskip("obstore")
+        files = loopback_certificate(tmp_path)
+        server = S3Server(certificate=files)
+        try:
+            server.make_bucket("protected-in-test")
+            found = self.said(monkeypatch, server.endpoint, AWS, "protected-in-test")
+            assert found is not None and "SSL_CERT_FILE (a bucket)" in found
+            trusting = {**AWS, "SSL_CERT_FILE": str(files.certificate)}
+            assert self.said(monkeypatch, server.endpoint, trusting, "protected-in-test") is None
+        finally:
+            server.kill()
+
     @pytest.mark.parametrize(
         "status, code, wanted",
         [

@@ -127,15 +127,22 @@ def test_half_a_pair_is_absent_and_is_replaced(
     assert is_same(buffer, an_object(2)), "both halves are those of the second"
 
 
+@pytest.fixture(params=["redis", "valkey"])
+def server(request: pytest.FixtureRequest) -> ServerProcess:
+    """An empty server of either kind."""
+    found: ServerProcess = request.getfixturevalue(request.param)
+    return found
+
+
 @pytest.mark.parametrize("ttl_s", [None, 100.0])
 def test_a_block_costs_little_more_memory_than_its_payload(
-    redis: ServerProcess, ttl_s: float | None
+    server: ServerProcess, ttl_s: float | None
 ) -> None:
-    engine, payload_bytes = engine_at(redis.port, ttl_s=ttl_s), 512 << 10
+    engine, payload_bytes = engine_at(server.port, ttl_s=ttl_s), 512 << 10
     engine.put(names(4), [an_object(i, payload_bytes) for i in range(4)], LIMIT_S)
     for name in names(4):
         both = (f"{{{name}}}", f"{{{name}}}:h")
-        sizes = [redis_command(redis.port, "MEMORY", "USAGE", part) for part in both]
+        sizes = [redis_command(server.port, "MEMORY", "USAGE", part) for part in both]
         assert sum(int(size[1:]) for size in sizes) <= 1.03 * payload_bytes
     engine.close()
 
@@ -206,8 +213,9 @@ def test_a_full_server_refuses_and_goes_on_reading() -> None:
         server.kill()
 
 
-def test_the_server_evicts_by_itself() -> None:
-    server = redis_server("--maxmemory", "5mb", "--maxmemory-policy", "allkeys-lru")
+@pytest.mark.parametrize("start", [redis_server, valkey_server])
+def test_the_server_evicts_by_itself(start: Callable[..., ServerProcess]) -> None:
+    server = start("--maxmemory", "5mb", "--maxmemory-policy", "allkeys-lru")
     try:
         engine = engine_at(server.port)
         for i in range(60):
@@ -221,15 +229,15 @@ def test_the_server_evicts_by_itself() -> None:
         server.kill()
 
 
-def test_blocks_live_as_long_as_they_are_told_to(redis: ServerProcess) -> None:
-    engine = engine_at(redis.port, ttl_s=100.0)
+def test_blocks_live_as_long_as_they_are_told_to(server: ServerProcess) -> None:
+    engine = engine_at(server.port, ttl_s=100.0)
     engine.put(names(1), [an_object(1)], LIMIT_S)
     for name in (f"{{{names(1)[0]}}}", f"{{{names(1)[0]}}}:h"):
-        assert 0 < int(redis_command(redis.port, "TTL", name)[1:]) <= 100
-        redis_command(redis.port, "EXPIRE", name, "50")
+        assert 0 < int(redis_command(server.port, "TTL", name)[1:]) <= 100
+        redis_command(server.port, "EXPIRE", name, "50")
     assert engine.put(names(2), [an_object(1), an_object(2)], LIMIT_S) == [EXISTS, OK]
     for name in (f"{{{names(1)[0]}}}", f"{{{names(1)[0]}}}:h"):
-        assert 50 < int(redis_command(redis.port, "TTL", name)[1:]) <= 100, "it is in use"
+        assert 50 < int(redis_command(server.port, "TTL", name)[1:]) <= 100, "it is in use"
     engine.close()
 
 

@@ -20,7 +20,7 @@ from kvcascade.handlers.node.path.path_node import STILL_OPENING
 from kvcascade.handlers.node.path_wire import CAN_READ, NodeNote, NodeSetup, NodeState
 from kvcascade.manager.below.node_feed import NodeFeed
 from kvcascade.manager.below.node_tier import NodeTier
-from kvcascade.manager.below.port import Ended, TierFacts
+from kvcascade.manager.below.port import Ended, Put, TierFacts
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.path_messages import PROTOCOL, Hello, NamespaceSpec, PathOptions
@@ -120,11 +120,15 @@ class PathEngine:
 
     def put(self, numbers: Sequence[int]) -> Sequence[BlockOutcome]:
         """Write blocks from the first slots, and wait; outcomes of those that were started."""
-        for slot, number in enumerate(numbers):
+        return self._end(self._ticket).outcomes if Put.STARTED in self.begin_put(numbers) else []
+
+    def begin_put(self, numbers: Sequence[int], first_slot: int = 0) -> Sequence[Put]:
+        """Begin to write blocks from the slots from this one on."""
+        slots = range(first_slot, first_slot + len(numbers))
+        for slot, number in zip(slots, numbers, strict=True):
             self.view(slot)[:] = self.content(number)
         self._ticket += 1
-        started = self.tier.put(self._ticket, [key(n) for n in numbers], range(len(numbers)))
-        return self._end(self._ticket).outcomes if "started" in [a.value for a in started] else []
+        return self.tier.put(self._ticket, [key(n) for n in numbers], slots)
 
     def store(self, numbers: Sequence[int], limit_s: float = WAIT_S) -> None:
         """Write blocks until all are stored; like an engine, offer again what was put off.

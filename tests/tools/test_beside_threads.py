@@ -23,6 +23,10 @@ def tools_work(root: Path, state: NodeState) -> None:
         seen = call("inspect", root, "--json").one
         assert (seen["state"], seen["blocks"]) == ("live", BLOCKS)
         assert call("verify", root, "--json").one["ok"] == BLOCKS
+        (shown,) = call("top", root, "--once", "--json").document["tiers"]
+        assert shown["blocks"] == BLOCKS
+        remove = ("gc", root, "-n", seen["name"], "--remove-namespace")
+        assert call(*remove).code != 0, "it is in use"
         assert call("export", root, file, "--json").document["blocks"] == BLOCKS
         removed = call("gc", root, "--max-size", least_size(folder_in(root)), "--json")
         assert removed.one["blocks_removed"] == BLOCKS

@@ -33,6 +33,8 @@ CACHED_TOKENS = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 BLOCKS = PROMPTS * (CACHED_TOKENS // BLOCK_TOKENS)
 WRITTEN = "vllm:kvcascade_demoted_blocks[remote]"
 READ = "vllm:kvcascade_promoted_blocks[remote]"
+READ_BYTES = "vllm:kvcascade_remote_bytes[remote,read]"
+FROM_NVME = "vllm:kvcascade_promoted_blocks[nvme]"
 
 
 @pytest.fixture
@@ -92,16 +94,30 @@ def test_a_second_engine_finds_what_the_first_one_computed(
             answers = second.generate(asked)
             assert tokens(answers) == expected
             assert [answer["cached"] for answer in answers] == [CACHED_TOKENS] * PROMPTS
-            assert second.metrics()[READ] == BLOCKS
+            wait_until(lambda: second.metrics()[READ_BYTES] == BLOCKS * BLOCK_BYTES)
+            _check_reads(second.metrics())
             redis.kill()
             rng = random.Random(8)
             new = [[rng.randrange(1000) for _ in range(PROMPT_TOKENS)] for _ in range(2)]
             assert len(tokens(second.generate(new))) == 2
             second.stop()
-        with engine("alone") as alone:  # the server is down
-            assert tokens(alone.generate(asked)) == expected
-            alone.stop()
+        with engine("second") as again:  # the server is down
+            assert tokens(again.generate(asked)) == expected
+            if has_nvme:  # what was read from the server was written there
+                assert again.metrics()[FROM_NVME] == BLOCKS
+            again.stop()
         assert not list(Path(shared).iterdir())
+
+
+def _check_reads(counted: dict[str, float]) -> None:
+    """The metrics of an engine that read every block from the server, and wrote none there."""
+    assert counted[READ] == BLOCKS
+    calls, requests = (
+        counted[f"vllm:kvcascade_remote_{n}[remote,read]"] for n in ("calls", "requests")
+    )
+    assert 0 < calls <= requests
+    assert counted["vllm:kvcascade_remote_blocks[remote,read,ok]"] == BLOCKS
+    assert counted["vllm:kvcascade_remote_openings[remote,read]"] == 0
 
 
 def test_engines_in_networks_of_their_own(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ _CAUSES = {
     Cause.REGION: 'has this bucket in another region; set "region"',
     Cause.DATABASE: "has no such database; give the number of another one in the url",
     Cause.CERTIFICATE: "has a certificate that this machine does not trust; install the one that "
-    'signed it, or set "ca_file"',
+    'signed it, or set "ca_file" (Valkey) or the variable SSL_CERT_FILE (a bucket)',
     Cause.KEEPS_ALL: "removes no old blocks and takes no new ones once it is full; set maxmemory "
     "and maxmemory-policy allkeys-lru there",
 }

@@ -3,8 +3,8 @@
     python -m kvcascade.tools.dev.record_metrics tests/data/metrics-run.txt.gz
 
 A server with a small model serves prompts that fit neither its device cache nor its CPU and NVMe
-tiers, and is scraped meanwhile. Its remote tier is on Redis or Valkey if that is on the PATH, and
-in a folder otherwise. The file is in the OpenMetrics format with the time of every scrape, so
+tiers, and is scraped meanwhile. Its remote tier is on Valkey or Redis if there is one, and in a
+folder otherwise. The file is in the OpenMetrics format with the time of every scrape, so
 `promtool tsdb create-blocks-from openmetrics` turns it into a database.
 """
 

