@@ -63,6 +63,8 @@ class RemoteRig:
             was_reset=was_reset,
         )
         self._ticket = 0
+        self.read_into: list[memoryview] = []
+        """Memory of the last call of `read`."""
         self.weights = b""
 
     def update(self) -> None:
@@ -105,6 +107,7 @@ class RemoteRig:
     def read(self, hashes: Sequence[BlockHash]) -> list[RemoteOutcome]:
         """Read blocks, and wait; what came is compared, and nothing else was written."""
         ticket, slots = self.ticket(), self.slots(len(hashes))
+        self.read_into = slots
         self.store.get(ticket, hashes, slots)
         outcomes = self.ended(ticket, Verb.READ)
         check(hashes, slots, outcomes, self.weights)
