@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract.remote_contract import RemoteContract
 from support.ceph import ACCESS_KEY, SECRET_KEY, CephServer
 
 from kvcascade.tiers.remote.base import RemoteEngine
@@ -17,6 +16,8 @@ from kvcascade.tiers.remote.engines.object_store import open_object_store
 
 pytest.importorskip("obstore", reason='no object stores: install obstore (extra "s3")')
 pytest.importorskip("boto3", reason='no boto3: install moto (extra "dev")')
+from remote.test_object_store import ObjectsContract  # noqa: E402 - needs obstore
+
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 
 LIMIT_S = 10.0
@@ -30,7 +31,7 @@ def ceph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CephServer]:
     server.kill()
 
 
-class TestCeph(RemoteContract):
+class TestCeph(ObjectsContract):
     @pytest.fixture
     def engine(self, ceph: CephServer) -> Iterator[RemoteEngine]:
         self.bucket = uuid.uuid4().hex

@@ -16,13 +16,18 @@ LIMIT_S = 300
 """Longest time of one command, such as the download of all packages."""
 
 
+def cache_folder() -> Path:
+    """The folder for programs that tests download; it may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvcascade-tests"
+
+
 @cache
 def unpacked(name: str, *packages: str) -> Path:
     """The folder with packages, and with what they need and this system lacks.
 
     The test is skipped where they cannot be had.
     """
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvcascade-tests"
+    folder = cache_folder()
     if not (folder / name).is_dir():
         if not (shutil.which("apt-get") and shutil.which("dpkg")):
             pytest.skip(f"{name} is not installed, and this is not Debian")
