@@ -39,12 +39,12 @@ MAX_STEPS = 60
 class Host:
     """A manager over a small first tier and a remote tier."""
 
-    def __init__(self, world: World, when: WriteWhen) -> None:
+    def __init__(self, world: World, when: WriteWhen, slots: int = SLOTS) -> None:
         self._world = world
         options = StoreOptions(when=when, queue_bytes=6 * PAYLOAD_BYTES)
-        self.rig = RemoteTierRig(world.twin, world.clock, options, SLOTS)
+        self.rig = RemoteTierRig(world.twin, world.clock, options, slots)
         self.manager = CascadingOffloadingManager(
-            Tier("cpu", self.rig.arena, create("lru", SLOTS)),
+            Tier("cpu", self.rig.arena, create("lru", slots)),
             self.rig.tier,
             ManagerOptions(write_mode=WriteMode.THROUGH, promotion_deadline_s=3.0),
             world.clock,
@@ -229,3 +229,14 @@ def test_a_request_waits_for_one_deadline_at_most(ends_at_s: list[float]) -> Non
     deadline_s, step_s = StoreOptions().deadline_s, 0.1
     assert world.clock.now_s - began_s < deadline_s + 3 * step_s
     assert hits == (0 if left else 2)
+
+
+def test_heads_are_written_before_tails() -> None:
+    """The queue of the server has room for 6 blocks of the prompt, the first tier for all."""
+    world = World(random.Random(0), asks_in_one_trip=True)
+    writer = Host(world, WriteWhen.THROUGH, slots=64)
+    writer.rig.pump()
+    writer.serve(world.all[:PROMPT_BLOCKS])
+    writer.rig.pump()
+    written = [name.rsplit("/", 1)[-1] for name in world.twin.held]
+    assert written == [block_hash.hex() for block_hash in world.all[:6]]
