@@ -186,6 +186,10 @@ class RemoteTierOptions:
     """File with the password of a Valkey server."""
     ca_file: Annotated[Path | None, optional(folder)] = None
     """Certificates that sign those of a Valkey server. The default is those of the system."""
+    client_cert_file: Annotated[Path | None, optional(folder)] = None
+    """Certificate that a Valkey server asks its clients for, in PEM."""
+    client_key_file: Annotated[Path | None, optional(_secret_file)] = None
+    """Key of that certificate, in PEM and not encrypted. The default is the certificate's file."""
     mac_key_env: Annotated[str | None, optional(_variable)] = None
     """Environment variable with a key that authenticates blocks, as 64 hexadecimal digits."""
     mac_key_file: Annotated[Path | None, optional(_secret_file)] = None
@@ -215,7 +219,8 @@ class RemoteTierOptions:
         return {name: _plain(value) for name, value in found.items() if value is not None}
 
 
-_VALKEY_ONLY = ("ttl_s", "username", "password_env", "password_file", "ca_file")
+_TLS_ONLY = ("ca_file", "client_cert_file", "client_key_file")
+_VALKEY_ONLY = ("ttl_s", "username", "password_env", "password_file", *_TLS_ONLY)
 _S3_ONLY = ("endpoint", "region")
 _PAIRS = (
     ("password_env", "password_file"),
@@ -234,6 +239,7 @@ def parse_remote(at: At, options: Mapping[str, object]) -> RemoteTierOptions:
     scheme = read.scheme
     others = [
         *(() if read.engine == VALKEY else _VALKEY_ONLY),
+        *(() if scheme == SCHEMES[scheme].protected else _TLS_ONLY),
         *(() if scheme == "s3" else _S3_ONLY),
     ]
     misplaced = [name for name in others if getattr(read, name) is not None]
@@ -248,6 +254,8 @@ def parse_remote(at: At, options: Mapping[str, object]) -> RemoteTierOptions:
         )
     if read.username is not None and not read.wants("password"):
         raise ConfigError(f"{at.key}.username: set password_env or password_file too.")
+    if read.client_key_file is not None and read.client_cert_file is None:
+        raise ConfigError(f"{at.key}.client_key_file: set client_cert_file too.")
     if not read.insecure:
         _check_tls(at, read)
     return read

@@ -498,7 +498,9 @@ def test_no_more_is_granted_than_the_budget_of_the_day() -> None:
     rig.kill()
     rig.start()
     one = RigNode(rig, "one")
-    assert len(one.store(list(range(100, 140)))) == 4, "a grant that was not committed does not count"
+    assert len(one.store(list(range(100, 140)))) == 4, (
+        "a grant that was not committed does not count"
+    )
     rig.wall.advance(86_400 * 2)
     assert len(one.store(list(range(300, 308)), steps=300)) == 8
 

@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 from contract.remote_contract import LIMIT_S, an_object, names
+from cryptography.hazmat.primitives import serialization
+from support.certificates import loopback_certificate
 from support.remote_servers import HOST, PATIENT, ServerProcess, redis_server
 from support.remote_twin import RemoteTwin
 
@@ -100,6 +102,9 @@ def test_the_url_of_a_folder_is_read_as_urls_are(tmp_path: Path) -> None:
         ({"url": "s3://b", "writes": "always"}, "writes"),
         ({"url": "s3://b", "deadline_s": 0}, "deadline_s"),
         ({"url": "s3://b", "capacity": "1TiB"}, "capacity"),
+        ({"url": "valkey://127.0.0.1", "ca_file": "/file"}, "ca_file"),
+        ({"url": "s3://b", "client_cert_file": "/file"}, "client_cert_file"),
+        ({"url": "valkeys://host", "client_key_file": "/file"}, "client_key_file"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(options: dict[str, object], place: str) -> None:
@@ -206,6 +211,23 @@ class TestSecrets:
         options = parse(url="valkeys://127.0.0.1", ca_file=str(tmp_path / "missing"))
         with pytest.raises(ConfigError, match="ca_file"):
             open_remote_engine(options, {})
+        files = loopback_certificate(tmp_path)
+        key = serialization.load_pem_private_key(files.key.read_bytes(), None)
+        (tmp_path / "locked").write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM,
+                serialization.PrivateFormat.PKCS8,
+                serialization.BestAvailableEncryption(b"word"),
+            )
+        )
+        for key_file in ("missing", "empty", "locked", "certificate.pem"):
+            options = parse(
+                url="valkeys://127.0.0.1",
+                client_cert_file=str(files.certificate),
+                client_key_file=str(tmp_path / key_file),
+            )
+            with pytest.raises(ConfigError, match="client_cert_file: cannot be read"):
+                open_remote_engine(options, {})
 
     def test_a_password_is_used_and_shown_nowhere(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -144,6 +144,26 @@ def test_a_certificate_that_is_not_trusted(tmp_path: Path) -> None:
         server.kill()
 
 
+def test_a_server_that_asks_its_clients_for_a_certificate(tmp_path: Path) -> None:
+    """As Redis does unless it is told not to; it may break off at either end of the handshake."""
+    files = loopback_certificate(tmp_path)
+    pair = {"client_cert_file": str(files.certificate), "client_key_file": str(files.key)}
+    server = redis_server(
+        *("--tls-port", str(port := free_port())),
+        *("--tls-cert-file", str(files.certificate), "--tls-key-file", str(files.key)),
+        *("--tls-ca-cert-file", str(files.certificate)),
+        port=port,
+    )
+    try:
+        url = f"valkeys://{HOST}:{server.port}"
+        given = {"url": url, "ca_file": str(files.certificate), "writes": "off"}
+        for env, word in ({}, {}), ({"WORD": SECRET}, {"password_env": "WORD"}):
+            assert 'set "client_cert_file"' in said_of(env, **given, **word)
+        assert probe_remote(options(**given, **pair), {}) is None
+    finally:
+        server.kill()
+
+
 @pytest.mark.parametrize(
     "configured, ttl_s, is_told",
     [

@@ -73,6 +73,8 @@ class Cause(StrEnum):
     """There is no database of this number."""
     CERTIFICATE = "certificate"
     """The certificate of the server is not trusted."""
+    TLS = "tls"
+    """The server breaks off connections with TLS, perhaps for lack of a certificate of ours."""
     KEEPS_ALL = "keeps_all"
     """The server removes no old blocks by itself, and refuses new ones once it is full."""
 

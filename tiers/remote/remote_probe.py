@@ -52,6 +52,8 @@ _CAUSES = {
     Cause.DATABASE: "has no such database; give the number of another one in the url",
     Cause.CERTIFICATE: "has a certificate that this machine does not trust; install the one that "
     'signed it, or set "ca_file" (Valkey) or the variable SSL_CERT_FILE (a bucket)',
+    Cause.TLS: "breaks off connections with TLS; give a port that has TLS, or set "
+    '"client_cert_file" if it asks its clients for a certificate',
     Cause.KEEPS_ALL: "removes no old blocks and takes no new ones once it is full; set maxmemory "
     "and maxmemory-policy allkeys-lru there",
 }

@@ -243,6 +243,7 @@ class ValkeyEngine(RemoteEngine):
         """
         self.timeout_s = login.stall_s
         self._nodes = Nodes(address, login)
+        self._has_tls = login.tls is not None
         self._lifetime_ms = None if ttl_s is None else b"%d" % max(1, int(ttl_s * 1000))
 
     def exist_many(self, names: Sequence[str], limit_s: float) -> list[RemoteOutcome]:
@@ -446,16 +447,22 @@ class ValkeyEngine(RemoteEngine):
             connection = self._nodes.borrow(first, time.monotonic() + limit_s)
         except RespError as error:
             return valkey_questions.cause_of(error)
-        except ssl.SSLError:
-            return Cause.CERTIFICATE
-        except OSError:
-            return None
+        except OSError as error:
+            return self._cause_of_end(error)
         try:
             return valkey_questions.explain(connection, key, has_ttl=self._lifetime_ms is not None)
-        except OSError:
-            return None
+        except OSError as error:
+            return self._cause_of_end(error)
         finally:
             connection.close()
+
+    def _cause_of_end(self, error: OSError) -> Cause | None:
+        """Return what the end of a connection says. A refused connection has not even begun."""
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return Cause.CERTIFICATE
+        is_break = isinstance(error, ssl.SSLError | ConnectionError)
+        is_refusal = isinstance(error, ConnectionRefusedError)
+        return Cause.TLS if self._has_tls and is_break and not is_refusal else None
 
     def _alone(
         self, address: Address, act: Callable[[RespConnection], object], limit_s: float
@@ -621,14 +628,6 @@ def _answer(error: RespError) -> Answer:
 
 def _open(options: RemoteTierOptions, secret: Secret) -> ValkeyEngine:
     parts = urlsplit(options.url)
-    tls: ssl.SSLContext | None = None
-    if SCHEMES[parts.scheme].protected == parts.scheme:
-        try:
-            tls = ssl.create_default_context(cafile=options.ca_file and str(options.ca_file))
-        except OSError as error:
-            raise ConfigError(
-                f"{options.key}.ca_file: cannot be read ({error.strerror or 'no certificates'})."
-            ) from None
     has_password = options.wants("password")
     if has_password:
         secret("password")  # a variable or file that is not there is bad configuration
@@ -640,6 +639,7 @@ def _open(options: RemoteTierOptions, secret: Secret) -> ValkeyEngine:
             raise RespBrokenError("the password cannot be read any more") from None
         return raw.decode(errors="surrogateescape").rstrip("\r\n")
 
+    tls = _tls(options) if SCHEMES[parts.scheme].protected == parts.scheme else None
     login = Login(
         options.connect_timeout_s,
         options.timeout_s,
@@ -651,6 +651,23 @@ def _open(options: RemoteTierOptions, secret: Secret) -> ValkeyEngine:
     )
     address = Address(unquote(parts.hostname or ""), parts.port or DEFAULT_PORT)
     return ValkeyEngine(address, login, options.ttl_s)
+
+
+def _tls(options: RemoteTierOptions) -> ssl.SSLContext:
+    """Return the rules of connections. Raises `ConfigError`."""
+    name = "ca_file"
+    try:
+        tls = ssl.create_default_context(cafile=options.ca_file and str(options.ca_file))
+        if options.client_cert_file is not None:
+            name = "client_cert_file"
+            # Without a password, OpenSSL asks for that of an encrypted key on the terminal.
+            tls.load_cert_chain(options.client_cert_file, options.client_key_file, password="")
+    except OSError as error:
+        why = (
+            "no certificate, or not its key" if isinstance(error, ssl.SSLError) else error.strerror
+        )
+        raise ConfigError(f"{options.key}.{name}: cannot be read ({why}).") from None
+    return tls
 
 
 KIND = EngineKind(_open, is_light=True, reads_at_a_time=2, writes_at_a_time=2)
