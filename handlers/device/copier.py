@@ -23,11 +23,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
 from ...tiers.base import SlotArray
+
+
+class Direction(IntEnum):
+    """Direction of a job between device and arena."""
+
+    STORE = 0
+    LOAD = 1
+
+    @property
+    def other(self) -> Direction:
+        """The opposite direction."""
+        return Direction(1 - self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +81,22 @@ class DeviceCopier(ABC):
     """Moves pages between device and arena asynchronously."""
 
     @abstractmethod
-    def submit_store(self, job_id: int, blocks: GpuBlocks, slots: SlotArray) -> bool:
-        """Start a copy from device to arena, and return at once.
+    def submit(
+        self, direction: Direction, job_id: int, blocks: GpuBlocks, slots: SlotArray
+    ) -> bool:
+        """Start a copy between device and arena, and return at once.
 
         `slots` are in the order of the blocks' chunks. Return False, with nothing done, only after
         `shutdown`.
         """
 
-    @abstractmethod
+    def submit_store(self, job_id: int, blocks: GpuBlocks, slots: SlotArray) -> bool:
+        """Start a copy from device to arena: see `submit`."""
+        return self.submit(Direction.STORE, job_id, blocks, slots)
+
     def submit_load(self, job_id: int, blocks: GpuBlocks, slots: SlotArray) -> bool:
-        """Start a copy from arena to device, like `submit_store`."""
+        """Start a copy from arena to device: see `submit`."""
+        return self.submit(Direction.LOAD, job_id, blocks, slots)
 
     @abstractmethod
     def get_finished(self) -> list[TransferResult]:

@@ -24,9 +24,9 @@ import numpy.typing as npt
 from ...errors import ConfigError, TierIOError
 from ...logs import get_logger
 from ...tiers.base import SlotArray
-from .copier import DeviceCopier, GpuBlocks, TransferResult
+from .copier import DeviceCopier, Direction, GpuBlocks, TransferResult
 from .geometry import GroupRows, IntArray, TensorLayout, WorkerLayout, merge_adjacent
-from .hazards import Direction, HazardBoard
+from .hazards import HazardBoard
 from .memcopy import copy_scattered
 from .switch_interval import SWITCH_INTERVAL, SwitchInterval
 
@@ -106,11 +106,19 @@ class CpuDeviceCopier(DeviceCopier):
         self._finished: list[TransferResult] = []
         self._is_shut = False
 
-    def submit_store(self, job_id: int, blocks: GpuBlocks, slots: SlotArray) -> bool:
-        return self._submit(Direction.STORE, job_id, blocks, slots)
-
-    def submit_load(self, job_id: int, blocks: GpuBlocks, slots: SlotArray) -> bool:
-        return self._submit(Direction.LOAD, job_id, blocks, slots)
+    def submit(
+        self, direction: Direction, job_id: int, blocks: GpuBlocks, slots: SlotArray
+    ) -> bool:
+        if self._is_shut:
+            return False
+        rows = self._layout.rows(blocks, slots)
+        number, after = self._board.admit(direction, rows)
+        with self._changed:
+            assert job_id not in self._unfinished, f"job {job_id} is running already"
+            self._unfinished.add(job_id)
+            self._lanes[direction].queue.append(_Job(job_id, number, after, rows))
+        self._start(direction)
+        return True
 
     def get_finished(self) -> list[TransferResult]:
         with self._changed:
@@ -143,20 +151,6 @@ class CpuDeviceCopier(DeviceCopier):
             for lane in self._lanes:
                 self._unfinished.difference_update(job.job_id for job in lane.queue)
                 lane.queue.clear()
-
-    def _submit(
-        self, direction: Direction, job_id: int, blocks: GpuBlocks, slots: SlotArray
-    ) -> bool:
-        if self._is_shut:
-            return False
-        rows = self._layout.rows(blocks, slots)
-        number, after = self._board.admit(direction, rows)
-        with self._changed:
-            assert job_id not in self._unfinished, f"job {job_id} is running already"
-            self._unfinished.add(job_id)
-            self._lanes[direction].queue.append(_Job(job_id, number, after, rows))
-        self._start(direction)
-        return True
 
     def _start(self, direction: Direction) -> None:
         """Start a task for a lane that has a job to run and no task."""

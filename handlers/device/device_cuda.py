@@ -38,9 +38,9 @@ from ...errors import ConfigError
 from ...logs import get_logger
 from ...tiers.base import SlotArray
 from .batched_copy import Batch, SourceOrder, find_driver_batch
-from .copier import DeviceCopier, GpuBlocks, TransferResult
+from .copier import DeviceCopier, Direction, GpuBlocks, TransferResult
 from .geometry import GroupRows, WorkerLayout
-from .hazards import Direction, HazardBoard
+from .hazards import HazardBoard
 from .host_register import HostRegistration, cuda_registration
 from .staging import STAGING_BYTES, StagedCopier, torch_layouts
 from .stream_feed import OUTSTANDING_MAX, Mark, Operations, StreamFeed, Work
@@ -155,11 +155,26 @@ class CudaDeviceCopier(DeviceCopier):
         """Return True if copies of both directions are made in batched calls of the driver."""
         return all(lane.copier.is_batched for lane in self._lanes)
 
-    def submit_store(self, job_id: int, blocks: GpuBlocks, slots: SlotArray) -> bool:
-        return self._submit(Direction.STORE, job_id, blocks, slots)
-
-    def submit_load(self, job_id: int, blocks: GpuBlocks, slots: SlotArray) -> bool:
-        return self._submit(Direction.LOAD, job_id, blocks, slots)
+    def submit(
+        self, direction: Direction, job_id: int, blocks: GpuBlocks, slots: SlotArray
+    ) -> bool:
+        if self._is_shut:
+            return False
+        rows = self._layout.rows(blocks, slots)
+        number, after = self._board.admit(direction, rows)
+        job = self._make_job(job_id, number, rows)
+        lane, other = self._lanes[direction], self._lanes[direction.other]
+        earlier = [each for each in other.jobs if each.number <= after][-1:]
+        for each in earlier:
+            self._hand_out(other, each)  # only a recorded end can be waited for
+        # The driver must not read a slot before an earlier store has written it.
+        is_settled = direction is Direction.LOAD and not earlier
+        order = SourceOrder.ANY if is_settled else SourceOrder.STREAM
+        lane.feed.add(self._work(lane, job, earlier, lane.move(rows, order)))
+        lane.jobs.append(job)  # after an interrupt, no job waits for work that is not in the feed
+        if not self._starts_late:
+            self._advance(lane)
+        return True
 
     def get_finished(self) -> list[TransferResult]:
         results: list[TransferResult] = []
@@ -211,27 +226,6 @@ class CudaDeviceCopier(DeviceCopier):
             stream.synchronize()
         feed = StreamFeed(partial(self._mark, streams), outstanding_max=outstanding_max)
         return _Lane(streams, feed, copier, copier.store if is_store else copier.load)
-
-    def _submit(
-        self, direction: Direction, job_id: int, blocks: GpuBlocks, slots: SlotArray
-    ) -> bool:
-        if self._is_shut:
-            return False
-        rows = self._layout.rows(blocks, slots)
-        number, after = self._board.admit(direction, rows)
-        job = self._make_job(job_id, number, rows)
-        lane, other = self._lanes[direction], self._lanes[direction.other]
-        earlier = [each for each in other.jobs if each.number <= after][-1:]
-        for each in earlier:
-            self._hand_out(other, each)  # only a recorded end can be waited for
-        # The driver must not read a slot before an earlier store has written it.
-        is_settled = direction is Direction.LOAD and not earlier
-        order = SourceOrder.ANY if is_settled else SourceOrder.STREAM
-        lane.feed.add(self._work(lane, job, earlier, lane.move(rows, order)))
-        lane.jobs.append(job)  # after an interrupt, no job waits for work that is not in the feed
-        if not self._starts_late:
-            self._advance(lane)
-        return True
 
     def _make_job(self, job_id: int, number: int, rows: list[GroupRows]) -> _Job:
         ready = self._cuda.Event()

@@ -13,24 +13,12 @@ Threads: only the thread that submits may use the board.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
+from .copier import Direction
 from .geometry import GroupRows
-
-
-class Direction(IntEnum):
-    """Direction of a job between device and arena."""
-
-    STORE = 0
-    LOAD = 1
-
-    @property
-    def other(self) -> Direction:
-        """The opposite direction."""
-        return Direction(1 - self)
 
 
 class HazardBoard:

@@ -35,8 +35,8 @@ import numpy as np
 from ...logs import get_logger
 from ...tiers.cpu.header import round_up
 from .batched_copy import Batch, SourceOrder
+from .copier import Direction
 from .geometry import GroupRows, IntArray, TensorLayout, WorkerLayout, merge_adjacent
-from .hazards import Direction
 from .host_register import slots_per_piece
 from .number_uploads import UPLOAD_OPERATIONS, NumberUploads
 from .staging_plan import DIRECT_RUN_BYTES, Cell, Part, StagingPlan, Together, unit_types

@@ -20,9 +20,8 @@ from support.clock import ManualClock
 from support.executors import InlineExecutor
 from support.gpu_twin import FREE_BYTES, POOL_STREAMS, FakeCuda, Kernels, Link, MemoryDevice
 
-from kvcascade.handlers.device.copier import GpuBlocks
+from kvcascade.handlers.device.copier import Direction, GpuBlocks
 from kvcascade.handlers.device.device_cpu import CpuDeviceCopier
-from kvcascade.handlers.device.hazards import Direction
 from kvcascade.handlers.device.staging_plan import DIRECT_RUN_BYTES
 from kvcascade.tiers.base import SlotArray
 from kvcascade.tiers.cpu.header import ArenaGeometry
@@ -292,11 +291,13 @@ class Refused(Link):
         super().__init__(ManualClock())
         self._left = submissions
 
-    def submit_store(self, job_id: int, blocks: GpuBlocks, slots: SlotArray) -> bool:
+    def submit(
+        self, direction: Direction, job_id: int, blocks: GpuBlocks, slots: SlotArray
+    ) -> bool:
         self._left -= 1
         if self._left < 0:
             raise RuntimeError("cuMemcpyBatchAsync failed: error 1 at copy 0\nand a trace")
-        return super().submit_store(job_id, blocks, slots)
+        return super().submit(direction, job_id, blocks, slots)
 
     def shutdown(self, deadline_s: float = 5.0) -> None:
         raise RuntimeError("error 700")

@@ -15,8 +15,8 @@ import torch
 from support.executors import InlineExecutor
 from vllm.v1.kv_offload.cpu import gpu_worker
 
+from kvcascade.handlers.device.copier import Direction
 from kvcascade.handlers.device.device_cpu import CpuDeviceCopier
-from kvcascade.handlers.device.hazards import Direction
 from kvcascade.tiers.cpu.header import ArenaGeometry
 from kvcascade.tools.dev.bench.gpu import gpu_moves
 from kvcascade.tools.dev.bench.gpu.gpu import GpuShape

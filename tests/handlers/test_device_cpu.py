@@ -24,9 +24,8 @@ from support.kv_layouts import (
 
 from kvcascade.errors import ConfigError
 from kvcascade.handlers.device import memcopy
-from kvcascade.handlers.device.copier import GpuBlocks
+from kvcascade.handlers.device.copier import Direction, GpuBlocks
 from kvcascade.handlers.device.device_cpu import JOBS_AT_ONCE, CpuDeviceCopier
-from kvcascade.handlers.device.hazards import Direction
 from kvcascade.handlers.device.switch_interval import SHORT_S, SwitchInterval
 
 P = ParamSpec("P")

@@ -16,10 +16,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvcascade.handlers.device.copier import DeviceCopier, GpuBlocks, TransferResult
+from kvcascade.handlers.device.copier import DeviceCopier, Direction, GpuBlocks, TransferResult
 from kvcascade.handlers.device.device_cpu import CpuDeviceCopier
 from kvcascade.handlers.device.geometry import WorkerLayout
-from kvcascade.handlers.device.hazards import Direction
 from kvcascade.tiers.base import SlotArray
 from kvcascade.tiers.cpu.header import ArenaGeometry
 from kvcascade.tools.commands.bench.bench_results import VLLM
@@ -51,12 +50,6 @@ class Link(DeviceCopier):
         self._submit_s = deque(submit_s)
         self._jobs: deque[tuple[int, float]] = deque()
 
-    def submit_store(self, job_id: int, blocks: GpuBlocks, slots: SlotArray) -> bool:
-        return self._submit(Direction.STORE, job_id)
-
-    def submit_load(self, job_id: int, blocks: GpuBlocks, slots: SlotArray) -> bool:
-        return self._submit(Direction.LOAD, job_id)
-
     def get_finished(self) -> list[TransferResult]:
         self._clock.advance(self._hear_s)
         found: list[TransferResult] = []
@@ -72,8 +65,10 @@ class Link(DeviceCopier):
     def shutdown(self, deadline_s: float = 5.0) -> None:
         pass
 
-    def _submit(self, way: Direction, job_id: int) -> bool:
-        self.submitted.append((way, self._clock()))
+    def submit(
+        self, direction: Direction, job_id: int, blocks: GpuBlocks, slots: SlotArray
+    ) -> bool:
+        self.submitted.append((direction, self._clock()))
         several = len(self._submit_s) > 1
         self._clock.advance(self._submit_s.popleft() if several else self._submit_s[0])
         self.free_at_s = max(self._clock(), self.free_at_s) + self._job_s

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from .....config.sizes import human
-from .....handlers.device.copier import DeviceCopier
+from .....handlers.device.copier import DeviceCopier, Direction
 from .....handlers.device.geometry import PageRef, TensorLayout, WorkerLayout
-from .....handlers.device.hazards import Direction
 from .....tiers.cpu.arena import Arena, ArenaRole
 from .....tiers.cpu.header import ArenaGeometry
 from ....commands.bench.bench_report import TITLES

@@ -17,9 +17,8 @@ import numpy.typing as npt
 
 from .....config.machine import Machine
 from .....handlers.device.batched_copy import DRIVER, Batch, NoBatchedCopyError, driver_batch
-from .....handlers.device.copier import DeviceCopier
+from .....handlers.device.copier import DeviceCopier, Direction
 from .....handlers.device.geometry import WorkerLayout
-from .....handlers.device.hazards import Direction
 from .....tiers.cpu.arena import DEFAULT_ARENA_DIR
 from ....commands.bench.bench_results import PAGES, VLLM, BenchError
 from .gpu_moves import Kernels, MoveChain

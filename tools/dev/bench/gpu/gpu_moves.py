@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from .....handlers.device.copier import DeviceCopier, GpuBlocks, TransferResult
-from .....handlers.device.hazards import Direction
+from .....handlers.device.copier import DeviceCopier, Direction, GpuBlocks, TransferResult
 from .....tiers.base import SlotArray
 from ....commands.bench.bench_results import GIGA, BenchError
 from ..measurement import Figures
@@ -119,9 +118,7 @@ class DeviceMover:
     def submit(self, way: Direction, transfer: GpuTransfer) -> None:
         """Start a transfer."""
         self._jobs += 1
-        copier = self._copier
-        start = copier.submit_store if way is Direction.STORE else copier.submit_load
-        if not start(self._jobs, transfer.blocks, transfer.slots):
+        if not self._copier.submit(way, self._jobs, transfer.blocks, transfer.slots):
             raise BenchError("a transfer between device and arena was refused")
         self.under_way += 1
 

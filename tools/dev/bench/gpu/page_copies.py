@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .....handlers.device.batched_copy import Batch, SourceOrder
-from .....handlers.device.copier import DeviceCopier, GpuBlocks, TransferResult
-from .....handlers.device.hazards import Direction
+from .....handlers.device.copier import DeviceCopier, Direction, GpuBlocks, TransferResult
 from .....handlers.device.host_register import HostRegistration
 from .....tiers.base import SlotArray
 from .....tiers.cpu.arena import Arena, ArenaRole
@@ -83,11 +82,23 @@ class PageCopier(DeviceCopier):
         self._events: list[Any] = []
         """Events of finished transfers, for reuse."""
 
-    def submit_store(self, job_id: int, blocks: GpuBlocks, slots: SlotArray) -> bool:
-        return self._submit(Direction.STORE, job_id, blocks, slots)
-
-    def submit_load(self, job_id: int, blocks: GpuBlocks, slots: SlotArray) -> bool:
-        return self._submit(Direction.LOAD, job_id, blocks, slots)
+    def submit(
+        self, direction: Direction, job_id: int, blocks: GpuBlocks, slots: SlotArray
+    ) -> bool:
+        ids, rows = blocks.block_ids.astype(np.uint64), slots.astype(np.uint64)
+        device = (self._bases[:, None] + ids * self._strides[:, None]).ravel()
+        memory = (self._places[:, None] + rows * self._slot_bytes).ravel()
+        sizes = np.repeat(self._pages, len(ids))
+        sources, targets = (device, memory) if direction is Direction.STORE else (memory, device)
+        stream = self._streams[direction]
+        start, end = self._event(), self._event()
+        stream.wait_stream(self._cuda.current_stream(self._device))
+        start.record(stream)
+        with self._cuda.device(self._device), self._cuda.stream(stream):
+            self._batch(targets, sources, sizes, _ORDER[direction])
+        end.record(stream)
+        self._jobs[direction].append(_Job(job_id, int(sizes.sum()), start, end))
+        return True
 
     def get_finished(self) -> list[TransferResult]:
         found: list[TransferResult] = []
@@ -115,19 +126,3 @@ class PageCopier(DeviceCopier):
 
     def _event(self) -> Any:
         return self._events.pop() if self._events else self._cuda.Event(enable_timing=True)
-
-    def _submit(self, way: Direction, job_id: int, blocks: GpuBlocks, slots: SlotArray) -> bool:
-        ids, rows = blocks.block_ids.astype(np.uint64), slots.astype(np.uint64)
-        device = (self._bases[:, None] + ids * self._strides[:, None]).ravel()
-        memory = (self._places[:, None] + rows * self._slot_bytes).ravel()
-        sizes = np.repeat(self._pages, len(ids))
-        sources, targets = (device, memory) if way is Direction.STORE else (memory, device)
-        stream = self._streams[way]
-        start, end = self._event(), self._event()
-        stream.wait_stream(self._cuda.current_stream(self._device))
-        start.record(stream)
-        with self._cuda.device(self._device), self._cuda.stream(stream):
-            self._batch(targets, sources, sizes, _ORDER[way])
-        end.record(stream)
-        self._jobs[way].append(_Job(job_id, int(sizes.sum()), start, end))
-        return True

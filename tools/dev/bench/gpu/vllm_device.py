@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
-from .....handlers.device.copier import DeviceCopier, GpuBlocks, TransferResult
+from .....handlers.device.copier import DeviceCopier, Direction, GpuBlocks, TransferResult
 from .....tiers.base import SlotArray
 
 _regions = count()
@@ -52,12 +52,12 @@ class VllmCopier(DeviceCopier):
         self._blocks: GpuBlocks | None = None
         self._last: tuple[GPULoadStoreSpec, CPULoadStoreSpec]
 
-    def submit_store(self, job_id: int, blocks: GpuBlocks, slots: SlotArray) -> bool:
+    def submit(
+        self, direction: Direction, job_id: int, blocks: GpuBlocks, slots: SlotArray
+    ) -> bool:
         device, cpu = self._specs(blocks, slots)
-        return self._worker.submit_store(job_id, device, cpu)
-
-    def submit_load(self, job_id: int, blocks: GpuBlocks, slots: SlotArray) -> bool:
-        device, cpu = self._specs(blocks, slots)
+        if direction is Direction.STORE:
+            return self._worker.submit_store(job_id, device, cpu)
         return self._worker.submit_load(job_id, cpu, device)
 
     def get_finished(self) -> list[TransferResult]:
