@@ -65,8 +65,8 @@ class NodeWrites(Traffic[NodeFeed]):
         """Blocks whose write is in flight; lookups do not find them."""
         self.over_budget: dict[BlockHash, None] = {}
         """Blocks that were not written because the budget was spent; oldest first."""
-        self._outdated: set[int] = set()
-        """Tickets in flight that were begun before the last reset; they end as GONE."""
+        self._resets = 0
+        """Number of resets. Jobs that were begun before the last one end as GONE."""
         self.may_recover = True
         """True if the last failure came from the device or the node, not from lack of room."""
 
@@ -78,7 +78,7 @@ class NodeWrites(Traffic[NodeFeed]):
 
     def outdate(self) -> None:
         """Let no write in flight stand for a block that is stored after a reset."""
-        self._outdated.update(self.jobs)
+        self._resets += 1
         self.coming.clear()
         self.over_budget.clear()
 
@@ -105,7 +105,7 @@ class NodeWrites(Traffic[NodeFeed]):
             keys, slots = [keys[at] for at in started], [slots[at] for at in started]
         packed, epoch = pack_slots(slots), core.feed.epoch
         make_job = partial(PutJob, keys=list(keys), arena_slots=packed, epoch=epoch)
-        if started and self._submit(ticket, keys, make_job):
+        if started and self._submit(ticket, keys, make_job, self._resets):
             coming.update(keys)
         elif started:
             self.breaker.trip()
@@ -115,9 +115,7 @@ class NodeWrites(Traffic[NodeFeed]):
 
     def _land(self, job: JobInFlight, outcomes: list[BlockOutcome], done: JobDone) -> None:
         core = self._core
-        if job.ticket in self._outdated:
-            self._outdated.remove(job.ticket)
-        else:
+        if job.resets == self._resets:
             self.coming.difference_update(job.keys)
         stored, failed, no_space = self._count_put(job, outcomes, done)
         if stored < len(outcomes):
@@ -190,9 +188,7 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
     ) -> int:
         if media is not None and self._medium not in media:
             return 0
-        if self.feed.find(key) < 0:
-            return 0
-        return 0 if key in self._coming else 1
+        return 0 if self.feed.find(key) < 0 or key in self._coming else 1
 
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
         if not self.takes_puts:

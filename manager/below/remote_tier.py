@@ -255,8 +255,6 @@ class _RemoteWrites(Traffic[RemoteFeed]):
         self.rule = rule
         self._memory = core.feed.memory
         self._on_stored = on_stored
-        self._epochs: dict[int, int] = {}
-        """Epoch of the blocks of each job in flight, by ticket."""
 
     def put(
         self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int], *, may_send: bool
@@ -275,17 +273,16 @@ class _RemoteWrites(Traffic[RemoteFeed]):
         return answers_to_put(len(keys), new, started, Put.UNWANTED)
 
     def _start(self, ticket: int, keys: list[BlockHash], slots: list[int]) -> bool:
-        packed, mark = pack_slots(slots), self._core.feed.mark
-        self._epochs[ticket] = self._memory.epoch
+        packed, mark, epoch = pack_slots(slots), self._core.feed.mark, self._memory.epoch
         make_job = partial(PutJob, keys=list(keys), arena_slots=packed, epoch=mark)
-        if len(self.jobs) < PUTS_AT_MOST and self._submit(ticket, keys, make_job):
+        if len(self.jobs) < PUTS_AT_MOST and self._submit(ticket, keys, make_job, epoch):
             return True
-        self.rule.end(keys, (), self._epochs.pop(ticket))
+        self.rule.end(keys, (), epoch)
         self._core.feed.unsent[Offer.RESTING.value] += len(keys)
         return False
 
     def _land(self, job: JobInFlight, outcomes: list[BlockOutcome], done: JobDone) -> None:
-        epoch = self._epochs.pop(job.ticket)
+        epoch = job.resets
         held = [k for k, o in zip(job.keys, outcomes, strict=True) if o in _THERE]
         self.rule.end(job.keys, held, epoch)
         stored, failed, _ = self._count_put(job, outcomes, done)

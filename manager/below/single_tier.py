@@ -123,6 +123,8 @@ class JobInFlight(NamedTuple):
     """Number of the job at the port."""
     keys: Sequence[BlockHash]
     started_s: float
+    resets: int
+    """Number of resets before it, as its direction counts them."""
 
 
 class Traffic(ABC, Generic[Feed]):
@@ -137,9 +139,11 @@ class Traffic(ABC, Generic[Feed]):
         self.unwritten_blocks = 0
         """Number of blocks of puts that failed or never began."""
 
-    def _submit(self, ticket: int, keys: Sequence[BlockHash], make_job: MakeJob) -> bool:
+    def _submit(
+        self, ticket: int, keys: Sequence[BlockHash], make_job: MakeJob, resets: int = 0
+    ) -> bool:
         """Start a job. Return False if the node cannot take it now."""
-        job = self.jobs[ticket] = JobInFlight(ticket, keys, self._core.clock())
+        job = self.jobs[ticket] = JobInFlight(ticket, keys, self._core.clock(), resets)
         if self._core.client.submit(make_job, partial(self._end, job)):
             self.breaker.started()
             return True
