@@ -300,8 +300,8 @@ class Demoter:
                 again.append(block_hash)
         self._top.dirt.set_settled(settled)
         self._top.dirt.set_dirty(failed)
-        if again:
-            self._retry_later(again)
+        if again and self.aging is not None:
+            self.aging.note(again)
         return job
 
     def orphan(self) -> list[Transfer]:
@@ -325,10 +325,6 @@ class Demoter:
         """Number of writes in flight that count against the limit. A slow tier must hold up no
         other one, nor must the nearest one while it hangs."""
         return 0 if self._below.has_stand_in else len(self.jobs) - self._below.late_puts
-
-    def _retry_later(self, block_hashes: Sequence[BlockHash]) -> None:
-        if self.aging is not None:
-            self.aging.note(block_hashes)
 
     def _send(self, cold: Pairs) -> int | None:
         """Start one job. Return the number of blocks in it; None: no job can start now.
@@ -360,9 +356,10 @@ class Demoter:
         for pair, answer in zip(wanted, answers, strict=True):
             by_answer[answer].append(pair)
         self.may_find_room = Put.LATER in answers and not by_answer[Put.STARTED]
-        if by_answer[Put.STARTED] or not _NO_USE.isdisjoint(answers):  # else all come back
+        all_come_back = not by_answer[Put.STARTED] and _NO_USE.isdisjoint(answers)
+        if self.aging is not None and not all_come_back:
             for answer in _LATER:
-                self._retry_later([block_hash for block_hash, _ in by_answer[answer]])
+                self.aging.note([block_hash for block_hash, _ in by_answer[answer]])
         for answer in (*_NO_USE, Put.OVER_BUDGET):
             self._top.dirt.set_settled([s.block_id for _, s in by_answer[answer]])
         return by_answer[Put.STARTED]
