@@ -140,7 +140,7 @@ def _address(url: str) -> str:
 def frame(source: str, now: Reading, before: Reading | None = None) -> Frame:
     """Return the frame of a reading, with rates since the reading before."""
     known = {tier for _, tier in now.figures if tier != ALL}
-    names = sorted(known | now.problems.keys(), key=_tier_order)
+    names = sorted(known | now.problems.keys(), key=lambda name: (name != "cpu", name))
     change = _Change(now, before)
     return Frame(
         source=source,
@@ -211,7 +211,3 @@ def _tier_frame(tier: str, change: _Change, problem: str | None) -> TierFrame:
         is_blocked=None if blocked is None else blocked > 0,
         problem=problem,
     )
-
-
-def _tier_order(name: str) -> tuple[bool, str]:
-    return name != "cpu", name
