@@ -86,9 +86,10 @@ class OpenPath:
         if len(fit) > 1:
             shown = ", ".join(each.name for each in fit[:MAX_NAMES_SHOWN])
             raise ConfigError(f"--namespace: {len(fit)} namespaces match; give one of {shown}")
-        if not fit or fit[0].problem:
-            raise FormatError((fit or found)[0].reason)
-        return fit[0].name
+        one = (fit or found)[0]
+        if one.problem or not one.is_readable:
+            raise FormatError(one.reason)
+        return one.name  # the writer says why it cannot use one that fits no more
 
     def _knows(self, one: NamespaceFolder) -> bool:
         return one.is_readable and one.name in self._clients

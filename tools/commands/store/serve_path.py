@@ -105,7 +105,7 @@ def serve(
                 return end
             pause(RETIRED_PAUSE_S)
     except KeyboardInterrupt:
-        _log.info("stopped before it was the writer of %s", root)
+        _log.info("stopped; this process does not write %s", root)
         return StoreEnd.STOPPED
 
 

@@ -65,6 +65,9 @@ class IdleNamespaces:
         self._clock = clock
         self._roots = tuple(roots)
         self._found: dict[str, IdleNamespace] = {}
+        self.unusable: dict[str, str] = {}
+        """Names of those that cannot be used, with the reason and the remedy. They are not counted
+        among the others."""
 
     def find(self, options: PathOptions) -> None:
         """Find all namespaces. With a write budget, the record of the last day of each is read.
@@ -80,6 +83,7 @@ class IdleNamespaces:
                 except FINAL_ERRORS as error:
                     text = "%s cannot be used, and is removed if room is needed: %s"
                     _log.warning(text, folder, error)
+                    self.unusable[name] = str(error)
                 except KVCascadeError as error:
                     _log.warning("%s cannot be opened for now, and is kept: %s", folder, error)
                     self._keep(name, options)

@@ -152,7 +152,8 @@ class PathNamespaces:
             return namespace
         if name not in self.openings.waiting:
             if name not in self.space.idle.names:
-                raise ConfigError(f"there is no namespace {name}; `list` names them all")
+                why = self.space.idle.unusable.get(name, "there is none of this name")
+                raise ConfigError(f"{name} cannot be used: {why}")
             self._begin_opening(name)
         raise BeingOpenedError(name)
 

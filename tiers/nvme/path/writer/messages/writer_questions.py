@@ -158,7 +158,7 @@ class WriterQuestions:
         if namespace is not None:
             return {"is_removed": writer.path.remove(namespace)}
         if name not in writer.path.space.idle.names:
-            raise ConfigError(f"there is no namespace {name}; `list` names them all")
+            raise ConfigError(f"there is no namespace {name}")
         return {"is_removed": writer.path.remove_idle(name)}
 
     # -- one namespace -------------------------------------------------------------------------
