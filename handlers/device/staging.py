@@ -51,6 +51,8 @@ STAGING_BYTES = 64 << 20
 """Limit of the device memory of one direction's staging buffer, both halves together."""
 DIRECT_BLOCKS_MAX = 2
 """Largest job that is copied page by page. For so few blocks launching kernels costs more."""
+ALIGNED_BYTES = 256
+"""Both staging buffers begin at a multiple of this, so that both run the kernels warmed up."""
 STEP_OPERATIONS = 8
 """Operations that are enqueued in one step of a job."""
 
@@ -157,7 +159,7 @@ class StagedCopier:
         ).groups
         parts = [part for group in self._groups for part in group]
         staged = max((part.rows * part.row_bytes for part in parts), default=0)
-        halves = torch.zeros((2, round_up(staged, 8)), dtype=torch.int8, device=device)
+        halves = torch.zeros((2, round_up(staged, ALIGNED_BYTES)), dtype=torch.int8, device=device)
         self._halves = [_Half(half, make_event(), make_event()) for half in halves]
         chunk = layout.blocks_per_chunk
         starts = max((len(part.together.starts) for part in parts if part.together), default=0)
