@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import pytest
 from support.azurite import ACCOUNT, ACCOUNT_KEY, AzuriteServer
@@ -41,9 +40,8 @@ def opened(azurite: AzuriteServer) -> Iterator[Callable[..., ObjectStoreEngine]]
     def open_it(container: str = "", key: str = ACCOUNT_KEY) -> ObjectStoreEngine:
         if not container:
             azurite.make_container(container := uuid.uuid4().hex)
-        at = partial(open_object_store, f"az://{container}/pre/fix", LIMIT_S, LIMIT_S)
-        settings = {"account_name": ACCOUNT, "account_key": key}
-        made.append(at(endpoint=azurite.endpoint, settings=settings))
+        url, settings = f"az://{container}/pre/fix", {"account_name": ACCOUNT, "account_key": key}
+        made.append(open_object_store(url, LIMIT_S, LIMIT_S, azurite.endpoint, settings=settings))
         return made[-1]
 
     yield open_it

@@ -134,8 +134,8 @@ def parse_description(data: bytes, where: str) -> dict[str, Any]:
     if not isinstance(document, dict) or document.get("format") != "kvcascade-namespace":
         raise CorruptionError(f"{where}/namespace.json is not a description of blocks; {remedy}")
     version = document.get("format_version")
-    root, name = os.path.split(where)
     if version != FORMAT_VERSION:
+        root, name = os.path.split(where)
         raise FormatError(
             f"{where} has format version {version!r}, this kvcascade reads {FORMAT_VERSION}; "
             "use the version that wrote it, or clear it with "
