@@ -175,7 +175,7 @@ class StagedCopier:
         return self._batch is not None
 
     def warm_up(self) -> None:
-        """Run every kernel that jobs need, on the kernels' stream.
+        """Run every kernel that jobs need, on the kernels' stream, and one batched copy.
 
         Loading a kernel takes memory, and errors show now. The first page of each tensor is
         gathered and scattered back, so no byte changes. Pieces of one row may need other kernels.
@@ -192,6 +192,15 @@ class StagedCopier:
                     ):
                         for _ in work:
                             pass
+        self._try_batch(self._halves[1])  # the kernels use the other half
+
+    def _try_batch(self, half: _Half) -> None:
+        """Copy a byte of the arena into the buffer, so that a refusal shows before serving."""
+        if self._batch is not None and len(half.memory):
+            start, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
+            with self._on_copies():
+                way = _Way(Direction.LOAD, SourceOrder.STREAM)
+                self._cross_at_once(start, start, one, half, way)
 
     def store(self, rows: Sequence[GroupRows], order: SourceOrder = SourceOrder.STREAM) -> Work:
         """Copy a job from device to arena. Operations are enqueued as the result is iterated."""

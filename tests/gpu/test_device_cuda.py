@@ -92,7 +92,6 @@ def check(case: Case, arena: Arena, seed: int, is_pinned: bool, find_batch: Find
         staging_bytes=STAGING_BYTES,
     )
     assert registration.is_pinned is is_pinned
-    was_batched = copier.is_batched
     job = make_job(case, rng)
     assert copier.submit_store(1, job.blocks, job.slots)
     copier.wait({1, 99})
@@ -109,7 +108,7 @@ def check(case: Case, arena: Arena, seed: int, is_pinned: bool, find_batch: Find
     model_load(case, job, tensors, slots)
     for device, want in zip(devices, tensors, strict=True):
         assert (device.cpu().numpy() == want).all()
-    assert copier.is_batched is was_batched, "the driver refused the batched call"
+    assert copier.is_batched is (find_batch is driver_batch), "the driver refused the batched call"
     copier.shutdown()
     assert not registration.is_pinned
 

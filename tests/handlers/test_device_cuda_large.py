@@ -299,6 +299,7 @@ def test_pinned_memory_is_read_in_any_order_unless_a_store_writes_it(
     copier = CudaDeviceCopier(
         tensors, CASE.layout, arena, registration=pinned([]), find_batch=lambda: note
     )
+    orders.clear()  # each direction has tried a copy
     ids, slots = GpuBlocks.of([1], [1], [0]), np.array([2], dtype=np.int32)
     if is_behind:
         copier.submit_store(1, GpuBlocks.of([3], [1], [0]), slots)
@@ -336,16 +337,21 @@ def test_an_arena_that_is_not_pinned_is_copied_one_by_one(cuda: TwinCuda) -> Non
     copier.shutdown()
 
 
-def test_a_copier_says_whether_the_driver_took_its_batches(cuda: TwinCuda) -> None:
+@pytest.mark.parametrize("taken", [0, 2], ids=["at_start", "later"])
+def test_a_copier_says_whether_the_driver_takes_its_batches(taken: int, cuda: TwinCuda) -> None:
+    calls: list[object] = []
+
     def refuse(*arguments: object) -> None:
-        raise RuntimeError("error 801 at copy 0")
+        calls.append(arguments)
+        if len(calls) > taken:
+            raise RuntimeError("error 801 at copy 0")
 
     tensors = [torch.from_numpy(tensor) for tensor in CASE.tensors(np.random.default_rng(0))]
     arena = CASE.arena(np.random.default_rng(0))
     copier = CudaDeviceCopier(
         tensors, CASE.layout, arena, registration=pinned([]), find_batch=lambda: refuse
     )
-    assert copier.is_batched
+    assert copier.is_batched == bool(taken)
     copier.submit_store(1, GpuBlocks.of([1], [1], [0]), np.array([2], dtype=np.int32))
     copier.wait({1})
     assert not copier.is_batched

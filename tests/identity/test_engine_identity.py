@@ -42,7 +42,7 @@ NAMESPACES_KEPT = 3
 HUB_NAME = "somebody/llama"
 REVISIONS = ("a" * 40, "b" * 40)
 BLOCK_TOKENS = 32
-ROUNDED = ("type of the model", "type of the cache")
+ROUNDED = ("type of the model", "type of the cache", "quantisation")
 """Numbers so short that the order of a sum shows in the tokens."""
 
 
@@ -180,7 +180,8 @@ def test_the_whole_matrix(place: Place, monkeypatch: pytest.MonkeyPatch, tmp_pat
         "type of the cache": {"kv_cache_dtype": "fp8"},
         "positions": {"hf_overrides": {"rope_theta": 20_000.0}},
         "hash": {"prefix_caching_hash_algo": "sha256_cbor"},
-        "quantisation": {"model": make_int8_llama(tmp_path / "int8")},
+        # vLLM's int8 kernel of Intel's processors refuses float32
+        "quantisation": {"model": make_int8_llama(tmp_path / "int8"), "dtype": "bfloat16"},
         "ranks": {"tensor_parallel_size": 2},
     }
     if "KVCASCADE_CHANGES" in os.environ:
@@ -205,7 +206,8 @@ def test_the_whole_matrix(place: Place, monkeypatch: pytest.MonkeyPatch, tmp_pat
         namespaces |= place.namespaces()
         if number % NAMESPACES_KEPT == 0:
             back("nothing")
-    for name in ("nothing", *list(changes)[-2:]):
+    exact = [name for name in changes if name not in ROUNDED]
+    for name in dict.fromkeys(("nothing", *exact[-2:])):
         back(name)
     assert len(namespaces) == len(changes)
     same = ("one revision", "another revision", "block size", "label", "ranks", "hash")
