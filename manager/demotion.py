@@ -338,16 +338,21 @@ class Demoter:
         wanted.reverse()
         hashes, statuses = map(list, zip(*wanted, strict=True))
         ticket = next(self._core.tickets)
+        for status in statuses:  # after an interrupt in `put`, the node may read these slots
+            status.ref_cnt += 1
+        job = self.jobs[ticket] = Transfer(hashes, statuses, self._core.clock())
         answers = self._below.put(ticket, hashes, list(map(slot_of, statuses)))
         if answers.count(Put.STARTED) < len(answers):
+            for status in statuses:
+                status.ref_cnt -= 1
             wanted = self._sort(wanted, answers)
             if not wanted:
+                del self.jobs[ticket]
                 return None if _NO_USE.isdisjoint(answers) else 0
-            hashes, statuses = map(list, zip(*wanted, strict=True))
-        for status in statuses:
-            status.ref_cnt += 1
-        self._top.dirt.set_arriving(list(map(slot_of, statuses)))
-        self.jobs[ticket] = Transfer(hashes, statuses, self._core.clock())
+            job.hashes, job.statuses = map(list, zip(*wanted, strict=True))
+            for status in job.statuses:
+                status.ref_cnt += 1
+        self._top.dirt.set_arriving(list(map(slot_of, job.statuses)))
         return len(wanted)
 
     def _sort(self, wanted: Pairs, answers: Sequence[Put]) -> Pairs:

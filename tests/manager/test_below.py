@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from support.below_twin import BelowTwin
 from support.cascade import Cascade
@@ -97,6 +100,33 @@ def test_a_port_that_makes_room_puts_stores_off_and_loses_nothing() -> None:
     engine.step()
     assert engine.offer(keys(4, 6)) == keys(4, 6)
     assert engine.manager.counters.dropped_dirty_blocks == 0
+
+
+def test_slots_of_an_interrupted_put_keep_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in a notebook, while the node has the message already."""
+    engine, request = TwinEngine(), Request()
+    assert engine.offer(keys(4)) == keys(4)
+    put = engine.twin.put
+
+    def interrupted(*arguments: Any) -> Sequence[Put]:
+        put(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.twin, "put", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.offer(keys(4, 8))
+    monkeypatch.undo()
+    for _ in range(3):
+        assert engine.offer(keys(4, 8)) is None
+        engine.manager.end_step()
+    engine.step()
+    assert engine.offer(keys(4, 8)) == keys(4, 8)
+    assert engine.manager.flush_dirty(engine.clock() + 1.0), "their slots can be free again"
+    assert engine.ask(request, keys(4)) == [PENDING] * 4
+    engine.step()
+    engine.step()
+    assert engine.ask(request, keys(4)) == [HIT] * 4
+    engine.loads(request, keys(4))
 
 
 def test_small_stores_that_are_put_off_do_not_fill_the_queue_with_small_writes() -> None:
