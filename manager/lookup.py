@@ -206,13 +206,12 @@ class Lookups:
             if is_waiting and not self._has_collected:
                 self._has_collected = True
                 self._collect()
-        request.missed_at, request.first = None, first
-        self.answers.begin()
-        if request.claim is not None:
-            with self._lock:
+            request.missed_at, request.first = None, first
+            self.answers.begin()
+            if request.claim is not None:
                 self._is_waiting = self._claims.must_wait(request.claim, first)
-        else:
-            self._is_waiting = request.awaited is not None and self._is_awaited(request)
+            else:
+                self._is_waiting = request.awaited is not None and self._is_awaited(request)
         return self._is_waiting
 
     def look_below(
@@ -280,10 +279,9 @@ class Lookups:
     def _is_awaited(self, request: Request) -> bool:
         """Return True if the answer about a block of an earlier step is still awaited."""
         assert request.awaited is not None
-        with self._lock:
-            answer = self._core.below.may_hold(request.awaited, request.allowed_media, request)
-            if answer == ASKING:
-                return True
+        below, media = self._core.below, request.allowed_media
+        if below.may_hold(request.awaited, media, request) == ASKING:
+            return True
         request.awaited = None
         return False
 
@@ -294,7 +292,9 @@ class Lookups:
             status = None
         if status is not None and status.ref_cnt >= 0:
             self.answers.hit(block_hash)
-            self._claims.note_hit(block_hash, request)
+            claim = request.claim
+            if claim is not None and not claim.is_admitted:  # it was made in this step
+                claim.wanted[block_hash] = 0
             return HIT
         if self._is_waiting:
             return self._state_while_waiting(block_hash, request)

@@ -48,7 +48,7 @@ from .kv_layers import layer_names
 from .packing import packing_of_layers
 from .refusals import refuse_wrong_stores
 from .scheduler_side import log_beside_vllm, namespace_key
-from .v0_26 import in_prompt_order, shape_facts, to_vllm_event
+from .v0_26 import prompt_up_to_last, shape_facts, to_vllm_event
 
 logger = get_logger(__name__)
 
@@ -176,7 +176,7 @@ class KVCascadeTier(SecondaryTierManager):
         used = self._used_by(req_context)
         counted = {block_hash for block_hash, is_counted in used.items() if is_counted}
         with self._lock:
-            self._jobs.finish_request(in_prompt_order(req_context, used), counted)
+            self._jobs.finish_request(prompt_up_to_last(req_context, used), counted)
         used.clear()
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:

@@ -517,10 +517,10 @@ def _prompt(request: Request, context: ReqContext) -> list[BlockHash]:
     used = dict.fromkeys([*request.touched, *request.keys, *request.deferred])
     if request.missed_at is not None:
         used.setdefault(request.missed_at)
-    return in_prompt_order(context, used)
+    return prompt_up_to_last(context, used)
 
 
-def in_prompt_order(context: ReqContext, used: Collection[BlockHash]) -> list[BlockHash]:
+def prompt_up_to_last(context: ReqContext, used: Collection[BlockHash]) -> list[BlockHash]:
     """Return the blocks of a request in order, up to the last one in `used`.
 
     From 0.31 on the context knows all blocks, including those that the device held and those of the

@@ -134,7 +134,7 @@ class NodeWrites(Traffic[NodeFeed]):
             self.breaker.trip()
         self.may_recover = no_space == 0
         size_bytes = stored * core.block_bytes
-        self.ended.append(Ended(job.ticket, False, 1, outcomes, size_bytes, done.time_s))
+        core.ended.append(Ended(job.ticket, False, 1, outcomes, size_bytes, done.time_s))
 
     def _note_over_budget(self, keys: Sequence[BlockHash]) -> None:
         self._core.feed.counters.demote_over_budget_blocks += len(keys)
@@ -173,10 +173,9 @@ class NodeTier(SingleTier[NodeFeed, NodeWrites]):
         uses chains. `paths`: number of the tier's paths.
         """
         super().__init__(client, feed, facts, clock)
-        core = TierCore(client, feed, clock, facts.block_bytes)
         most = max(1, min(facts.capacity, MAX_PUT_BYTES // facts.block_bytes))
-        self.reads = NodeReads(core, stall_s)
-        self.writes = NodeWrites(core, most, has_one_path=paths == 1)
+        self.reads = NodeReads(self._core, stall_s)
+        self.writes = NodeWrites(self._core, most, has_one_path=paths == 1)
         self._coming = self.writes.coming
         self._wants_chains = wants_chains
         self._watch = EnduranceWatch(facts.name, self.feed.day_totals, clock)

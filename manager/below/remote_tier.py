@@ -82,12 +82,11 @@ class RemoteTier(SingleTier[RemoteFeed, "_RemoteWrites"]):
         self._known_until_s = memory.until.get
         self._questions = Questions(client, feed, clock, limits.deadline_s, self._may_ask)
         self._ask = self._questions.ask
-        core = TierCore(client, feed, clock, facts.block_bytes)
-        self.reads = _RemoteReads(core, stall_s)
+        self.reads = _RemoteReads(self._core, stall_s)
         rule = OfferRule(
             limits.when, limits.queue_bytes, facts.block_bytes, memory, limits.renew_after_s, clock
         )
-        self.writes = _RemoteWrites(core, rule, self._note_stored)
+        self.writes = _RemoteWrites(self._core, rule, self._note_stored)
         self._with_events = with_events
         self._new_mark = new_mark
         self._events: list[BlockEvent] = []
@@ -293,4 +292,4 @@ class _RemoteWrites(Traffic[RemoteFeed]):
         else:  # a reset came meanwhile
             outcomes = [BlockOutcome.GONE] * len(outcomes)
         given = [o if o in _THERE else BlockOutcome.REFUSED for o in outcomes]
-        self.ended.append(Ended(job.ticket, False, 1, given, size_bytes, done.time_s))
+        self._core.ended.append(Ended(job.ticket, False, 1, given, size_bytes, done.time_s))

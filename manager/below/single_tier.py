@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -114,6 +114,8 @@ class TierCore(Generic[Feed]):
     feed: Feed
     clock: Callable[[], float]
     block_bytes: int
+    ended: list[Ended] = field(default_factory=list)
+    """Jobs that ended and were not reported."""
 
 
 class JobInFlight(NamedTuple):
@@ -134,8 +136,6 @@ class Traffic(ABC, Generic[Feed]):
         self._core = core
         self.breaker = breaker
         self.jobs: dict[int, JobInFlight] = {}
-        self.ended: list[Ended] = []
-        """Jobs that ended and were not reported."""
         self.unwritten_blocks = 0
         """Number of blocks of puts that failed or never began."""
 
@@ -195,7 +195,8 @@ class NodeReads(Traffic[Feed]):
         """Start reading blocks. Without `make_job`, all of them end as CANCELLED."""
         if make_job is None or not self._submit(ticket, keys, make_job):
             self._core.feed.counters.promote_failed_blocks += len(keys)
-            self.ended.append(Ended(ticket, True, 1, [BlockOutcome.CANCELLED] * len(keys)))
+            cancelled = [BlockOutcome.CANCELLED] * len(keys)
+            self._core.ended.append(Ended(ticket, True, 1, cancelled))
 
     def _land(self, job: JobInFlight, outcomes: list[BlockOutcome], done: JobDone) -> None:
         core, counters = self._core, self._core.feed.counters
@@ -211,7 +212,7 @@ class NodeReads(Traffic[Feed]):
         counters.promoted_bytes += arrived * core.block_bytes
         self.breaker.ended(arrived == 0 and SILENCE.issuperset(outcomes))
         size_bytes = arrived * core.block_bytes
-        self.ended.append(Ended(job.ticket, True, 1, outcomes, size_bytes, done.time_s))
+        core.ended.append(Ended(job.ticket, True, 1, outcomes, size_bytes, done.time_s))
 
 
 def answers_to_put(n: int, new: Sequence[int], started: Sequence[int], refusal: Put) -> list[Put]:
@@ -259,6 +260,7 @@ class SingleTier(Below, Generic[Feed, Writes]):
         self._medium = facts.medium
         self._client = client
         self._clock = clock
+        self._core = TierCore(client, feed, clock, facts.block_bytes)
         self._resets_due = 0
         """Number of resets that no node has carried out."""
         self._make_reset: MakeJob | None = None
@@ -279,11 +281,10 @@ class SingleTier(Below, Generic[Feed, Writes]):
                 _log.warning(_SILENT, self.tiers[0].name, traffic.breaker.stall_s)
         counters.promote_openings = reads.breaker.openings
         counters.demote_openings = writes.breaker.openings
-        if not (reads.ended or writes.ended):
+        if not self._core.ended:
             return ()
-        ended = [*reads.ended, *writes.ended]
-        reads.ended.clear()
-        writes.ended.clear()
+        ended = self._core.ended.copy()
+        self._core.ended.clear()
         return ended
 
     @property

@@ -133,12 +133,6 @@ class ClaimQueue:
         claim.wanted[block_hash] = tier
         return PENDING
 
-    def note_hit(self, block_hash: BlockHash, request: Request) -> None:
-        """Add a hit of the first tier to the claim that the request made in this step."""
-        claim = request.claim
-        if claim is not None and not claim.is_admitted:
-            claim.wanted[block_hash] = 0
-
     def release(self, request: Request) -> None:
         """Drop the claim and the pins of a request."""
         claim = request.claim
