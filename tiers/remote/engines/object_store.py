@@ -19,7 +19,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
@@ -92,6 +91,8 @@ _ERRNO_OUTCOMES = {
     errno.EDQUOT: RemoteOutcome.NO_SPACE,
 }
 """Errors of a folder that another try does not mend."""
+_NO_FILE = frozenset({errno.ELOOP, errno.ESPIPE, errno.EISDIR})
+"""Errors of a link, a pipe and a folder that are read as a file."""
 _CAUSES = {
     "NoSuchBucket": Cause.NO_BUCKET,
     "ContainerNotFound": Cause.NO_BUCKET,
@@ -259,8 +260,13 @@ class ObjectStoreEngine(RemoteEngine):
         limit_s: float,
         arrived: Arrived = ignore,
     ) -> list[RemoteOutcome]:
+        opened, store = self._asked(lambda: self._store)
+
         def get(number: int) -> RemoteOutcome:
-            outcome, is_whole = self._asked(lambda: self._read(names[number], buffers[number]))
+            if store is None:
+                return opened
+            name, buffer = names[number], buffers[number]
+            outcome, is_whole = self._asked(lambda: self._read(store, name, buffer))
             if outcome is RemoteOutcome.OK:
                 if not is_whole:
                     return RemoteOutcome.CORRUPT
@@ -420,9 +426,8 @@ class ObjectStoreEngine(RemoteEngine):
             self._folder.check()
         return self._opened
 
-    def _read(self, name: str, buffer: PrivateBuffer) -> bool:
+    def _read(self, store: Any, name: str, buffer: PrivateBuffer) -> bool:
         """Read an object; False, and without its bytes, if it has another length."""
-        store = self._store
         if self._folder is not None:
             return _read_file(os.path.join(self._folder.path, name), buffer)
         got = self._obstore.get(store, name)
@@ -570,23 +575,24 @@ def _read_file(path: str, buffer: PrivateBuffer) -> bool:
     `obstore` would allocate new memory for each object: that took twice as long at 512 KiB. False
     for what is no plain file. Whoever may write to a share can leave a link there, or a pipe, whose
     opening could wait for ever.
+
+    Each call to the system lets another thread take the interpreter lock, so there are three. One
+    more byte is asked for, which a longer file has.
     """
     try:
         file = os.open(path, READ_FLAGS)
+        try:
+            n_bytes = HEADER_BYTES + buffer.payload_bytes
+            if os.preadv(file, (*buffer.allocate(), bytearray(1)), 0) == n_bytes:
+                return True
+            if os.fstat(file).st_size == n_bytes:
+                raise OSError("only a part of the file was read")
+        finally:
+            os.close(file)
     except OSError as error:
-        if error.errno == errno.ELOOP:  # a link
-            return False
-        raise
-    try:
-        n_bytes = HEADER_BYTES + buffer.payload_bytes
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != n_bytes:
-            return False
-        if os.preadv(file, buffer.allocate(), 0) != n_bytes:
-            raise OSError("the file became shorter while it was read")
-    finally:
-        os.close(file)
-    return True
+        if error.errno not in _NO_FILE:
+            raise
+    return False
 
 
 def _data(made: RemoteObject) -> list[bytes | memoryview]:
