@@ -429,7 +429,7 @@ class ObjectStoreEngine(RemoteEngine):
     def _read(self, store: Any, name: str, buffer: PrivateBuffer) -> bool:
         """Read an object; False, and without its bytes, if it has another length."""
         if self._folder is not None:
-            return _read_file(os.path.join(self._folder.path, name), buffer)
+            return _read_file(f"{self._folder.path}/{name}", buffer)
         got = self._obstore.get(store, name)
         if got.meta["size"] != HEADER_BYTES + buffer.payload_bytes:
             return False
@@ -473,7 +473,7 @@ class ObjectStoreEngine(RemoteEngine):
         if self._folder is None:
             found: Mapping[str, Any] = self._obstore.head(store, name)
             return found
-        written_s = os.lstat(os.path.join(self._folder.path, name)).st_mtime
+        written_s = os.lstat(f"{self._folder.path}/{name}").st_mtime
         return {"last_modified": datetime.fromtimestamp(written_s, UTC)}
 
     def _create(self, name: str, data: Any) -> RemoteOutcome:
