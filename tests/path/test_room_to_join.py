@@ -137,6 +137,28 @@ def test_a_model_whose_tables_never_fit_is_refused_and_costs_nothing() -> None:
     assert segments_of(rig, old) == before
 
 
+def test_a_capacity_below_a_segment_is_refused_and_costs_no_other_model() -> None:
+    """It is refused to the engine that named it, perhaps by mistake."""
+    rig = PathRig(8, slots_per_segment=1024)
+    folders = []
+    for name, first in (("large", 0), ("other", 5000)):
+        node = RigNode(rig, name)
+        fill(node, range(first, first + 80))
+        assert node.welcome is not None
+        folders.append(node.welcome.folder)
+    rig.close()
+    small = capacity_of(4, 8, BLOCK_BYTES)
+    assert small < 1024 * BLOCK_BYTES, "less than a segment"
+    former, slots = rig.options, 8 * BLOCK_BYTES
+    rig.start(msgspec.structs.replace(former, capacity_bytes=small, segment_bytes=slots))
+    (refused,) = RigNode(rig, "large", rig.options).refused
+    assert "holds no segment" in refused.text and folders[0] in refused.text
+    rig.close()
+    rig.start(former)
+    other = RigNode(rig, "other", former)
+    assert other.held(range(5000, 5080)) == list(range(5000, 5080))
+
+
 def test_a_full_model_that_lost_its_index_counts_once() -> None:
     rig, old = full(ONE)
     before = segments_of(rig, old)

@@ -46,6 +46,8 @@ UNKNOWN_INDEX_BYTES = 512 << 10
 """Smallest index of an older version, for a namespace that is not described yet."""
 _INDEX = Path("index", INDEX_FILE)
 
+_WHY_REMOVED = "it is of another version, damaged, or its segments are larger than the capacity"
+
 _log = get_logger(__name__)
 
 
@@ -209,7 +211,7 @@ class PathCapacity:
             )
         for one in chosen:
             remove_locked_namespace(self._fs, one.path)
-            _log.warning("removed %s for room: this version cannot use it", one.path)
+            _log.warning("removed %s for room: %s", one.path, _WHY_REMOVED)
 
     def _others(self, root: Path) -> list[FoundNamespace]:
         return [one for one in namespaces_under(self._fs, root) if one.path.name not in self.own]

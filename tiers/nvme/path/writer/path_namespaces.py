@@ -35,6 +35,7 @@ from .idle_namespaces import IdleNamespaces
 from .namespace.namespace_home import (
     BLOCKS,
     NamespaceHome,
+    check_home,
     check_same,
     key_of,
     make_home,
@@ -315,13 +316,18 @@ class PathNamespaces:
     # -- inside --------------------------------------------------------------------------------
 
     def _begin_new(self, spec: NamespaceSpec, name: str) -> None:
-        """Begin to open the namespace of a node, which may not exist. Raises `ConfigError`."""
+        """Begin to open the namespace of a node, which may not exist.
+
+        Raises a `KVCascadeError` if its directory, or the capacity, lets nobody open it.
+        """
         options, paths = self.options, len(self.roots)
         sizes: Sequence[int] = ()
         for gone, day in self.space.idle.take_gone(self.openings.waiting):
             self._record_removal(gone, day)
         is_known = name in self.space.idle.names
         if not (is_known and self.fs.exists(self.roots[0] / name / BLOCKS)):
+            # A refusal comes before others leave for the room of new tables.
+            check_home(self.fs, self.roots, name, spec, options)
             plan = plan_namespace(options, spec.block_bytes, paths)
             sizes = [fixed_bytes(plan.slots, path, options.policy) for path in range(paths)]
         # One that lost its tables waits for nothing: its own segments give the room afterwards.

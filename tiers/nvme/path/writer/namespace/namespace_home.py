@@ -179,6 +179,18 @@ def check_size(key: NamespaceKey) -> None:
         )
 
 
+def check_home(
+    fs: FileSystem, roots: Sequence[Path], name: str, spec: NamespaceSpec, options: PathOptions
+) -> None:
+    """Raise what `make_home` would because of what is there; nothing is made or locked."""
+    key = key_of(spec)
+    home = open_home(fs, roots, name, options, is_locked=False)
+    if home is None:
+        check_size(key)
+    else:
+        check_same(home, key, spec.block_bytes)
+
+
 def make_home(
     fs: FileSystem,
     roots: Sequence[Path],
